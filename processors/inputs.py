@@ -1,0 +1,56 @@
+"""What the processors hand to the engine: frozen, and encodable by `vlmserve.common.wire`."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class Modality(enum.StrEnum):
+    IMAGE = "image"
+    VIDEO = "video"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultimodalDataItem:
+    """One picture or one video of a request.
+
+    digest: 32 bytes, BLAKE3 over the preprocessed patch bytes, grid and modality (length-framed): not forgeable.
+    grid_thw: patches in time, height and width, before the spatial merge.
+    offsets: half-open ranges [start, end) of this item's pad tokens in the expanded `input_ids`; one range for a
+        picture (one per temporal patch in a Qwen3-VL video). Their lengths sum to t*h*w / merge_size**2.
+    feature: float32 [t*h*w, in_channels * temporal_patch_size * patch_size**2], rows in the family's patch order.
+    second_per_grid_t: seconds between temporal patches (Qwen2.5-VL video), else 0.
+    """
+
+    modality: Modality
+    digest: bytes
+    grid_thw: tuple[int, int, int]
+    offsets: tuple[tuple[int, int], ...]
+    feature: np.ndarray
+    second_per_grid_t: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Pad tokens of this item in the prompt."""
+        return sum(end - start for start, end in self.offsets)
+
+    @property
+    def media_key(self) -> tuple[bytes, str, tuple[int, int, int], float]:
+        """The identity that prefix reuse goes by: equal keys mean equal embeddings and equal relative positions."""
+        return (self.digest, self.modality.value, self.grid_thw, self.second_per_grid_t)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultimodalInputs:
+    """A request's media, in prompt order, and the M-RoPE positions of its whole prompt.
+
+    mrope_positions: int64 [3, L] (time, height, width) for the L expanded prompt tokens.
+    mrope_position_delta: a generated token with index i (counted from the prompt's start) sits at i + delta.
+    """
+
+    items: tuple[MultimodalDataItem, ...]
+    mrope_positions: np.ndarray
+    mrope_position_delta: int

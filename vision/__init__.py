@@ -1,0 +1,1 @@
+"""Floor 2: the ViT towers. Imports `processors` and `vlmserve.common` only."""

@@ -1,0 +1,25 @@
+"""vlmserve: a serving engine for Qwen-VL models. `from vlmserve import LLM, SamplingParams` is the offline form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from vlmserve.llm import LLM
+    from vlmserve.messages import SamplingParams
+
+
+def __getattr__(name: str) -> object:
+    """Import the engine only when it is asked for, so that `import vlmserve` stays light."""
+    if name == "LLM":
+        from vlmserve.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from vlmserve.messages import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""The ground floor: what all three floors share. Imports nothing in-house."""

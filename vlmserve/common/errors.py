@@ -1,0 +1,30 @@
+"""Errors that name what was wrong; the server turns them into OpenAI error bodies."""
+
+from __future__ import annotations
+
+
+class VlmserveError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class BadRequestError(VlmserveError):
+    """The request is at fault: answered with `status` (4xx) and OpenAI's error body.
+
+    `message` names the wrong value, the limit and the setting that changes it; `param` is the request field
+    (e.g. "messages[0].content[1]"); `code` a short machine-readable word (e.g. "context_length_exceeded").
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class CheckpointError(VlmserveError):
+    """A checkpoint folder is unusable: a missing, extra or misshaped tensor, an unknown family, a broken file."""
+
+
+class EngineError(VlmserveError):
+    """The engine failed on its own account (a worker died, an invariant broke); answered with 5xx."""

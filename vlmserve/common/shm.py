@@ -1,0 +1,61 @@
+"""Hand-over of large arrays between processes on one machine: one file per array in a private tmpfs directory.
+
+Plain files rather than `multiprocessing.shared_memory`: the receiver unlinks as soon as it has mapped (the pages live
+on until the array is dropped), no tracker process guesses at ownership, and what a crash leaves behind goes with the
+directory, which belongs to the launcher. A file has exactly one owner: the sender until `put` returns, then the
+message that names it, then whoever calls `take` or `discard`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+
+class SharedArrays:
+    """Puts arrays into, and takes them out of, a directory that both processes can see.
+
+    directory: an existing private directory, on tmpfs where there is one. Thread-safe.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._names = itertools.count()
+
+    def put(self, array: np.ndarray) -> str:
+        """Copy an array's bytes out of this process; returns the block's name. OSError when memory is full."""
+        name = f"{os.getpid()}-{next(self._names)}"
+        path = self.directory / name
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return name
+
+    def take(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """Map a block and unlink it: from here on the memory lives as long as the returned (writable) array."""
+        path = self._path(name)
+        with open(path, "r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+        path.unlink()
+        return np.frombuffer(mapped, dtype=dtype).reshape(shape)
+
+    def discard(self, name: str) -> None:
+        """Free a block that nobody will take."""
+        self._path(name).unlink(missing_ok=True)
+
+    def outstanding(self) -> int:
+        """Blocks that were put and not yet taken: zero when idle."""
+        return len(os.listdir(self.directory))
+
+    def _path(self, name: str) -> Path:
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"bad shared block name {name!r}")
+        return self.directory / name

@@ -1,0 +1,99 @@
+"""Messages as frames of bytes: msgspec MessagePack, numpy arrays out of band, never pickle.
+
+A message is a dataclass. Frame 0 is its type's name, frame 1 its MessagePack body; an array in it is replaced by
+``[dtype, shape, place]`` where place is a frame's index or, for large arrays where a `SharedArrays` is given, a block's
+name. Decoding a message of unknown type, or one that does not fit its type, raises `WireError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vlmserve.common.errors import VlmserveError
+from vlmserve.common.shm import SharedArrays
+
+Frame = bytes | bytearray | memoryview
+SHARED_FROM_BYTES = 64 * 1024
+_KINDS = frozenset("biuf?")
+
+
+class WireError(VlmserveError):
+    """A message cannot be encoded or decoded."""
+
+
+class WireCodec:
+    """Encodes and decodes the given dataclass types. One codec per end of a channel; not thread-safe.
+
+    shared: where arrays of `SHARED_FROM_BYTES` and more go; None sends every array as a frame of its own.
+    """
+
+    def __init__(self, types: Iterable[type], shared: SharedArrays | None = None) -> None:
+        self._shared = shared
+        self._decoders = {
+            cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=self._decode_array, strict=True) for cls in types
+        }
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
+        self._frames: list[Frame] = []
+        self._put: list[str] = []
+
+    def encode(self, message: object) -> list[Frame]:
+        """A message's frames. Raises WireError for a type this codec was not made for."""
+        name = type(message).__name__
+        if name not in self._decoders:
+            raise WireError(f"no message type {name!r} on this channel, only {sorted(self._decoders)}")
+        self._frames, self._put = [name.encode(), b""], []
+        try:
+            body = self._encoder.encode(message)
+        except BaseException:
+            for block in self._put if self._shared else []:
+                self._shared.discard(block)  # type: ignore[union-attr]
+            raise
+        frames, self._frames = self._frames, []
+        frames[1] = body
+        return frames
+
+    def decode(self, frames: Sequence[Frame]) -> Any:
+        """The message in some frames; its arrays map the frames or shared blocks without a copy."""
+        if len(frames) < 2:
+            raise WireError(f"a message has at least 2 frames, got {len(frames)}")
+        name = bytes(frames[0]).decode("utf-8", "replace")
+        decoder = self._decoders.get(name)
+        if decoder is None:
+            raise WireError(f"no message type {name!r} on this channel, only {sorted(self._decoders)}")
+        self._frames = list(frames)
+        try:
+            return decoder.decode(frames[1])
+        except msgspec.MsgspecError as error:
+            raise WireError(f"{name}: {error}") from error
+        finally:
+            self._frames = []
+
+    def _encode_array(self, value: object) -> object:
+        if not isinstance(value, np.ndarray):
+            raise NotImplementedError(f"cannot send a {type(value).__name__}")
+        if value.dtype.kind not in _KINDS:
+            raise NotImplementedError(f"cannot send an array of {value.dtype}")
+        head = [value.dtype.str, list(value.shape)]
+        if self._shared is not None and value.nbytes >= SHARED_FROM_BYTES:
+            block = self._shared.put(value)
+            self._put.append(block)
+            return [*head, block]
+        self._frames.append(memoryview(np.ascontiguousarray(value)).cast("B") if value.size else b"")
+        return [*head, len(self._frames) - 1]
+
+    def _decode_array(self, cls: type, value: Any) -> np.ndarray:
+        if cls is not np.ndarray:
+            raise NotImplementedError(f"cannot receive a {cls.__name__}")
+        dtype_name, shape, place = value
+        dtype = np.dtype(dtype_name)
+        if dtype.kind not in _KINDS:
+            raise ValueError(f"refused an array of {dtype}")
+        if isinstance(place, str):
+            if self._shared is None:
+                raise ValueError("a shared block on a channel without shared memory")
+            return self._shared.take(place, dtype, tuple(shape))
+        return np.frombuffer(self._frames[place], dtype=dtype).reshape(shape)

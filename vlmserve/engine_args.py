@@ -1,0 +1,48 @@
+"""The engine's settings, one definition for the CLI, the environment, YAML files and `LLM(...)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _arg(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Everything the engine can be told. `vlmserve serve --help` shows the same texts."""
+
+    model: str = field(metadata={"help": "checkpoint folder, or a Hugging Face hub id"})
+    device: str = _arg("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _arg(
+        "auto", "compute type; auto is the checkpoint's own"
+    )
+    max_model_len: int | None = _arg(None, "context length in tokens, prompt and answer together; default: the model's")
+    page_size: int = _arg(16, "KV cache slots in a page")
+    max_total_tokens: int | None = _arg(None, "KV cache slots in all; default: sized from --mem-fraction-static")
+    mem_fraction_static: float = _arg(
+        0.8, "part of the free memory that weights and KV cache may take (CPU: never more than --cpu-kv-cache-gib)"
+    )
+    cpu_kv_cache_gib: float = _arg(4.0, "upper limit of the KV cache on a CPU, in GiB")
+    chunked_prefill_size: int = _arg(2048, "prompt tokens computed in one step at the most; -1: whole prompts")
+    enable_mixed_chunk: bool = _arg(False, "let prompt chunks and decoding share a step")
+    max_running_requests: int = _arg(64, "requests computed together at the most")
+    max_prefill_tokens: int = _arg(8192, "prompt tokens admitted to one step at the most, over all requests")
+    max_queued_requests: int = _arg(1024, "waiting requests above which new ones are answered 429")
+    disable_radix_cache: bool = _arg(False, "do not reuse the KV cache of common prefixes")
+    schedule_policy: Literal["fcfs", "lpm"] = _arg(
+        "fcfs", "order of the waiting queue: first come, or longest prefix match"
+    )
+    schedule_conservativeness: float = _arg(1.0, "above 1 admits fewer requests, below 1 more (and retracts more)")
+    attention_backend: Literal["torch"] = _arg("torch", "attention kernels")
+    encoder_cache_mib: int = _arg(512, "limit of the in-memory image embedding cache, in MiB")
+    encoder_max_patches: int = _arg(65536, "patches the vision tower encodes in one batch at the most")
+    max_mm_workers: int = _arg(2, "threads that decode and resize media")
+    num_threads: int | None = _arg(None, "CPU threads of the model; default: all cores")
+    random_seed: int = _arg(0, "seed of requests that bring none (offline LLM only; the server draws one each)")
+    sampling_defaults: Literal["model", "openai"] = _arg(
+        "model", "sampling values a request leaves out: the checkpoint's generation_config.json, or OpenAI's"
+    )
+    check_pools_when_idle: bool = _arg(True, "when idle, check that every KV slot and request row is accounted for")

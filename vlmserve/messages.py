@@ -1,0 +1,175 @@
+"""Messages between the API process (TokenizerManager), the Scheduler and the DetokenizerManager.
+
+Messages are frozen dataclasses; `vlmserve.common.wire` encodes them (msgspec, numpy arrays out of band).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from processors.inputs import MultimodalInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one answer is sampled. Values are validated by whoever makes one (see `verify`).
+
+    max_new_tokens: None means up to the context length. temperature 0 is greedy. top_k -1 (or 0) is off.
+    seed: sampling noise is a function of (seed, output index) only. logit_bias: token id -> added to the logit.
+    stop: strings that end the answer and are not part of it (found by the detokenizer).
+    stop_token_ids: ids that end the answer, besides the model's own (unless ignore_eos).
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedGenerateReqInput:
+    """One answer to make. input_ids: int64 [L], real ids (image pad tokens included), already expanded.
+
+    num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's.
+    """
+
+    rid: str
+    input_ids: np.ndarray
+    sampling_params: SamplingParams
+    mm_inputs: MultimodalInputs | None = None
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AbortReq:
+    """Stop working on `rid`; unknown rids are ignored.
+
+    finished: sent by the detokenizer when it found a stop string: the client has its whole answer, so the scheduler
+    frees the request without reporting anything. Otherwise (a client went away) it reports an "abort" finish.
+    """
+
+    rid: str
+    finished: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GetStatsReq:
+    """Ask the scheduler for a `SchedulerStats`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishReason:
+    """type: "stop" (matched = the stop token id or stop string), "length", "abort" or "error" (message, status)."""
+
+    type: str
+    matched: int | str | None = None
+    message: str = ""
+    status: int = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of one output token, of the model's own distribution (before temperature, penalties and bias).
+
+    top_ids / top_logprobs: the most likely tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOutput:
+    """What one scheduler step produced for one request.
+
+    token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
+    or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
+    stop, skip_special_tokens: repeated from the sampling parameters in a request's first output only.
+    """
+
+    rid: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    first: bool = False
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchTokenOutput:
+    """Scheduler -> DetokenizerManager, once a step."""
+
+    outputs: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextOutput:
+    """New text of one request. `text` is a delta, whole UTF-8 characters, never part of a stop string.
+
+    token_ids/logprobs are those of the step even where their text is held back (it may be part of a stop string or
+    an incomplete character): they come out with the delta that follows. Once a stop string matched, tokens after the
+    one that completed it are dropped and completion_tokens does not count them.
+    """
+
+    rid: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchTextOutput:
+    """DetokenizerManager -> TokenizerManager."""
+
+    outputs: tuple[TextOutput, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerStats:
+    """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_total_tokens: int
+    kv_free_tokens: int
+    kv_cached_tokens: int
+    kv_locked_tokens: int
+    req_rows_total: int
+    req_rows_free: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generation_tokens_total: int
+    images_encoded_total: int
+    encoder_cache_hits_total: int
+    encoder_cache_bytes: int
+    finished_total: int
+    aborted_total: int
+    retracted_total: int
+    forward_steps_total: int
+
+
+SchedulerInput: TypeAlias = TokenizedGenerateReqInput | AbortReq | GetStatsReq
+DetokenizerInput: TypeAlias = BatchTokenOutput | SchedulerStats
+TokenizerManagerInput: TypeAlias = BatchTextOutput | SchedulerStats
