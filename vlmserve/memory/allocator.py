@@ -1,0 +1,159 @@
+"""Hands out KV slots, in pages, so that a request's slots stay in few contiguous runs.
+
+Attention reads a contiguous run of slots without a gather, so where a page lies matters. Every free page is in one of
+two sets of runs:
+
+* a *room* begins right behind the last page of a request and is kept for its growth. Others may use it, but only when
+  open space does not do: then the largest room gives up its far half, as often as needed;
+* *open* is the rest.
+
+A request first grows in place, into its room and the open pages behind. A request that cannot takes the shortest open
+run that holds what it needs and its room, else the longest one, else several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlmserve.common.errors import EngineError
+from vlmserve.memory.page_extents import PageExtents
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorState:
+    """What `backup_state` keeps; opaque."""
+
+    open: PageExtents
+    rooms: PageExtents
+    held: np.ndarray
+
+
+class TokenToKVPoolAllocator:
+    """Allocator of the slots of a `KVCache`.
+
+    Slots 0..page_size-1 are a dummy page that padded rows may write to; it is never handed out. The usable slots are
+    page_size .. page_size + size - 1. A page belongs to one holder at a time; the allocator only knows that it is held.
+
+    size: usable slots (tokens), a multiple of page_size. ValueError otherwise.
+    """
+
+    def __init__(self, size: int, page_size: int) -> None:
+        if page_size < 1 or size < page_size or size % page_size:
+            raise ValueError(f"a KV pool of {size} tokens is not one or more whole pages of {page_size} (--page-size)")
+        self.size = size
+        self.page_size = page_size
+        self._open = PageExtents()
+        self._rooms = PageExtents()
+        self._open.add(1, size // page_size)
+        self._held = np.zeros(1 + size // page_size, dtype=np.bool_)
+
+    def available_size(self) -> int:
+        """Free tokens, in whole pages."""
+        return (self._open.total + self._rooms.total) * self.page_size
+
+    def pages_needed(self, prefix_len: int, seq_len: int) -> int:
+        """New pages that a request takes to grow from prefix_len to seq_len tokens."""
+        return -(-seq_len // self.page_size) - -(-prefix_len // self.page_size)
+
+    def tokens_needed(self, prefix_len: int, seq_len: int) -> int:
+        """`pages_needed` in tokens: how much smaller `available_size` becomes."""
+        return self.pages_needed(prefix_len, seq_len) * self.page_size
+
+    def alloc_extend(self, prefix_len: int, seq_len: int, last_loc: int, room: int = 0) -> np.ndarray | None:
+        """Slots int64 [seq_len - prefix_len] for a request's tokens prefix_len..seq_len-1.
+
+        last_loc: slot of token prefix_len - 1, -1 if prefix_len is 0. Where prefix_len does not end a page, that page
+        must be the request's own: its rest is filled first. room: tokens by which the request is expected to grow
+        later; a wish, not a promise. Returns None, and changes nothing, if there are too few free pages.
+        """
+        size = self.page_size
+        if not 0 <= prefix_len < seq_len or room < 0:
+            raise ValueError(f"cannot extend from {prefix_len} to {seq_len} tokens with room for {room}")
+        if (last_loc != -1) if not prefix_len else (last_loc < size or (last_loc - prefix_len + 1) % size):
+            raise ValueError(f"slot {last_loc} cannot hold the last of {prefix_len} tokens (page size {size})")
+        need = self.pages_needed(prefix_len, seq_len)
+        if need > self._open.total + self._rooms.total:
+            return None
+        rest = min(-prefix_len % size, seq_len - prefix_len)
+        runs = [np.arange(last_loc + 1, last_loc + 1 + rest, dtype=np.int64)] if rest else []
+        if need:
+            room_pages = self.pages_needed(seq_len, seq_len + room)
+            for start, count in self._take(need, room_pages, last_loc // size + 1 if prefix_len else None):
+                self._held[start : start + count] = True
+                runs.append(np.arange(start * size, (start + count) * size, dtype=np.int64))
+        slots = runs[0] if len(runs) == 1 else np.concatenate(runs)
+        return slots[: seq_len - prefix_len]
+
+    def free(self, slots: np.ndarray) -> None:
+        """Free every page that one of `slots` (int [n], any order) lies in, whole.
+
+        Raises EngineError, and changes nothing, if one of these pages is not held.
+        """
+        if not len(slots):
+            return
+        pages = np.unique(slots // self.page_size)
+        if pages[0] < 1 or pages[-1] >= len(self._held):
+            bad = int(pages[0] if pages[0] < 1 else pages[-1]) * self.page_size
+            raise EngineError(f"freed slot {bad}: outside of {self.page_size}..{self.page_size + self.size - 1}")
+        held = self._held[pages]
+        if not held.all():
+            raise EngineError(f"freed page {int(pages[~held][0])}, which nobody holds (freed twice?)")
+        self._held[pages] = False
+        cuts = np.flatnonzero(np.diff(pages) != 1) + 1
+        starts = pages[np.concatenate(([0], cuts))].tolist()
+        ends = (pages[np.concatenate((cuts - 1, [len(pages) - 1]))] + 1).tolist()
+        for start, end in zip(starts, ends, strict=True):
+            # a room behind a page that is gone is nobody's
+            self._open.add(start, end - start + self._rooms.remove(end))
+
+    def release_room(self, last_loc: int) -> None:
+        """Open the room behind slot `last_loc` (-1: none) to all: its request will not grow any more."""
+        if last_loc >= 0:
+            end = last_loc // self.page_size + 1
+            self._open.add(end, self._rooms.remove(end))
+
+    def backup_state(self) -> AllocatorState:
+        """A snapshot, to take back allocations (and frees) made after it. O(pages)."""
+        return AllocatorState(open=self._open.copy(), rooms=self._rooms.copy(), held=self._held.copy())
+
+    def restore_state(self, state: AllocatorState) -> None:
+        """Forget everything since `state` was taken. A state may be restored more than once."""
+        self._open, self._rooms, self._held = state.open.copy(), state.rooms.copy(), state.held.copy()
+
+    def _take(self, need: int, room: int, after: int | None) -> list[tuple[int, int]]:
+        """Take `need` free pages, `after` being the page to go on at if possible, and put up to `room` pages behind
+        the last one aside. Returns runs (start, count)."""
+        runs = []
+        if after is not None:
+            grown = self._rooms.take_front(after, need)
+            grown += self._open.take_front(after + grown, need - grown)
+            if grown:
+                runs.append((after, grown))
+                need -= grown
+        while need:
+            start, length = self._find(need, room)
+            count = self._open.take_front(start, min(need, length))
+            runs.append((start, count))
+            need -= count
+        start, count = runs[-1]
+        self._keep_room(start + count, room)
+        return runs
+
+    def _find(self, need: int, room: int) -> tuple[int, int]:
+        """The open run (start, length) to place `need` pages in, after shrinking rooms of others as far as it pays."""
+        want = need + room
+        while (longest := self._open.largest()[1]) < want and self._rooms.total:
+            start, length = self._rooms.largest()
+            if longest >= need and (length + 1) // 2 <= longest:
+                break
+            self._rooms.remove(start)
+            self._rooms.add(start, length // 2)
+            self._open.add(start + length // 2, length - length // 2)
+        return self._open.best_fit(want) or self._open.largest()
+
+    def _keep_room(self, at: int, room: int) -> None:
+        """Enlarge the room that begins at page `at` to `room` pages, as far as open pages follow it."""
+        have = self._rooms.length_at(at)
+        self._rooms.add(at + have, self._open.take_front(at + have, room - have))

@@ -1,0 +1,64 @@
+"""Pad values: negative ids that stand for media in prefix cache keys, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+
+from processors.inputs import MultimodalInputs
+
+MediaKey: TypeAlias = tuple[bytes, str, tuple[int, int, int], float]
+"""`MultimodalDataItem.media_key`: content digest, modality, patch grid, seconds per grid."""
+
+
+class MediaKeyTable:
+    """Interns media keys. An id is given to one key only, ever, so a stale id in a cache can match nothing else.
+
+    max_keys: up to this many, `retain` drops nothing.
+    """
+
+    def __init__(self, max_keys: int = 4096) -> None:
+        self.max_keys = max_keys
+        self._ids: dict[MediaKey, int] = {}
+        self._next = -1
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def intern(self, media_key: MediaKey) -> int:
+        """The pad value of a media key: negative, and the same until `retain` drops the key."""
+        pad_value = self._ids.get(media_key)
+        if pad_value is None:
+            pad_value = self._ids[media_key] = self._next
+            self._next -= 1
+        return pad_value
+
+    def retain(self, live: set[int]) -> int:
+        """If the table is large, forget all keys whose pad value is not in `live`; returns how many.
+
+        A forgotten key gets a new pad value next time: what is cached under the old one is not found again, which
+        costs a prefix hit and is never wrong.
+        """
+        if len(self._ids) <= self.max_keys:
+            return 0
+        before = len(self._ids)
+        self._ids = {key: pad_value for key, pad_value in self._ids.items() if pad_value in live}
+        return before - len(self._ids)
+
+
+def radix_key(input_ids: np.ndarray, mm_inputs: MultimodalInputs | None, table: MediaKeyTable) -> np.ndarray:
+    """The prefix cache key of a prompt: int64 [L], a copy of `input_ids` with every item's ranges set to its pad value.
+
+    Raises ValueError for an id below 0, which could pass for a medium, and for a range outside of the prompt.
+    """
+    key = np.array(input_ids, dtype=np.int64)
+    if (key < 0).any():
+        raise ValueError(f"token id {int(key.min())} is negative")
+    for item in mm_inputs.items if mm_inputs is not None else ():
+        pad_value = table.intern(item.media_key)
+        for start, end in item.offsets:
+            if not 0 <= start <= end <= len(key):
+                raise ValueError(f"media range {start}..{end} is outside of a prompt of {len(key)} tokens")
+            key[start:end] = pad_value
+    return key
