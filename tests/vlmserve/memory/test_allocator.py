@@ -1,0 +1,276 @@
+"""The KV slot allocator: against a naive model, and where it places what."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vlmserve.common.errors import EngineError
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+
+NUM_PAGES = 24
+
+
+def num_runs(slots: np.ndarray) -> int:
+    return 1 + int((np.diff(slots) != 1).sum())
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Requests that start, grow and end; the model is the set of held pages and each request's slots."""
+
+    page_size = 1
+
+    def __init__(self):
+        super().__init__()
+        self.allocator = TokenToKVPoolAllocator(NUM_PAGES * self.page_size, self.page_size)
+        self.requests: dict[int, np.ndarray] = {}
+        self.names = itertools.count()
+        self.saved = None
+
+    @property
+    def held(self) -> set[int]:
+        return {page for slots in self.requests.values() for page in (slots // self.page_size).tolist()}
+
+    def free_runs(self) -> list[int]:
+        """Lengths of the maximal runs of pages that no request holds."""
+        flags = [page in self.held for page in range(1, NUM_PAGES + 1)]
+        return [len(list(run)) for held, run in itertools.groupby(flags) if not held]
+
+    def pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    @rule(tokens=st.integers(1, 150), room=st.integers(0, 200))
+    def start(self, tokens, room):
+        tokens = min(tokens, 12 * self.page_size)
+        held, runs = self.held, self.free_runs()
+        assert self.allocator.pages_needed(0, tokens) == self.pages(tokens)
+        slots = self.allocator.alloc_extend(0, tokens, -1, room)
+        if self.pages(tokens) > sum(runs):
+            assert slots is None
+            return
+        assert slots is not None
+        assert held.isdisjoint((slots // self.page_size).tolist())
+        # one run whenever a gap is long enough, whatever rooms lie in it
+        assert self.pages(tokens) > max(runs) or num_runs(slots) == 1
+        self.requests[next(self.names)] = self.checked(slots, tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), tokens=st.integers(1, 40), room=st.integers(0, 100))
+    def extend(self, data, tokens, room):
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        old, held = self.requests[name], self.held
+        length, last = len(old) + tokens, int(old[-1])
+        need = self.pages(length) - self.pages(len(old))
+        assert self.allocator.tokens_needed(len(old), length) == need * self.page_size
+        available = self.allocator.available_size()
+        slots = self.allocator.alloc_extend(len(old), length, last, room)
+        if need > NUM_PAGES - len(held):
+            assert slots is None
+            assert self.allocator.available_size() == available
+            return
+        assert slots is not None
+        fresh = slots[-len(old) % self.page_size :]
+        assert held.isdisjoint((fresh // self.page_size).tolist())
+        following = last // self.page_size + 1
+        if need and following <= NUM_PAGES and following not in held:
+            assert fresh[0] // self.page_size == following
+        self.requests[name] = self.checked(np.concatenate([old, slots]), length)
+
+    def checked(self, slots: np.ndarray, length: int) -> np.ndarray:
+        """A request's slots have the asked-for length, a slot each, and lie in pages at the right offset."""
+        assert slots.dtype == np.int64
+        assert len(slots) == length == len(set(slots.tolist()))
+        assert ((slots - np.arange(length)) % self.page_size == 0).all()
+        assert slots.min() >= self.page_size
+        assert slots.max() < self.page_size * (NUM_PAGES + 1)
+        assert len(np.unique(slots // self.page_size)) == self.pages(length)
+        return slots
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), shuffled=st.booleans())
+    def end(self, data, shuffled):
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        slots = self.requests.pop(name)
+        self.allocator.free(slots[::-1] if shuffled else slots)
+        with pytest.raises(EngineError):
+            self.allocator.free(slots[:1])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def release_room(self, data):
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.allocator.release_room(int(self.requests[name][-1]))
+
+    @rule()
+    def backup(self):
+        self.saved = (self.allocator.backup_state(), dict(self.requests))
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def restore(self):
+        state, requests = self.saved
+        self.allocator.restore_state(state)
+        self.requests = dict(requests)
+
+    @rule()
+    def take_all(self):
+        """No page is lost: all that is available can be had, and nothing more."""
+        available = self.allocator.available_size()
+        if available:
+            slots = self.allocator.alloc_extend(0, available, -1)
+            assert self.held.isdisjoint((slots // self.page_size).tolist())
+            assert len(set(slots.tolist())) == available
+            assert self.allocator.alloc_extend(0, 1, -1) is None
+            self.allocator.free(slots)
+
+    @invariant()
+    def conserves(self):
+        assert self.allocator.available_size() == (NUM_PAGES - len(self.held)) * self.page_size
+
+    def teardown(self):
+        for slots in self.requests.values():
+            self.allocator.free(slots)
+        assert num_runs(self.allocator.alloc_extend(0, self.allocator.size, -1)) == 1
+
+
+class AllocatorMachine4(AllocatorMachine):
+    page_size = 4
+
+
+class AllocatorMachine16(AllocatorMachine):
+    page_size = 16
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None)
+TestAllocator1 = AllocatorMachine.TestCase
+TestAllocator4 = AllocatorMachine4.TestCase
+TestAllocator16 = AllocatorMachine16.TestCase
+for case in (TestAllocator1, TestAllocator4, TestAllocator16):
+    case.settings = SETTINGS
+
+
+def decode(allocator: TokenToKVPoolAllocator, requests: list[np.ndarray], steps: int) -> list[np.ndarray]:
+    """All requests grow by a token in every step, with room for what is left."""
+    for step in range(steps):
+        for i, slots in enumerate(requests):
+            grown = allocator.alloc_extend(len(slots), len(slots) + 1, int(slots[-1]), room=steps - step - 1)
+            assert grown is not None
+            requests[i] = np.concatenate([slots, grown])
+    return requests
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_requests_that_decode_side_by_side_keep_one_run_each(page_size):
+    allocator = TokenToKVPoolAllocator(16 * 256, page_size)
+    requests = [allocator.alloc_extend(0, 30 + i, -1, room=128) for i in range(16)]
+    requests = decode(allocator, requests, 128)
+    assert [num_runs(slots) for slots in requests] == [1] * 16
+    for slots in requests:
+        allocator.free(slots)
+    assert allocator.available_size() == allocator.size
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_chunks_of_a_prompt_and_its_answer_keep_one_run(page_size):
+    allocator = TokenToKVPoolAllocator(2048, page_size)
+    requests = [np.empty(0, dtype=np.int64)] * 3
+    for start in range(0, 320, 64):
+        for i, slots in enumerate(requests):
+            last = int(slots[-1]) if len(slots) else -1
+            grown = allocator.alloc_extend(start, start + 64, last, room=320 - start - 64 + 100)
+            requests[i] = np.concatenate([slots, grown])
+    requests = decode(allocator, requests, 100)
+    assert [num_runs(slots) for slots in requests] == [1, 1, 1]
+
+
+def test_rooms_are_halved_when_open_space_is_short():
+    allocator = TokenToKVPoolAllocator(64, 1)
+    first = allocator.alloc_extend(0, 4, -1, room=60)
+    second = allocator.alloc_extend(0, 4, -1, room=60)
+    third = allocator.alloc_extend(0, 4, -1, room=60)
+    # 60 pages of room: 30 to the second (4 + 26), 15 of the first's 30 to the third (4 + 11)
+    assert (first[0], second[0], third[0]) == (1, 35, 20)
+    requests = decode(allocator, [first, second, third], 11)
+    assert [num_runs(slots) for slots in requests] == [1, 1, 1]
+
+
+def test_rooms_are_a_wish_and_the_last_page_can_be_had():
+    allocator = TokenToKVPoolAllocator(8, 1)
+    allocator.alloc_extend(0, 1, -1, room=100)
+    assert allocator.alloc_extend(0, 7, -1, room=100).tolist() == [2, 3, 4, 5, 6, 7, 8]
+    assert allocator.alloc_extend(0, 1, -1) is None
+
+
+def test_the_shortest_gap_that_holds_a_request_and_its_room_is_taken():
+    allocator = TokenToKVPoolAllocator(100, 1)
+    slots = allocator.alloc_extend(0, 100, -1)
+    allocator.free(slots[10:20])
+    allocator.free(slots[30:36])
+    allocator.free(slots[50:90])
+    assert allocator.alloc_extend(0, 3, -1, room=3)[0] == 31
+    assert allocator.alloc_extend(0, 3, -1, room=5)[0] == 11
+    assert allocator.alloc_extend(0, 3, -1, room=90)[0] == 51
+
+
+def test_a_request_longer_than_any_gap_takes_the_longest_first():
+    allocator = TokenToKVPoolAllocator(100, 1)
+    slots = allocator.alloc_extend(0, 100, -1)
+    allocator.free(slots[10:20])
+    allocator.free(slots[30:36])
+    allocator.free(slots[50:90])
+    assert allocator.alloc_extend(0, 45, -1).tolist() == [*range(51, 91), *range(31, 36)]
+    assert allocator.alloc_extend(0, 11, -1).tolist() == [*range(11, 21), 36]
+
+
+def test_a_room_ends_with_its_request():
+    allocator = TokenToKVPoolAllocator(32, 4)
+    kept = allocator.alloc_extend(0, 8, -1, room=100)
+    allocator.release_room(int(kept[-1]))
+    allocator.release_room(-1)
+    assert allocator.alloc_extend(0, 24, -1)[0] == 12  # right behind, in one run
+    allocator = TokenToKVPoolAllocator(32, 4)
+    ended = allocator.alloc_extend(0, 5, -1, room=8)
+    allocator.free(ended[4:])  # its last page
+    assert allocator.alloc_extend(0, 28, -1).tolist() == list(range(8, 36))
+
+
+def test_what_cannot_be_freed_changes_nothing():
+    allocator = TokenToKVPoolAllocator(32, 4)
+    slots = allocator.alloc_extend(0, 8, -1)
+    for bad in ([4, 12], [0, 4], [4, 36], [-1, 4]):
+        with pytest.raises(EngineError):
+            allocator.free(np.array(bad))
+        assert allocator.available_size() == 24
+    allocator.free(np.empty(0, dtype=np.int64))
+    allocator.free(slots[:1])  # whole pages
+    assert allocator.available_size() == 28
+
+
+def test_nonsense_is_refused():
+    for size, page_size in ((0, 1), (8, 0), (24, 16), (8, 16)):
+        with pytest.raises(ValueError, match="page"):
+            TokenToKVPoolAllocator(size, page_size)
+    allocator = TokenToKVPoolAllocator(64, 16)
+    # last_loc missing, too much, in the dummy page, or at another offset than the token
+    for prefix_len, last_loc in ((3, -1), (0, 16), (3, 2), (3, 19), (16, 30)):
+        with pytest.raises(ValueError, match="slot"):
+            allocator.alloc_extend(prefix_len, prefix_len + 1, last_loc)
+    for prefix_len, seq_len, room in ((-1, 1, 0), (18, 18, 0), (18, 2, 0), (0, 1, -1)):
+        with pytest.raises(ValueError, match="extend"):
+            allocator.alloc_extend(prefix_len, seq_len, -1, room)
+
+
+def test_a_large_fragmented_pool_stays_consistent():
+    allocator = TokenToKVPoolAllocator(100_000, 1)
+    slots = allocator.alloc_extend(0, 100_000, -1)
+    allocator.free(slots[::2])
+    assert allocator.available_size() == 50_000
+    taken = allocator.alloc_extend(0, 1000, -1)
+    assert len(np.unique(taken)) == 1000
+    assert (taken % 2 == 1).all()
+    allocator.free(taken)
+    allocator.free(slots[1::2])
+    assert num_runs(allocator.alloc_extend(0, 100_000, -1)) == 1

@@ -1,0 +1,88 @@
+"""Pad values, and what prompts with media share."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.media_keys import MediaKeyTable, radix_key
+from vlmserve.memory.radix_cache import RadixCache
+
+ITEM = MultimodalDataItem(
+    modality=Modality.IMAGE,
+    digest=b"\x01" * 32,
+    grid_thw=(1, 4, 8),
+    offsets=((4, 12),),
+    feature=np.zeros((32, 4), dtype=np.float32),
+)
+PAD = 900
+PROMPT = np.array([1, 2, 3, 4, *[PAD] * 8, 5, 6, 7, 8])
+
+
+def inputs(*items: MultimodalDataItem) -> MultimodalInputs:
+    return MultimodalInputs(
+        items=items, mrope_positions=np.zeros((3, len(PROMPT)), dtype=np.int64), mrope_position_delta=0
+    )
+
+
+def test_pad_values_replace_every_range_in_a_copy():
+    table = MediaKeyTable()
+    video = replace(ITEM, modality=Modality.VIDEO, offsets=((0, 2), (13, 14)))
+    key = radix_key(PROMPT, inputs(ITEM, video), table)
+    first, second = table.intern(ITEM.media_key), table.intern(video.media_key)
+    assert key.dtype == np.int64
+    assert key.tolist() == [second, second, 3, 4, *[first] * 8, 5, second, 7, 8]
+    assert PROMPT[4] == PAD
+    assert radix_key(PROMPT, None, table).tolist() == PROMPT.tolist()
+
+
+def test_an_id_means_one_key_for_ever():
+    table = MediaKeyTable(max_keys=2)
+    keys = [replace(ITEM, digest=bytes([i]) * 32).media_key for i in range(5)]
+    ids = [table.intern(key) for key in keys]
+    assert len(set(ids)) == 5
+    assert all(pad_value < 0 for pad_value in ids)
+    assert [table.intern(key) for key in keys] == ids
+    assert table.retain({ids[3], -(10**6)}) == 4
+    assert len(table) == 1
+    assert table.intern(keys[3]) == ids[3]
+    again = [table.intern(keys[i]) for i in (0, 1, 2, 4)]
+    assert set(again).isdisjoint(ids)
+
+
+def test_a_small_table_keeps_everything():
+    table = MediaKeyTable(max_keys=2)
+    ids = [table.intern(replace(ITEM, digest=bytes([i])).media_key) for i in range(2)]
+    assert table.retain(set()) == 0
+    assert [table.intern(replace(ITEM, digest=bytes([i])).media_key) for i in range(2)] == ids
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(ITEM, digest=b"\x01" * 31 + b"\x02"),
+        replace(ITEM, modality=Modality.VIDEO),
+        replace(ITEM, grid_thw=(1, 8, 4)),
+        replace(ITEM, second_per_grid_t=0.5),
+    ],
+    ids=["pixels", "modality", "grid", "seconds"],
+)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_media_that_differ_in_one_field_share_nothing_from_there_on(other, page_size):
+    allocator = TokenToKVPoolAllocator(64, page_size)
+    cache, table = RadixCache(allocator, page_size), MediaKeyTable()
+    first = radix_key(PROMPT, inputs(ITEM), table)
+    assert cache.insert(first, allocator.alloc_extend(0, len(first), -1)) == 0
+    same = radix_key(PROMPT, inputs(replace(ITEM, feature=np.ones((32, 4), dtype=np.float32))), table)
+    assert cache.match_len(same) == len(PROMPT)
+    assert cache.match_len(radix_key(PROMPT, inputs(other), table)) == 4 // page_size * page_size
+
+
+def test_what_could_be_mistaken_is_refused():
+    with pytest.raises(ValueError, match="-7"):
+        radix_key(np.array([1, -7]), None, MediaKeyTable())
+    for offsets in (((14, 22),), ((-1, 7),), ((12, 4),)):
+        with pytest.raises(ValueError, match="outside"):
+            radix_key(PROMPT, inputs(replace(ITEM, offsets=offsets)), MediaKeyTable())
