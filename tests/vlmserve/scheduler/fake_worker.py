@@ -1,0 +1,65 @@
+"""A worker without a model whose answers depend on every token a request's slots really hold.
+
+Its "KV cache" stores, per slot, what was computed there; the next token is a hash of the whole history read back
+through the request table. A slot that is freed too early, shared wrongly or written twice changes the answer.
+"""
+
+import hashlib
+
+import numpy as np
+
+from vlmserve.executor.model_worker_batch import EncoderStats, ModelWorkerBatch, ModelWorkerResult
+
+VOCAB = 50
+
+
+def next_token(history: list[tuple]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(history).encode()).digest()[:4], "little") % VOCAB
+
+
+def answer(prompt: list[tuple], length: int, delta: int) -> list[int]:
+    """What a request must be answered: prompt is [(what, position), ...]."""
+    history, out = list(prompt), []
+    for _ in range(length):
+        out.append(next_token(history))
+        history.append((("id", out[-1]), (len(history) + delta,) * 3))
+    return out
+
+
+class FakeWorker:
+    def __init__(self, num_slots: int, rows: int, context: int) -> None:
+        self.kv: list[tuple | None] = [None] * num_slots
+        self.table = np.zeros((rows, context), np.int64)
+        self.batches: list[ModelWorkerBatch] = []
+        self.fail_at: int | None = None
+
+    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
+        self.batches.append(batch)
+        if self.fail_at == batch.step:
+            raise RuntimeError("broken on purpose")
+        what = [("id", int(i)) for i in batch.input_ids]
+        for token, item, row, length in batch.mm_ranges.tolist():
+            for k in range(length):
+                what[token + k] = ("media", batch.mm_items[item].digest[:4], row + k)
+        for prefix in batch.prefix_slots:
+            self.table[prefix.row, : len(prefix.slots)] = prefix.slots
+        assert len(set(batch.out_cache_loc.tolist())) == len(batch.out_cache_loc), "a slot is written twice"
+        at = 0
+        histories = []
+        for row, start, end in zip(batch.rows, batch.prefix_lens, batch.seq_lens, strict=True):
+            for position in range(start, end):
+                slot = int(batch.out_cache_loc[at])
+                self.table[row, position] = slot
+                self.kv[slot] = (what[at], tuple(batch.positions[:, at].tolist()))
+                at += 1
+            histories.append([self.kv[slot] for slot in self.table[row, :end]])
+        tokens = [next_token(histories[row]) for row in batch.sampling.rows]
+        none = np.zeros((len(tokens), 0))
+        return ModelWorkerResult(
+            step=batch.step,
+            next_token_ids=np.array(tokens, dtype=np.int64),
+            logprobs=np.full(len(tokens), np.nan, np.float32),
+            top_ids=none.astype(np.int64),
+            top_logprobs=none.astype(np.float32),
+            encoder=EncoderStats(),
+        )

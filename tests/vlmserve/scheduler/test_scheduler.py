@@ -1,0 +1,307 @@
+"""The real scheduler and pools over a fake worker: right answers and balanced pools, whatever the schedule."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
+from tests.vlmserve.scheduler import fake_worker as fake
+from vlmserve.common.errors import EngineError
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.chunk_cache import ChunkCache
+from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.req_to_token import ReqRowAllocator
+from vlmserve.messages import AbortReq, SamplingParams, TokenizedGenerateReqInput
+from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    pool: int = 256
+    page: int = 4
+    chunk: int | None = 16
+    mixed: bool = False
+    radix: bool = True
+    policy: str = "fcfs"
+    rows: int = 6
+    queue: int = 100
+    context: int = 128
+    conservativeness: float = 0.3
+
+
+class Rig:
+    def __init__(self, knobs: Knobs) -> None:
+        allocator = TokenToKVPoolAllocator(knobs.pool, knobs.page)
+        cache = RadixCache(allocator, knobs.page) if knobs.radix else ChunkCache(knobs.page)
+        max_req_len = min(knobs.context, knobs.pool - knobs.page)
+        rows = ReqRowAllocator(knobs.rows, max_req_len + knobs.page)
+        self.kv = KVOwner(allocator, cache, rows)
+        self.worker = fake.FakeWorker(knobs.pool + knobs.page, knobs.rows, max_req_len + knobs.page)
+        self.tokens = defaultdict(list)
+        self.finish = {}
+        self.cached = {}
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_req_len=max_req_len,
+                max_running_requests=knobs.rows,
+                max_queued_requests=knobs.queue,
+                max_prefill_tokens=64,
+                chunk_size=knobs.chunk,
+                enable_mixed_chunk=knobs.mixed,
+                max_patches=64,
+                eos_token_ids=frozenset({fake.VOCAB + 1}),
+            ),
+            kv=self.kv,
+            worker=self.worker,
+            policy=SchedulePolicy(knobs.policy, self.kv.matched_len),
+            new_token_ratio=NewTokenRatio(knobs.conservativeness),
+            media_keys=MediaKeyTable(),
+            send=self.take,
+        )
+
+    def take(self, message) -> None:
+        for out in message.outputs:
+            assert out.rid not in self.finish, "an output after the last"
+            assert out.first == (out.rid not in self.cached)
+            self.cached[out.rid] = out.cached_tokens
+            self.tokens[out.rid] += out.token_ids
+            if out.finish_reason is not None:
+                self.finish[out.rid] = out.finish_reason
+
+    def run(self, limit: int = 5000) -> None:
+        while self.scheduler.step():
+            limit -= 1
+            assert limit, "the scheduler does not come to an end"
+        assert self.scheduler.is_idle()
+
+
+def request(rid: str, ids: list[int], media: list[tuple[int, int, bytes]] = (), new: int = 8, **sampling):
+    """media: (start, tokens, content); ids there are replaced by a pad id."""
+    ids = list(ids)
+    items, delta = [], 0
+    positions = np.broadcast_to(np.arange(len(ids)), (3, len(ids))).copy()
+    for start, length, content in media:
+        ids[start : start + length] = [7] * length
+        feature = np.zeros((length * 4, 1), np.float32)
+        items.append(
+            MultimodalDataItem(
+                modality=Modality.IMAGE,
+                digest=content.ljust(32, b"."),
+                grid_thw=(1, 2, 2 * length),
+                offsets=((start, start + length),),
+                feature=feature,
+            )
+        )
+        positions[1, start : start + length] = start  # any rule will do, as long as it is kept
+        delta -= 1
+    mm = MultimodalInputs(items=tuple(items), mrope_positions=positions, mrope_position_delta=delta) if items else None
+    params = SamplingParams(max_new_tokens=new, **sampling)
+    return TokenizedGenerateReqInput(
+        rid=rid, input_ids=np.array(ids, dtype=np.int64), sampling_params=params, mm_inputs=mm
+    )
+
+
+def expected(message) -> list[int]:
+    what = [("id", int(i)) for i in message.input_ids]
+    mm = message.mm_inputs
+    for item in mm.items if mm else ():
+        for start, end in item.offsets:
+            for k in range(end - start):
+                what[start + k] = ("media", item.digest[:4], k)
+    places = mm.mrope_positions if mm else np.broadcast_to(np.arange(len(what)), (3, len(what)))
+    history = [(w, tuple(places[:, i].tolist())) for i, w in enumerate(what)]
+    return fake.answer(history, message.sampling_params.max_new_tokens, mm.mrope_position_delta if mm else 0)
+
+
+@st.composite
+def requests(draw):
+    count = draw(st.integers(1, 10))
+    stems = [draw(st.lists(st.integers(0, 3), min_size=1, max_size=40)) for _ in range(2)]
+    found = []
+    for i in range(count):
+        ids = draw(st.sampled_from(stems))[: draw(st.integers(1, 40))] + draw(st.lists(st.integers(0, 3), max_size=12))
+        media = []
+        if len(ids) > 6 and draw(st.booleans()):
+            start = draw(st.integers(0, len(ids) - 5))
+            media = [(start, draw(st.integers(1, 4)), draw(st.sampled_from([b"aa", b"bb"])))]
+        found.append(request(f"r{i}", ids, media, new=draw(st.integers(1, 20))))
+    return found
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    messages=requests(),
+    page=st.sampled_from([1, 4, 16]),
+    pages=st.integers(6, 40),
+    chunk=st.sampled_from([None, 5, 16, 64]),
+    mixed=st.booleans(),
+    radix=st.booleans(),
+    policy=st.sampled_from(["fcfs", "lpm"]),
+    rows=st.integers(1, 6),
+    conservativeness=st.sampled_from([0.0, 1.0]),
+    gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
+    aborts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20), st.booleans()), max_size=3),
+)
+def test_answers_do_not_depend_on_the_schedule(
+    messages, page, pages, chunk, mixed, radix, policy, rows, conservativeness, gaps, aborts
+):
+    """Small pools make retraction and eviction common; every answer is as if computed alone, and pools balance."""
+    pool = max(pages * page, 96 // page * page)
+    rig = Rig(
+        Knobs(
+            pool=pool,
+            page=page,
+            chunk=chunk,
+            mixed=mixed,
+            radix=radix,
+            policy=policy,
+            rows=rows,
+            conservativeness=conservativeness,
+        )
+    )
+    steps, aborted = 0, {}
+    for i, message in enumerate(messages):
+        rig.scheduler.handle(message)
+        for _ in range(gaps[i]):
+            rig.scheduler.step()
+            steps += 1
+            for which, when, finished in aborts:
+                if when == steps:
+                    aborted[f"r{which}"] = finished
+                    rig.scheduler.handle(AbortReq(rid=f"r{which}", finished=finished))
+    rig.run()
+    for message in messages:
+        want = expected(message)
+        got = rig.tokens[message.rid]
+        if message.rid in aborted and len(got) < len(want):
+            assert got == want[: len(got)]
+            reason = rig.finish.get(message.rid)
+            assert (reason is None) if aborted[message.rid] else (reason.type == "abort")
+        else:
+            assert got == want, message.rid
+            assert rig.finish[message.rid].type == "length"
+    stats = rig.scheduler.stats()
+    assert stats.kv_free_tokens + stats.kv_cached_tokens == pool
+    assert stats.req_rows_free == rows
+    rig.scheduler.flush_cache()
+    assert rig.kv.allocator.available_size() == pool
+
+
+def test_a_full_cache_retracts_and_the_answers_stay():
+    rig = Rig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, conservativeness=0.0))
+    messages = [request(f"r{i}", [i] * 6, new=40) for i in range(5)]
+    for message in messages:
+        rig.scheduler.handle(message)
+    rig.run()
+    assert rig.scheduler.stats().retracted_total > 0
+    for message in messages:
+        assert rig.tokens[message.rid] == expected(message)
+
+
+def test_pictures_that_differ_share_nothing_from_there_on():
+    rig = Rig(Knobs(chunk=None))
+    first = request("a", list(range(8)) + [0] * 16, [(8, 8, b"red")])
+    rig.scheduler.handle(first)
+    rig.run()
+    same = request("b", list(range(8)) + [0] * 16, [(8, 8, b"red")])
+    other = request("c", list(range(8)) + [0] * 16, [(8, 8, b"blue")])
+    for message in (same, other):
+        rig.scheduler.handle(message)
+        rig.run()
+        assert rig.tokens[message.rid] == expected(message)
+    assert rig.cached == {"a": 0, "b": 20, "c": 8}
+
+
+def test_chunks_cut_inside_a_picture_and_send_its_rows_once_each():
+    rig = Rig(Knobs(chunk=8, page=4))
+    rig.scheduler.handle(request("a", [0] * 40, [(3, 30, b"pic")]))
+    rig.run()
+    ranges = [r for batch in rig.worker.batches for r in batch.mm_ranges[:, 2:].tolist()]
+    covered = [row for first, length in ranges for row in range(first, first + length)]
+    assert covered == list(range(30))
+    assert len(ranges) > 1
+
+
+def test_prompt_and_decode_steps_alternate_so_nobody_waits_long():
+    rig = Rig(Knobs(chunk=8, rows=4))
+    rig.scheduler.handle(request("short", [1, 2], new=20))
+    rig.scheduler.step()
+    rig.scheduler.handle(request("long", [3] * 80, new=2))
+    for _ in range(10):
+        rig.scheduler.step()
+    modes = [batch.forward_mode for batch in rig.worker.batches[1:]]
+    assert modes[:8] == [2, 1] * 4, modes
+
+
+def test_mixed_chunks_decode_and_prefill_in_one_step():
+    rig = Rig(Knobs(chunk=8, mixed=True))
+    rig.scheduler.handle(request("short", [1, 2], new=20))
+    rig.scheduler.step()
+    rig.scheduler.handle(request("long", [3] * 30, new=2))
+    rig.scheduler.step()
+    assert rig.worker.batches[-1].forward_mode == 3
+    assert len(rig.worker.batches[-1].rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "words"),
+    [
+        (request("long", [1] * 128), 400, "--max-model-len"),
+        (request("none", []), 400, "empty"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused_at_once(message, status, words):
+    rig = Rig(Knobs())
+    rig.scheduler.handle(message)
+    assert rig.finish[message.rid].status == status
+    assert words in rig.finish[message.rid].message
+    assert not rig.scheduler.step()
+
+
+def test_a_full_queue_refuses_with_429():
+    rig = Rig(Knobs(queue=1))
+    rig.scheduler.handle(request("a", [1, 2]))
+    rig.scheduler.handle(request("b", [1, 2]))
+    assert rig.finish["b"].status == 429
+    rig.run()
+    assert rig.finish["a"].type == "length"
+
+
+def test_a_failing_step_ends_its_own_requests_only():
+    rig = Rig(Knobs(chunk=None, rows=2))
+    messages = [request(f"r{i}", [i] * 9) for i in range(4)]
+    for message in messages:
+        rig.scheduler.handle(message)
+    rig.worker.fail_at = 3
+    rig.run()
+    failed = [rid for rid, reason in rig.finish.items() if reason.type == "error"]
+    assert failed == ["r0", "r1"]
+    for message in messages[2:]:
+        assert rig.tokens[message.rid] == expected(message)
+    rig.scheduler.check_pools()
+
+
+def test_a_leak_is_noticed_when_idle():
+    rig = Rig(Knobs())
+    rig.kv.allocator.alloc_extend(0, 4, -1)
+    with pytest.raises(EngineError, match="idle, but"):
+        rig.scheduler.step()
+
+
+def test_stop_tokens_end_an_answer():
+    message = request("a", [1, 2, 3], new=10)
+    stop = expected(message)[3]
+    cut = expected(message).index(stop) + 1
+    rig = Rig(Knobs())
+    rig.scheduler.handle(request("a", [1, 2, 3], new=10, stop_token_ids=(stop,)))
+    rig.run()
+    assert rig.tokens["a"] == expected(message)[:cut]
+    assert rig.finish["a"].matched == stop

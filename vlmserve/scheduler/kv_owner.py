@@ -1,0 +1,144 @@
+"""Who owns a request's KV slots, and every step of changing hands.
+
+Slots of a request row, in order: locked tree slots (`protected_len`), then the request's own. Slots move
+
+* allocator -> request when tokens are scheduled (`extend`),
+* request -> tree when a prompt is computed or a request ends (`share`, `release`): full pages only; pages that the
+  tree has already are given back to the allocator and replaced by the tree's,
+* tree -> allocator by eviction,
+* request -> allocator for the last, partial page (`release`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.base_prefix_cache import BasePrefixCache
+from vlmserve.memory.req_to_token import ReqRowAllocator
+from vlmserve.scheduler.req import Req
+
+MAX_ROOM = 1024
+
+
+class KVOwner:
+    """The scheduler's one place for KV slots and request rows."""
+
+    def __init__(self, allocator: TokenToKVPoolAllocator, prefix_cache: BasePrefixCache, rows: ReqRowAllocator) -> None:
+        self.allocator = allocator
+        self.prefix_cache = prefix_cache
+        self.rows = rows
+
+    @property
+    def page_size(self) -> int:
+        """Slots in a page."""
+        return self.allocator.page_size
+
+    def reachable(self) -> int:
+        """Slots that are free or could be freed by eviction."""
+        return self.allocator.available_size() + self.prefix_cache.evictable_size()
+
+    def matched_len(self, req: Req) -> int:
+        """How many tokens of a waiting request are cached, leaving at least one to compute."""
+        return self.prefix_cache.match_len(req.radix_key(req.fill_len - 1))
+
+    def start(self, req: Req) -> bool:
+        """Give a waiting request a row and its cached prefix, locked. False if no row is free."""
+        row = self.rows.alloc()
+        if row is None:
+            return False
+        match = self.prefix_cache.match_prefix(req.radix_key(req.fill_len - 1))
+        self.prefix_cache.inc_lock_ref(match.last_node)
+        self.rows.write(row, 0, match.indices)
+        req.row, req.last_node, req.row_is_new = row, match.last_node, True
+        req.kv_len = req.protected_len = len(match.indices)
+        if not req.output_ids:
+            req.cached_tokens = req.kv_len
+        return True
+
+    def cancel_start(self, req: Req) -> None:
+        """Undo `start` for a request that was not scheduled after all."""
+        self._unlock(req)
+        self._drop_row(req)
+
+    def extend(self, req: Req, length: int) -> bool:
+        """Slots for the next `length` tokens, evicting if need be. False, and nothing changed, if they do not fit."""
+        assert req.row is not None
+        end = req.kv_len + length
+        last = int(self.rows.slots(req.row, req.kv_len - 1, req.kv_len)[0]) if req.kv_len else -1
+        needed = self.allocator.tokens_needed(req.kv_len, end)
+        if needed > self.allocator.available_size():
+            self.prefix_cache.evict(needed - self.allocator.available_size())
+        slots = self.allocator.alloc_extend(
+            req.kv_len, end, last, room=min(req.fill_len - end + req.remaining_new_tokens, MAX_ROOM)
+        )
+        if slots is None:
+            return False
+        self.rows.write(req.row, req.kv_len, slots)
+        req.extend_input_len = length
+        return True
+
+    def share(self, req: Req) -> None:
+        """Put the computed full pages of a request that goes on into the prefix cache, and lock them there."""
+        cache = self.prefix_cache
+        if cache.disabled:
+            return
+        assert req.row is not None
+        full = req.kv_len // self.page_size * self.page_size
+        if full <= req.protected_len:
+            return
+        key, slots = req.radix_key(full), self.rows.slots(req.row, 0, full)
+        already = cache.insert(key, slots)
+        match = cache.match_prefix(key)
+        assert len(match.indices) == full, (req.rid, len(match.indices), full)
+        if already > req.protected_len:
+            self.allocator.free(slots[req.protected_len : already])  # ours, computed twice; the tree's replace them
+            self.rows.write(req.row, req.protected_len, match.indices[req.protected_len :])
+            req.row_is_new = True
+        self.prefix_cache.inc_lock_ref(match.last_node)
+        self._unlock(req)
+        req.last_node, req.protected_len = match.last_node, full
+
+    def release(self, req: Req) -> None:
+        """Take everything from a request that ends or is retracted; what it computed stays cached."""
+        assert req.row is not None
+        self._drop_unscheduled(req)
+        slots = self.rows.slots(req.row, 0, req.kv_len)
+        kept = req.protected_len
+        if not self.prefix_cache.disabled:
+            full = req.kv_len // self.page_size * self.page_size
+            if full > req.protected_len:
+                already = self.prefix_cache.insert(req.radix_key(full), slots[:full])
+                self.allocator.free(slots[req.protected_len : max(already, req.protected_len)])  # computed twice
+                kept = full
+        self.allocator.free(slots[kept:])  # the partial last page, or all without a prefix cache
+        if len(slots):
+            self.allocator.release_room(int(slots[-1]))
+        self._unlock(req)
+        self._drop_row(req)
+
+    def _drop_unscheduled(self, req: Req) -> None:
+        """Slots of a step that was planned and then not run: their pages, unless shared with computed tokens."""
+        if req.extend_input_len:
+            assert req.row is not None
+            size = self.page_size
+            first = -(-req.kv_len // size) * size
+            end = req.kv_len + req.extend_input_len
+            if end > first:
+                self.allocator.free(self.rows.slots(req.row, first, end))
+            req.extend_input_len = 0
+
+    def _unlock(self, req: Req) -> None:
+        if req.last_node is not None:
+            self.prefix_cache.dec_lock_ref(req.last_node)
+            req.last_node = None
+
+    def _drop_row(self, req: Req) -> None:
+        assert req.row is not None
+        self.rows.free(req.row)
+        req.row, req.kv_len, req.protected_len, req.row_is_new = None, 0, 0, False
+
+    def row_slots(self, req: Req, start: int, end: int) -> np.ndarray:
+        """Slots of tokens [start, end) of a request, int64."""
+        assert req.row is not None
+        return self.rows.slots(req.row, start, end)

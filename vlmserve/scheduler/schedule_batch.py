@@ -1,0 +1,151 @@
+"""Requests that run together, and the frozen snapshot of a step that goes to the worker."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlmserve.executor.forward_batch import ForwardMode
+from vlmserve.executor.model_worker_batch import EncoderItem, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
+from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.req import Req
+
+
+class ScheduleBatch:
+    """Requests, what the next step does with them, and the pools they use. Mutable; the scheduler's own."""
+
+    def __init__(self, kv: KVOwner, reqs: list[Req] | None = None) -> None:
+        self.kv = kv
+        self.reqs: list[Req] = reqs if reqs is not None else []
+        self.forward_mode = ForwardMode.IDLE
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def prepare_for_extend(self) -> None:
+        """The requests' next prompt chunks; `PrefillAdder` has allocated their slots."""
+        self.forward_mode = ForwardMode.EXTEND
+
+    def check_decode_mem(self) -> bool:
+        """Whether one more token for every request fits, by eviction if need be. Changes nothing."""
+        needed = sum(self.kv.allocator.tokens_needed(req.kv_len, req.kv_len + 1) for req in self.reqs)
+        return needed <= self.kv.reachable()
+
+    def retract_decode(self) -> Req:
+        """Take the request with the least output (the newest among equals) out to free memory.
+
+        Its tokens stay known, its KV stays cached until evicted, and it will go on as if nothing had happened.
+        """
+        victim = min(self.reqs, key=lambda req: (len(req.output_ids), -req.arrival))
+        self.reqs.remove(victim)
+        self.kv.release(victim)
+        return victim
+
+    def prepare_for_decode(self) -> None:
+        """A slot for the token each request feeds next. `check_decode_mem` must have said yes."""
+        self.forward_mode = ForwardMode.DECODE
+        for req in self.reqs:
+            fits = self.kv.extend(req, 1)
+            assert fits, f"no slot for {req.rid} although check_decode_mem found room"
+
+    def mix_with_running(self, running: ScheduleBatch) -> None:
+        """Let prompt chunks and the running requests' next tokens share a step."""
+        running.prepare_for_decode()
+        self.reqs = self.reqs + running.reqs
+        self.forward_mode = ForwardMode.MIXED
+
+    def merge_batch(self, other: ScheduleBatch) -> None:
+        """Add another batch's requests; those that are in both stay in once."""
+        known = {id(req) for req in self.reqs}
+        self.reqs = self.reqs + [req for req in other.reqs if id(req) not in known]
+
+    def filter_batch(self, gone: Req | None = None) -> None:
+        """Drop requests that have finished, and `gone`."""
+        self.reqs = [req for req in self.reqs if req.finish_reason is None and req is not gone]
+
+    def get_model_worker_batch(self, step: int) -> ModelWorkerBatch:
+        """The step as a message; arrays are fresh copies."""
+        reqs = self.reqs
+        starts = [req.kv_len for req in reqs]
+        ends = [req.kv_len + req.extend_input_len for req in reqs]
+        spans = list(zip(reqs, starts, ends, strict=True))
+        prefixes = tuple(
+            PrefixSlots(row=_row(req), slots=self.kv.row_slots(req, 0, req.kv_len))
+            for req in reqs
+            if req.row_is_new and req.kv_len
+        )
+        for req in reqs:
+            req.row_is_new = False
+        items, ranges = self._media(spans)
+        return ModelWorkerBatch(
+            step=step,
+            forward_mode=int(self.forward_mode),
+            rows=np.array([_row(req) for req in reqs], dtype=np.int64),
+            input_ids=np.concatenate([req.fill_ids(a, b) for req, a, b in spans]),
+            positions=np.concatenate([req.positions(a, b) for req, a, b in spans], axis=1),
+            seq_lens=np.array(ends, dtype=np.int64),
+            prefix_lens=np.array(starts, dtype=np.int64),
+            out_cache_loc=np.concatenate([self.kv.row_slots(req, a, b) for req, a, b in spans]),
+            prefix_slots=prefixes,
+            mm_items=items,
+            mm_ranges=ranges,
+            sampling=_sampling_info(reqs),
+        )
+
+    def _media(self, spans: list[tuple[Req, int, int]]) -> tuple[tuple[EncoderItem, ...], np.ndarray]:
+        items: dict[bytes, tuple[int, EncoderItem]] = {}
+        ranges: list[tuple[int, int, int, int]] = []
+        offset = 0
+        for req, start, end in spans:
+            for item, token, row, length in req.media_ranges(start, end):
+                if item.digest not in items:
+                    encodable = EncoderItem(
+                        digest=item.digest, modality=item.modality, grid_thw=item.grid_thw, feature=item.feature
+                    )
+                    items[item.digest] = (len(items), encodable)
+                ranges.append((offset + token - start, items[item.digest][0], row, length))
+            offset += end - start
+        table = np.array(ranges, dtype=np.int64).reshape(-1, 4)
+        return tuple(encodable for _, encodable in items.values()), table
+
+
+def _row(req: Req) -> int:
+    assert req.row is not None, req.rid
+    return req.row
+
+
+def _sampling_info(reqs: list[Req]) -> SamplingBatchInfo:
+    """Only requests whose known tokens end with this step get a new token."""
+    rows = [i for i, req in enumerate(reqs) if req.completes]
+    sampled = [reqs[i] for i in rows]
+    params = [req.sampling_params for req in sampled]
+    bias = [(i, token, value) for i, p in enumerate(params) for token, value in p.logit_bias.items()]
+    counts: list[tuple[int, int, int]] = []
+    for i, (req, p) in enumerate(zip(sampled, params, strict=True)):
+        if p.presence_penalty or p.frequency_penalty:
+            ids, times = np.unique(np.asarray(req.output_ids, dtype=np.int64), return_counts=True)
+            counts.extend((i, token, n) for token, n in zip(ids.tolist(), times.tolist(), strict=True))
+
+    def floats(values: list[float]) -> np.ndarray:
+        return np.array(values, dtype=np.float32)
+
+    def ints(values: list[int]) -> np.ndarray:
+        return np.array(values, dtype=np.int64)
+
+    return SamplingBatchInfo(
+        rows=ints(rows),
+        temperatures=floats([p.temperature for p in params]),
+        top_ps=floats([p.top_p for p in params]),
+        top_ks=ints([p.top_k for p in params]),
+        min_ps=floats([p.min_p for p in params]),
+        seeds=ints([p.seed for p in params]),
+        output_indices=ints([len(req.output_ids) for req in sampled]),
+        num_logprobs=ints([-1 if req.num_logprobs is None else req.num_logprobs for req in sampled]),
+        bias_rows=ints([row for row, _, _ in bias]),
+        bias_ids=ints([token for _, token, _ in bias]),
+        bias_values=floats([value for _, _, value in bias]),
+        count_rows=ints([row for row, _, _ in counts]),
+        count_ids=ints([token for _, token, _ in counts]),
+        count_values=ints([n for _, _, n in counts]),
+        presence=floats([p.presence_penalty for p in params]),
+        frequency=floats([p.frequency_penalty for p in params]),
+    )

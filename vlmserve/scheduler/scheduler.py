@@ -1,0 +1,386 @@
+"""Continuous batching: which tokens are computed next, for whom, in which slots.
+
+A step is a prompt step (chunks of new requests, by `PrefillAdder`) or a decode step (one token for each running
+request), or both at once with mixed chunks. While requests are running, prompt and decode steps alternate, so a long
+prompt delays nobody for longer than one chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from vlmserve.common.errors import EngineError
+from vlmserve.executor.model_worker_batch import EncoderStats, ModelWorkerBatch, ModelWorkerResult
+from vlmserve.memory.media_keys import MediaKeyTable, radix_key
+from vlmserve.messages import (
+    AbortReq,
+    BatchTokenOutput,
+    FinishReason,
+    SchedulerStats,
+    TokenizedGenerateReqInput,
+    TokenLogprobs,
+    TokenOutput,
+)
+from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
+from vlmserve.scheduler.req import Req
+from vlmserve.scheduler.schedule_batch import ScheduleBatch
+
+log = logging.getLogger(__name__)
+
+
+class ModelWorker(Protocol):
+    """Whatever computes a step: the `ModelRunner`, a process that holds one, or a test's fake."""
+
+    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler, in tokens and requests; see `EngineArgs` for the settings behind them.
+
+    max_req_len: prompt and answer of one request together, at most. chunk_size: None leaves prompts whole.
+    """
+
+    max_req_len: int
+    max_running_requests: int
+    max_queued_requests: int
+    max_prefill_tokens: int
+    chunk_size: int | None
+    enable_mixed_chunk: bool
+    max_patches: int
+    eos_token_ids: frozenset[int]
+    check_pools_when_idle: bool = True
+
+
+class Scheduler:
+    """Owns every request from arrival to its last token. Single-threaded: call `handle` and `step` in turn."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        kv: KVOwner,
+        worker: ModelWorker,
+        policy: SchedulePolicy,
+        new_token_ratio: NewTokenRatio,
+        media_keys: MediaKeyTable,
+        send: Callable[[BatchTokenOutput], None],
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.waiting_queue: list[Req] = []
+        self.running_batch = ScheduleBatch(kv)
+        self.chunked_req: Req | None = None
+        self._worker = worker
+        self._policy = policy
+        self._ratio = new_token_ratio
+        self._media_keys = media_keys
+        self._send = send
+        self._arrivals = 0
+        self._steps = 0
+        self._decode_is_due = False
+        self._encoder = EncoderStats()
+        self._prompt_tokens = self._cached_tokens = self._generated = 0
+        self._finished = self._aborted = self._retracted = 0
+
+    # ------------------------------------------------------------ messages
+
+    def handle(self, message: TokenizedGenerateReqInput | AbortReq) -> None:
+        """Take one message. A request that can never run is answered with an error at once."""
+        if isinstance(message, AbortReq):
+            self._abort(message)
+            return
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self._send(BatchTokenOutput(outputs=(_refused(message, refusal),)))
+            return
+        room = self.config.max_req_len - len(message.input_ids)
+        wanted = message.sampling_params.max_new_tokens
+        req = Req(
+            message,
+            key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys),
+            max_new_tokens=room if wanted is None else min(wanted, room),
+            eos_token_ids=self.config.eos_token_ids,
+            arrival=self._arrivals,
+        )
+        self._arrivals += 1
+        self._prompt_tokens += req.prompt_len
+        self.waiting_queue.append(req)
+
+    def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
+        length, limit = len(message.input_ids), self.config.max_req_len
+        if length == 0:
+            return FinishReason(type="error", status=400, message="the prompt is empty")
+        if length >= limit:
+            text = (
+                f"the prompt has {length} tokens and there is room for {limit} tokens of prompt and answer together "
+                "(settings: --max-model-len, --max-total-tokens)"
+            )
+            return FinishReason(type="error", status=400, message=text)
+        if len(self.waiting_queue) >= self.config.max_queued_requests:
+            text = f"{len(self.waiting_queue)} requests are waiting already (setting: --max-queued-requests)"
+            return FinishReason(type="error", status=429, message=text)
+        return None
+
+    def _abort(self, message: AbortReq) -> None:
+        everyone = [*self.waiting_queue, *self.running_batch.reqs]
+        if self.chunked_req is not None and self.chunked_req not in everyone:
+            everyone.append(self.chunked_req)
+        for req in everyone:
+            if req.rid == message.rid:
+                break
+        else:
+            return
+        req.finish_reason = FinishReason(type="stop" if message.finished else "abort")
+        if req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+        else:
+            self.kv.release(req)
+            self.running_batch.filter_batch()
+            if self.chunked_req is req:
+                self.chunked_req = None
+        if message.finished:
+            self._finished += 1
+        else:
+            self._aborted += 1
+            self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
+
+    # ------------------------------------------------------------ steps
+
+    def step(self) -> bool:
+        """Compute one step; False (after checking the pools) if there was nothing to do."""
+        batch = self.get_next_batch_to_run()
+        if batch is None:
+            if self.config.check_pools_when_idle and self.is_idle():
+                self.check_pools()
+            self._ratio.reset()
+            return False
+        self._steps += 1
+        try:
+            result = self._worker.forward(batch.get_model_worker_batch(self._steps))
+        except Exception as error:
+            log.exception("step %d failed; its %d requests are answered with an error", self._steps, len(batch))
+            self._fail(batch, error)
+            return True
+        self._process(batch, result)
+        return True
+
+    def _fail(self, batch: ScheduleBatch, error: Exception) -> None:
+        """End the requests of a step that raised; the others go on."""
+        for req in batch.reqs:
+            req.finish_reason = FinishReason(
+                type="error", message=f"internal error: {type(error).__name__}", status=500
+            )
+            self.kv.release(req)
+            self._aborted += 1
+            if req is self.chunked_req:
+                self.chunked_req = None
+        self.running_batch.filter_batch()
+        self._send(BatchTokenOutput(outputs=tuple(self._output(req, (), None) for req in batch.reqs)))
+
+    def is_idle(self) -> bool:
+        """Whether no request is waiting, being computed or decoding."""
+        return not self.waiting_queue and not self.running_batch.reqs and self.chunked_req is None
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """Decide the next step."""
+        if self._decode_is_due and self.running_batch.reqs:
+            self._decode_is_due = False
+            return self._decode_batch()
+        batch = self._prefill_batch()
+        if batch is not None:
+            self._decode_is_due = not self.config.enable_mixed_chunk
+            return batch
+        return self._decode_batch() if self.running_batch.reqs else None
+
+    def _prefill_batch(self) -> ScheduleBatch | None:
+        if not self.waiting_queue and self.chunked_req is None:
+            return None
+        running = self.running_batch
+        mixed = self.config.enable_mixed_chunk and len(running) > 0
+        if mixed:
+            self._make_room_to_decode()
+        adder = PrefillAdder(
+            self.kv,
+            running=running.reqs,
+            new_token_ratio=self._ratio.value,
+            max_prefill_tokens=self.config.max_prefill_tokens,
+            chunk_size=self.config.chunk_size,
+            max_patches=self.config.max_patches,
+            mixed_decode_tokens=len(running) if mixed else 0,
+        )
+        if self.chunked_req is not None:
+            self._continue_chunked(adder)
+        if self.chunked_req is None and self.waiting_queue:
+            self._policy.calc_priority(self.waiting_queue)
+            for req in list(self.waiting_queue):
+                if len(running) + len(adder.can_run) >= self.config.max_running_requests:
+                    break
+                if adder.add_one_req(req) is not AddReqResult.CONTINUE:
+                    break
+                self.waiting_queue.remove(req)
+                if adder.new_chunked_req is not None:
+                    self.chunked_req = adder.new_chunked_req
+                    break
+        if not adder.can_run:
+            return None
+        batch = ScheduleBatch(self.kv, adder.can_run)
+        batch.prepare_for_extend()
+        if mixed and len(running) and running.check_decode_mem():
+            batch.mix_with_running(running)
+        return batch
+
+    def _continue_chunked(self, adder: PrefillAdder) -> None:
+        """The next chunk of the chunked request; running requests are retracted if it cannot go on otherwise."""
+        assert self.chunked_req is not None
+        before = len(adder.can_run)
+        self.chunked_req = adder.add_chunked_req(self.chunked_req)
+        while len(adder.can_run) == before and self.running_batch.reqs:
+            self._retract(self.running_batch)
+            assert self.chunked_req is not None
+            self.chunked_req = adder.add_chunked_req(self.chunked_req)
+
+    def _make_room_to_decode(self) -> None:
+        running = self.running_batch
+        while len(running) > 1 and not running.check_decode_mem():
+            self._retract(running)
+
+    def _decode_batch(self) -> ScheduleBatch | None:
+        running = self.running_batch
+        self._make_room_to_decode()
+        if not running.check_decode_mem():
+            # a single request, and the rest of the pool held by a prompt in progress: that one waits again
+            if self.chunked_req is None:
+                raise EngineError(f"no KV slot is left for the only running request, {running.reqs[0].rid}")
+            waiting, self.chunked_req = self.chunked_req, None
+            self.kv.release(waiting)
+            self.waiting_queue.insert(0, waiting)
+        self._ratio.decay()
+        running.prepare_for_decode()
+        batch = ScheduleBatch(self.kv, list(running.reqs))
+        batch.forward_mode = running.forward_mode
+        return batch
+
+    def _retract(self, running: ScheduleBatch) -> None:
+        req = running.retract_decode()
+        self.waiting_queue.insert(0, req)
+        self._retracted += 1
+        self._ratio.raise_after_retraction(running.reqs)
+        log.info("retracted %s: the KV cache is full, %d requests go on", req.rid, len(running))
+
+    # ------------------------------------------------------------ results
+
+    def _process(self, batch: ScheduleBatch, result: ModelWorkerResult) -> None:
+        self._encoder = result.encoder
+        outputs: list[TokenOutput] = []
+        sampled = 0
+        for req in batch.reqs:
+            completes = req.completes
+            req.kv_len += req.extend_input_len
+            req.extend_input_len = 0
+            if not completes:
+                self.kv.share(req)
+                req.check()
+                continue
+            token = int(result.next_token_ids[sampled])
+            logprobs = req.logprobs_of(
+                token, result.logprobs[sampled], result.top_ids[sampled], result.top_logprobs[sampled]
+            )
+            sampled += 1
+            prompt_done = len(req.output_ids) == 0
+            req.append_output(token)
+            self._generated += 1
+            if req.finish_reason is not None:
+                self.kv.release(req)
+                self._finished += 1
+            elif prompt_done:
+                self._cached_tokens += req.cached_tokens
+                self.kv.share(req)
+            outputs.append(self._output(req, (token,), logprobs))
+        # from here on a request is in exactly one of: waiting queue, chunked_req, running batch
+        self.running_batch.merge_batch(batch)
+        self.running_batch.filter_batch(gone=self.chunked_req)
+        if outputs:
+            self._send(BatchTokenOutput(outputs=tuple(outputs)))
+
+    def _output(self, req: Req, tokens: tuple[int, ...], logprobs: TokenLogprobs | None) -> TokenOutput:
+        first, req.reported = not req.reported, True
+        return TokenOutput(
+            rid=req.rid,
+            token_ids=tokens,
+            finish_reason=req.finish_reason,
+            prompt_tokens=req.prompt_len,
+            completion_tokens=len(req.output_ids),
+            cached_tokens=req.cached_tokens,
+            logprobs=None if logprobs is None else (logprobs,),
+            first=first,
+            stop=req.sampling_params.stop if first else (),
+            skip_special_tokens=req.sampling_params.skip_special_tokens,
+        )
+
+    # ------------------------------------------------------------ state
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix that no request uses."""
+        self.kv.prefix_cache.reset()
+
+    def check_pools(self) -> None:
+        """When idle: free + cached-and-unlocked = total, for KV slots and request rows; else EngineError."""
+        stats = self.stats()
+        problems = []
+        if stats.kv_locked_tokens:
+            problems.append(f"{stats.kv_locked_tokens} KV slots are locked")
+        if stats.kv_free_tokens + stats.kv_cached_tokens != stats.kv_total_tokens:
+            problems.append(
+                f"{stats.kv_free_tokens} free + {stats.kv_cached_tokens} cached KV slots are not {stats.kv_total_tokens}"
+            )
+        if stats.req_rows_free != stats.req_rows_total:
+            problems.append(f"{stats.req_rows_free} of {stats.req_rows_total} request rows are free")
+        if problems:
+            raise EngineError("idle, but " + "; ".join(problems))
+        if len(self._media_keys) > self._media_keys.max_keys:
+            self._media_keys.retain(self.kv.prefix_cache.live_keys())
+
+    def stats(self) -> SchedulerStats:
+        """Plain figures of this moment."""
+        allocator, cache, rows = self.kv.allocator, self.kv.prefix_cache, self.kv.rows
+        return SchedulerStats(
+            num_running_reqs=len(self.running_batch) + (self.chunked_req is not None),
+            num_waiting_reqs=len(self.waiting_queue),
+            kv_total_tokens=allocator.size,
+            kv_free_tokens=allocator.available_size(),
+            kv_cached_tokens=cache.evictable_size(),
+            kv_locked_tokens=cache.protected_size(),
+            req_rows_total=rows.size,
+            req_rows_free=rows.available_size(),
+            prompt_tokens_total=self._prompt_tokens,
+            cached_tokens_total=self._cached_tokens,
+            generation_tokens_total=self._generated,
+            images_encoded_total=self._encoder.items_encoded,
+            encoder_cache_hits_total=self._encoder.cache_hits,
+            encoder_cache_bytes=self._encoder.cache_bytes,
+            finished_total=self._finished,
+            aborted_total=self._aborted,
+            retracted_total=self._retracted,
+            forward_steps_total=self._steps,
+        )
+
+
+def _refused(message: TokenizedGenerateReqInput, reason: FinishReason) -> TokenOutput:
+    return TokenOutput(
+        rid=message.rid,
+        token_ids=(),
+        finish_reason=reason,
+        prompt_tokens=len(message.input_ids),
+        completion_tokens=0,
+        cached_tokens=0,
+        first=True,
+        stop=message.sampling_params.stop,
+        skip_special_tokens=message.sampling_params.skip_special_tokens,
+    )
