@@ -1,0 +1,92 @@
+"""The inline vision encoder: a tower on the model's own device, with a cache of what it encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from vision.embedding_cache import EmbeddingCache
+
+
+class EncodableItem(Protocol):
+    """What the encoder needs of a media item; see `processors.inputs.MultimodalDataItem`."""
+
+    @property
+    def digest(self) -> bytes: ...
+    @property
+    def grid_thw(self) -> tuple[int, int, int]: ...
+    @property
+    def feature(self) -> np.ndarray: ...
+
+
+class Tower(Protocol):
+    """A ViT: patches float32 [P, patch_dim] and grids -> rows [sum(t*h*w) / merge**2, width]."""
+
+    spatial_merge_size: int
+
+    def __call__(self, pixel_values: torch.Tensor, grid_thw: Sequence[tuple[int, int, int]]) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionEncoderLimits:
+    """max_patches: patches per tower call (a single larger item goes alone). cache_bytes: embeddings kept."""
+
+    max_patches: int
+    cache_bytes: int
+
+
+class VisionEncoder:
+    """Encodes items in packed batches, each content once."""
+
+    def __init__(self, tower: Tower, limits: VisionEncoderLimits, device: torch.device) -> None:
+        self._tower = tower
+        self._limits = limits
+        self._device = device
+        self.cache = EmbeddingCache(limits.cache_bytes)
+        self.items_encoded = 0
+        self.cache_hits = 0
+
+    def encode(self, items: Sequence[EncodableItem]) -> list[torch.Tensor]:
+        """Rows of each item [t*h*w / merge**2, width], in order; equal digests are encoded once."""
+        found: dict[bytes, torch.Tensor] = {}
+        missing: dict[bytes, EncodableItem] = {}
+        for item in items:
+            rows = self.cache.get(item.digest)
+            if rows is not None:
+                found[item.digest] = rows
+                self.cache_hits += 1
+            elif item.digest in missing:
+                self.cache_hits += 1
+            else:
+                missing[item.digest] = item
+        for batch in self._packed(list(missing.values())):
+            for item, rows in zip(batch, self._run(batch), strict=True):
+                found[item.digest] = rows
+                self.cache.put(item.digest, rows)
+        return [found[item.digest] for item in items]
+
+    def _packed(self, items: list[EncodableItem]) -> list[list[EncodableItem]]:
+        batches: list[list[EncodableItem]] = []
+        room = 0
+        for item in items:
+            patches = int(np.prod(item.grid_thw))
+            if not batches or patches > room:
+                batches.append([])
+                room = self._limits.max_patches
+            batches[-1].append(item)
+            room -= patches
+        return batches
+
+    def _run(self, items: list[EncodableItem]) -> list[torch.Tensor]:
+        pixels = torch.from_numpy(np.concatenate([item.feature for item in items])).to(self._device)
+        grids = [item.grid_thw for item in items]
+        with torch.inference_mode():
+            rows = self._tower(pixels, grids)
+        sizes = [t * h * w // self._tower.spatial_merge_size**2 for t, h, w in grids]
+        self.items_encoded += len(items)
+        # clones, so that evicting one item of a batch frees its memory
+        return [part.clone() for part in rows.split(sizes)] if len(items) > 1 else [rows]

@@ -1,0 +1,133 @@
+"""Runs one step on the device: ModelWorkerBatch -> ForwardBatch -> model -> sampler -> ModelWorkerResult."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vision.encoder import VisionEncoder
+from vlmserve.attention.base import AttentionBackend
+from vlmserve.executor.forward_batch import ForwardBatch, ForwardMode
+from vlmserve.executor.model_worker_batch import EncoderStats, ModelWorkerBatch, ModelWorkerResult
+from vlmserve.executor.sampler import sample
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.vlm import VisionLanguageModel
+
+
+class ModelRunner:
+    """A worker's whole state: model, KV cache, request table, last sampled tokens, vision encoder."""
+
+    def __init__(
+        self,
+        *,
+        model: VisionLanguageModel,
+        encoder: VisionEncoder,
+        kv_cache: KVCache,
+        req_to_token_pool: ReqToTokenPool,
+        attn_backend: AttentionBackend,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.encoder = encoder
+        self.kv_cache = kv_cache
+        self.req_to_token_pool = req_to_token_pool
+        self.attn_backend = attn_backend
+        self.device = device
+        self._last_tokens = torch.zeros(req_to_token_pool.size, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
+        """Compute a step. Side effects in this order: request table, embedding cache, KV cache, last tokens."""
+        forward_batch = self._prepare(batch)
+        embeds, vision_rows, deepstack = self._embed(batch, forward_batch.input_ids)
+        self.attn_backend.init_forward_metadata(forward_batch)
+        hidden = self.model.forward(
+            embeds,
+            forward_batch.positions,
+            forward_batch,
+            deepstack_rows=vision_rows,
+            deepstack_embeds=deepstack,
+        )
+        return self._sample(batch, forward_batch, hidden)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        # arrays decoded from a message are read-only views of its frames
+        return torch.from_numpy(array if array.flags.writeable else array.copy()).to(self.device)
+
+    def _prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
+        pool = self.req_to_token_pool
+        for prefix in batch.prefix_slots:
+            pool.write(prefix.row, 0, self._tensor(prefix.slots))
+        out_cache_loc = self._tensor(batch.out_cache_loc)
+        seq_lens, prefix_lens = batch.seq_lens.tolist(), batch.prefix_lens.tolist()
+        extend_lens = [seq - prefix for seq, prefix in zip(seq_lens, prefix_lens, strict=True)]
+        rows = batch.rows.tolist()
+        for row, prefix, slots in zip(rows, prefix_lens, out_cache_loc.split(extend_lens), strict=True):
+            pool.write(row, prefix, slots)
+        req_pool_indices = self._tensor(batch.rows)
+        input_ids = self._tensor(batch.input_ids)
+        if (batch.input_ids < 0).any():
+            owner = req_pool_indices.repeat_interleave(torch.tensor(extend_lens, device=self.device))
+            input_ids = torch.where(input_ids < 0, self._last_tokens[owner], input_ids)
+        return ForwardBatch(
+            forward_mode=ForwardMode(batch.forward_mode),
+            input_ids=input_ids,
+            positions=self._tensor(batch.positions),
+            req_pool_indices=req_pool_indices,
+            rows=rows,
+            seq_lens=seq_lens,
+            prefix_lens=prefix_lens,
+            extend_lens=extend_lens,
+            out_cache_loc=out_cache_loc,
+            req_to_token_pool=pool,
+            kv_cache=self.kv_cache,
+            attn_backend=self.attn_backend,
+        )
+
+    def _embed(
+        self, batch: ModelWorkerBatch, input_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Text embeddings with this step's vision rows in place of its pad tokens; where those are, and their
+        DeepStack rows [num_deepstack, R, hidden]."""
+        embeds = self.model.embed_tokens(input_ids)
+        if not batch.mm_items:
+            return embeds, None, None
+        rows_of = self.encoder.encode(batch.mm_items)
+        ranges = batch.mm_ranges.tolist()
+        rows = torch.cat([rows_of[item][first : first + length] for _, item, first, length in ranges])
+        index = torch.cat([torch.arange(at, at + length, device=self.device) for at, _, _, length in ranges])
+        parts = rows.to(embeds.dtype).view(len(rows), -1, embeds.shape[1]).transpose(0, 1)
+        embeds = embeds.index_copy(0, index, parts[0])
+        return embeds, index, parts[1:] if len(parts) > 1 else None
+
+    def _sample(self, batch: ModelWorkerBatch, forward_batch: ForwardBatch, hidden: torch.Tensor) -> ModelWorkerResult:
+        info = batch.sampling
+        encoder = EncoderStats(
+            items_encoded=self.encoder.items_encoded,
+            cache_hits=self.encoder.cache_hits,
+            cache_bytes=self.encoder.cache.bytes,
+        )
+        if not len(info.rows):
+            none = np.zeros(0, np.float32)
+            ids = np.zeros(0, np.int64)
+            return ModelWorkerResult(
+                step=batch.step,
+                next_token_ids=ids,
+                logprobs=none,
+                top_ids=ids.reshape(0, 0),
+                top_logprobs=none.reshape(0, 0),
+                encoder=encoder,
+            )
+        ends = np.cumsum(forward_batch.extend_lens)[info.rows] - 1
+        logits = self.model.compute_logits(hidden[self._tensor(ends)])
+        out = sample(logits, info)
+        self._last_tokens[forward_batch.req_pool_indices[self._tensor(info.rows)]] = out.next_token_ids
+        return ModelWorkerResult(
+            step=batch.step,
+            next_token_ids=out.next_token_ids.cpu().numpy(),
+            logprobs=out.logprobs.cpu().numpy(),
+            top_ids=out.top_ids.cpu().numpy(),
+            top_logprobs=out.top_logprobs.cpu().numpy(),
+            encoder=encoder,
+        )

@@ -1,0 +1,102 @@
+"""The message of one step, scheduler -> worker, and its answer: frozen, encodable, and all that a worker needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from processors.inputs import Modality
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderItem:
+    """A media item some of whose rows this step needs. Fields as in `MultimodalDataItem`."""
+
+    digest: bytes
+    modality: Modality
+    grid_thw: tuple[int, int, int]
+    feature: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixSlots:
+    """A request row begins (or begins again) with `slots` int64 [prefix_len] already holding its KV."""
+
+    row: int
+    slots: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingBatchInfo:
+    """How the S sampled rows are sampled; arrays of length S unless said otherwise.
+
+    rows: int64 indices into the batch's requests. temperatures, top_ps, min_ps: float32. top_ks: int64, <= 0 is off.
+    seeds, output_indices: int64; sampling noise depends on these two only. num_logprobs: int64, -1 is none.
+    bias_*: [K] triples (index into the S rows, token id, value added to the logit).
+    count_*: [K] triples (index into the S rows, token id, times it was produced so far) of rows with penalties.
+    presence, frequency: float32 penalties.
+    """
+
+    rows: np.ndarray
+    temperatures: np.ndarray
+    top_ps: np.ndarray
+    top_ks: np.ndarray
+    min_ps: np.ndarray
+    seeds: np.ndarray
+    output_indices: np.ndarray
+    num_logprobs: np.ndarray
+    bias_rows: np.ndarray
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    count_rows: np.ndarray
+    count_ids: np.ndarray
+    count_values: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWorkerBatch:
+    """One step over N tokens of B requests, tokens of a request side by side.
+
+    rows int64 [B]: request rows. input_ids int64 [N]: real ids; -1 stands for the token sampled last for that
+    request row, which the worker knows and the host may not yet. positions int64 [3, N]. seq_lens, prefix_lens int64
+    [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
+    mm_ranges int64 [R, 4]: (first batch token, index into mm_items, first row of that item, length).
+    """
+
+    step: int
+    forward_mode: int
+    rows: np.ndarray
+    input_ids: np.ndarray
+    positions: np.ndarray
+    seq_lens: np.ndarray
+    prefix_lens: np.ndarray
+    out_cache_loc: np.ndarray
+    prefix_slots: tuple[PrefixSlots, ...]
+    mm_items: tuple[EncoderItem, ...]
+    mm_ranges: np.ndarray
+    sampling: SamplingBatchInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderStats:
+    """Totals of the worker's vision encoder since it started."""
+
+    items_encoded: int = 0
+    cache_hits: int = 0
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWorkerResult:
+    """next_token_ids int64 [S]; logprobs float32 [S] of these; top_ids int64 and top_logprobs float32 [S, K], K the
+    largest num_logprobs asked for (0 columns if none). Logprobs are NaN in rows that did not ask."""
+
+    step: int
+    next_token_ids: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    encoder: EncoderStats

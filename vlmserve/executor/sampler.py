@@ -1,0 +1,119 @@
+"""From logits to tokens.
+
+Randomness is a pure function of (seed, output index, token id): an integer hash turned into Gumbel noise, so a sampled
+answer does not change with batch mates, chunking, retraction, device or torch version. Picking the largest
+log-probability plus Gumbel noise samples from the distribution (Gumbel-max trick).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vlmserve.executor.model_worker_batch import SamplingBatchInfo
+
+_M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9, the multipliers of SplitMix64's finalizer (Steele et al. 2014)
+_M2 = -7723592293110705685  # 0x94D049BB133111EB
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """As in `ModelWorkerResult`, on the device."""
+
+    next_token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+
+def sample(logits: torch.Tensor, info: SamplingBatchInfo) -> SamplerOutput:
+    """logits float32 [S, vocab] -> one token a row. Reported logprobs are of the logits as the model gave them."""
+    raw = logits
+    logits = _adjust(logits, info)
+    tokens = logits.argmax(dim=-1)
+    random_rows = np.flatnonzero(info.temperatures > 0)
+    if len(random_rows):
+        index = torch.from_numpy(random_rows).to(logits.device)
+        tokens[index] = _sample_random(logits[index], info, random_rows)
+    return _with_logprobs(raw, tokens, info)
+
+
+def _adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """Penalties and logit bias, on a copy where there are any."""
+    if not len(info.bias_rows) and not len(info.count_rows):
+        return logits
+    logits = logits.clone()
+
+    def to(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(logits.device)
+
+    if len(info.count_rows):
+        counts = info.count_values.astype(np.float32)
+        penalty = info.frequency[info.count_rows] * counts + info.presence[info.count_rows] * (counts > 0)
+        logits.index_put_((to(info.count_rows), to(info.count_ids)), -to(penalty.astype(np.float32)), accumulate=True)
+    if len(info.bias_rows):
+        logits.index_put_((to(info.bias_rows), to(info.bias_ids)), to(info.bias_values), accumulate=True)
+    return logits
+
+
+def _sample_random(logits: torch.Tensor, info: SamplingBatchInfo, rows: np.ndarray) -> torch.Tensor:
+    device, vocab = logits.device, logits.shape[1]
+
+    def column(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array[rows]).to(device)[:, None]
+
+    scores = torch.log_softmax(logits / column(info.temperatures), dim=-1)
+    top_ks, top_ps, min_ps = info.top_ks[rows], info.top_ps[rows], info.min_ps[rows]
+    limited = (top_ks > 0) & (top_ks < vocab)
+    if limited.any() or (top_ps < 1).any():
+        # only as many candidates are sorted as the largest top_k needs
+        keep = int(top_ks.max()) if limited.all() else vocab
+        values, ids = torch.topk(scores, min(keep, vocab), dim=-1) if keep < vocab else scores.sort(-1, descending=True)
+        rank = torch.arange(values.shape[1], device=device)[None]
+        limit = torch.from_numpy(np.where(limited, top_ks, vocab)).to(device)[:, None]
+        values = values.masked_fill(rank >= limit, -torch.inf)
+        values = torch.log_softmax(values, dim=-1)
+        before = values.exp().cumsum(-1) - values.exp()  # mass of the better tokens
+        values = values.masked_fill((before > 0) & (before >= column(info.top_ps)), -torch.inf)
+    else:
+        values, ids = scores, None
+    if (min_ps > 0).any():
+        best = values.max(dim=-1, keepdim=True).values
+        values = values.masked_fill(values < best + column(info.min_ps).log(), -torch.inf)
+    noise_ids = torch.arange(vocab, device=device)[None] if ids is None else ids
+    choice = (values + _gumbel(column(info.seeds), column(info.output_indices), noise_ids)).argmax(dim=-1)
+    return choice if ids is None else ids.gather(1, choice[:, None])[:, 0]
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finalizer on int64 bit patterns (arithmetic shifts masked into logical ones)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _M1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _M2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _gumbel(seeds: torch.Tensor, output_indices: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """seeds, output_indices int64 [S, 1], token_ids int64 [S or 1, V] -> float32 [S, V]."""
+    stream = _mix(_mix(seeds + _GOLDEN) + output_indices * _GOLDEN)
+    bits = _mix(stream + token_ids * _GOLDEN)
+    uniform = ((bits >> 11) & 0x1FFFFFFFFFFFFF).double().add_(0.5).mul_(2.0**-53)
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def _with_logprobs(raw: torch.Tensor, tokens: torch.Tensor, info: SamplingBatchInfo) -> SamplerOutput:
+    rows, device = raw.shape[0], raw.device
+    width = max(int(info.num_logprobs.max(initial=0)), 0)
+    chosen = torch.full((rows,), torch.nan, device=device)
+    top_ids = torch.zeros((rows, width), dtype=torch.int64, device=device)
+    top_logprobs = torch.full((rows, width), torch.nan, device=device)
+    wanted = np.flatnonzero(info.num_logprobs >= 0)
+    if len(wanted):
+        index = torch.from_numpy(wanted).to(device)
+        logprobs = torch.log_softmax(raw[index], dim=-1)
+        chosen[index] = logprobs.gather(1, tokens[index][:, None])[:, 0]
+        if width:
+            top_logprobs[index], top_ids[index] = logprobs.topk(width, dim=-1)
+    return SamplerOutput(tokens, chosen, top_ids, top_logprobs)
