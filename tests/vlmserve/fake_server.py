@@ -1,0 +1,164 @@
+"""A server of the real launcher with fake insides: `python -m tests.vlmserve.fake_server MODEL_FOLDER [FLAGS]`.
+
+GET /PROMPT answers PROMPT's bytes after a round trip through both child processes. Prompts that start with:
+hang: are answered never, slow: on SIGUSR1 to the scheduler, die: kill the scheduler.
+How the scheduler starts is told by $FAKE_START: ok, error, crash, exit, hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import Any, get_args
+
+import numpy as np
+
+from vlmserve.common.errors import CheckpointError
+from vlmserve.engine_args import EngineArgs
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.launch import FrontendInputs, launch_server
+from vlmserve.messages import (
+    BatchTextOutput,
+    BatchTokenOutput,
+    DetokenizerInput,
+    FinishReason,
+    SamplingParams,
+    SchedulerInput,
+    SchedulerStats,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+)
+from vlmserve.settings import load_settings
+
+
+def fake_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+    start = os.environ.get("FAKE_START", "ok")
+    if start == "error":
+        raise CheckpointError(f"{args.model} lacks model.norm.weight")
+    if start == "crash":
+        raise ZeroDivisionError("a bug")
+    if start == "exit":
+        os._exit(7)
+    if start == "hang":
+        signal.pause()
+    receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays())
+    sender = Sender(channels.detokenizer, get_args(DetokenizerInput))
+    postponed: list[BatchTokenOutput] = []
+    signal.signal(signal.SIGUSR1, lambda *_: [sender.send(message) for message in postponed])
+    ready(ReadyInfo(max_model_len=123, max_total_tokens=4567))
+    while True:
+        message = receiver.recv()
+        if not isinstance(message, TokenizedGenerateReqInput):
+            continue
+        text = bytes(message.input_ids.tolist()).decode()
+        if text.startswith("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer = _tokens(message)
+        if text.startswith("slow"):
+            postponed.append(answer)
+            print("postponed", file=sys.stderr, flush=True)
+        elif text.startswith("hang"):
+            print("hanging", file=sys.stderr, flush=True)
+        else:
+            sender.send(answer)
+
+
+def _tokens(message: TokenizedGenerateReqInput) -> BatchTokenOutput:
+    output = TokenOutput(
+        rid=message.rid,
+        token_ids=tuple(message.input_ids.tolist()),
+        finish_reason=FinishReason(type="length"),
+        prompt_tokens=len(message.input_ids),
+        completion_tokens=len(message.input_ids),
+        cached_tokens=0,
+        first=True,
+    )
+    return BatchTokenOutput(outputs=(output,))
+
+
+def fake_detokenizer(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+    receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
+    sender = Sender(channels.api, (BatchTextOutput, SchedulerStats))
+    ready(ReadyInfo())
+    while True:
+        batch = receiver.recv()
+        outputs = [
+            TextOutput(
+                rid=output.rid,
+                text=bytes(output.token_ids).decode(),
+                token_ids=output.token_ids,
+                finish_reason=output.finish_reason,
+                prompt_tokens=output.prompt_tokens,
+                completion_tokens=output.completion_tokens,
+                cached_tokens=0,
+            )
+            for output in batch.outputs
+        ]
+        sender.send(BatchTextOutput(outputs=tuple(outputs)))
+
+
+class FakeFrontend:
+    """The API process's half: an ASGI application without a framework."""
+
+    def __init__(self, inputs: FrontendInputs) -> None:
+        self.inputs = inputs
+        self.waiting: dict[str, asyncio.Future[str]] = {}
+        self.failure: str | None = None
+        self.requests = 0
+        self.app = self._answer
+
+    def handle(self, message: Any) -> None:
+        for output in message.outputs:
+            self.waiting.pop(output.rid).set_result(output.text)
+
+    def fail_all(self, message: str) -> None:
+        self.failure = message
+        for future in self.waiting.values():
+            future.set_exception(RuntimeError(message))
+        self.waiting.clear()
+
+    async def close(self) -> None:
+        print("frontend closed", file=sys.stderr, flush=True)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        status, text = await self._reply(scope["path"][1:])
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": text.encode()})
+
+    async def _reply(self, path: str) -> tuple[int, str]:
+        if self.failure is not None:
+            return 503, self.failure
+        if path == "info":
+            info = self.inputs.info
+            return 200, json.dumps([info.max_model_len, info.max_total_tokens, self.inputs.model_name])
+        self.requests += 1
+        rid = str(self.requests)
+        future = self.waiting[rid] = asyncio.get_running_loop().create_future()
+        ids = np.frombuffer(path.encode(), dtype=np.uint8).astype(np.int64)
+        self.inputs.send(TokenizedGenerateReqInput(rid=rid, input_ids=ids, sampling_params=SamplingParams()))
+        try:
+            return 200, await future
+        except RuntimeError as error:
+            return 503, str(error)
+
+
+if __name__ == "__main__":
+    model, *words = sys.argv[1:]
+    flags = {
+        word.removeprefix("--").replace("-", "_"): value for word, value in zip(words[::2], words[1::2], strict=True)
+    }
+    settings = load_settings({"model": model, **flags})
+    try:
+        status = launch_server(
+            settings, scheduler=fake_scheduler, detokenizer=fake_detokenizer, make_frontend=FakeFrontend
+        )
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    sys.exit(status)

@@ -1,0 +1,168 @@
+"""Messages over real ipc sockets: order, large arrays, garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from vlmserve.common.shm import SharedArrays
+from vlmserve.common.wire import WireError
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.sockets import AsyncReceiver, Receiver, Sender
+from vlmserve.messages import AbortReq, GetStatsReq, SamplingParams, TokenizedGenerateReqInput
+
+TYPES = (TokenizedGenerateReqInput, AbortReq)
+
+
+def _request(size: int, rid: str = "r") -> TokenizedGenerateReqInput:
+    ids = np.arange(size, dtype=np.int64)
+    return TokenizedGenerateReqInput(rid=rid, input_ids=ids, sampling_params=SamplingParams(stop=("\n", "é")))
+
+
+@pytest.fixture
+def channels(tmp_path: Path) -> Channels:
+    (tmp_path / "shm").mkdir()
+    return Channels.in_directories(tmp_path, tmp_path / "shm")
+
+
+@pytest.fixture
+def receiver(channels: Channels) -> Iterator[Receiver]:
+    receiver = Receiver(channels.scheduler, TYPES, shared=channels.shared_arrays())
+    yield receiver
+    receiver.close()
+
+
+def _sender(channels: Channels, **options: Any) -> Sender:
+    return Sender(channels.scheduler, TYPES, **{"shared": channels.shared_arrays(), **options})
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 200_000])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_message_arrives_as_it_was(channels: Channels, receiver: Receiver, size: int, shared: bool) -> None:
+    sender = _sender(channels, **({} if shared else {"shared": None}))
+    sent = _request(size)
+    sender.send(sent)
+    got = receiver.recv(10)
+    sender.close()
+    assert got.rid == sent.rid
+    assert got.sampling_params == sent.sampling_params
+    np.testing.assert_array_equal(got.input_ids, sent.input_ids)
+    if size:
+        got.input_ids[0] = 7  # writable, however it travelled: torch wants that
+    assert channels.shared_arrays().outstanding() == 0
+
+
+def test_order_is_kept_and_nothing_is_dropped(channels: Channels, receiver: Receiver) -> None:
+    sender = _sender(channels)
+    for index in range(5000):  # far over ZeroMQ's own default mark of 1000
+        sender.send(AbortReq(rid=str(index)))
+    got: list[AbortReq] = []
+    while len(got) < 5000:
+        messages = receiver.drain(10)
+        assert messages
+        got += messages
+    sender.close()
+    assert [message.rid for message in got] == [str(index) for index in range(5000)]
+    assert receiver.recv(0.0) is None
+    assert receiver.drain() == []
+
+
+def test_a_sender_may_come_before_its_receiver(channels: Channels) -> None:
+    sender = _sender(channels)
+    sender.send(AbortReq(rid="early"))
+    receiver = Receiver(channels.scheduler, TYPES)
+    assert receiver.recv(10) == AbortReq(rid="early")
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"AbortReq"],
+        [b"AbortReq", b""],
+        [b"AbortReq", b"\xc1"],
+        [b"AbortReq", b"\x81\xa3rid\x05"],
+        [b"GetStatsReq", b"\x80"],
+        [b"os.system", b"\x80"],
+        [b"\xff\xfe", b"\x80", b"x" * 100_000],
+        [b"TokenizedGenerateReqInput", b"\x83\xa3rid\xa1r\xa9input_ids\x93\xa3<i8\x91\x01\x63\xafsampling_params\x80"],
+        [b"TokenizedGenerateReqInput", b"\x83\xa3rid\xa1r\xa9input_ids\x93\xa3<i8\x91\x01\xa1x\xafsampling_params\x80"],
+    ],
+)
+def test_garbage_is_logged_and_dropped(
+    channels: Channels, receiver: Receiver, frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(channels.scheduler)
+        raw.send_multipart(frames)
+        raw.send_multipart([b"AbortReq", b"\x81\xa3rid\xa1r"])
+        assert receiver.recv(10) == AbortReq(rid="r")
+    assert "dropped a malformed message" in caplog.text
+
+
+def test_a_foreign_type_is_refused_by_the_sender(channels: Channels, receiver: Receiver) -> None:
+    sender = _sender(channels)
+    with pytest.raises(WireError, match="GetStatsReq"):
+        sender.send(GetStatsReq())
+    sender.close()
+
+
+def test_full_shared_memory_falls_back_to_the_socket(
+    channels: Channels, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: SharedArrays, array: np.ndarray) -> str:
+        raise OSError(28, "No space left on device")
+
+    sender = _sender(channels)
+    monkeypatch.setattr(SharedArrays, "put", full)
+    sender.send(_request(100_000))
+    got = receiver.recv(10)
+    sender.close()
+    np.testing.assert_array_equal(got.input_ids, np.arange(100_000))
+
+
+def test_the_async_receiver(channels: Channels) -> None:
+    async def play() -> list[str]:
+        receiver = AsyncReceiver(channels.api, TYPES, shared=channels.shared_arrays())
+        sender = Sender(channels.api, TYPES, shared=channels.shared_arrays())
+        with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+            raw.connect(channels.api)
+            raw.send_multipart([b"junk"])
+            for index in range(100):
+                sender.send(_request(20_000 * (index % 2), rid=str(index)))
+            got = [await asyncio.wait_for(receiver.recv(), 10) for _ in range(100)]
+        sender.close()
+        receiver.close()
+        assert [len(message.input_ids) for message in got] == [0, 20_000] * 50
+        return [message.rid for message in got]
+
+    assert asyncio.run(play()) == [str(index) for index in range(100)]
+    assert channels.shared_arrays().outstanding() == 0
+
+
+def _send_from_elsewhere(channels: Channels) -> None:
+    sender = Sender(channels.scheduler, TYPES, shared=channels.shared_arrays(), linger_ms=10_000)
+    for index in range(20):
+        sender.send(_request(50_000, rid=str(index)))
+    sender.close()
+    zmq.Context.instance().term()
+
+
+def test_between_processes(channels: Channels, receiver: Receiver) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_send_from_elsewhere, args=(channels,))
+    process.start()
+    got = [receiver.recv(30) for _ in range(20)]
+    process.join(10)
+    assert process.exitcode == 0
+    assert [message.rid for message in got] == [str(index) for index in range(20)]
+    assert all(np.array_equal(message.input_ids, np.arange(50_000)) for message in got)
+    assert channels.shared_arrays().outstanding() == 0

@@ -1,0 +1,273 @@
+"""The launcher with fake processes in it: readiness, signals, deaths, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+
+
+class FakeServer:
+    """A running `fake_server`; `log` is its stderr so far."""
+
+    def __init__(self, folder: Path, *flags: str, port: int = 0, **environment: str) -> None:
+        self.runtime = folder / "run"
+        self.runtime.mkdir(exist_ok=True)
+        words = [sys.executable, "-m", "tests.vlmserve.fake_server", str(folder), "--port", str(port), *flags]
+        self.process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), **environment},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.log: list[str] = []
+        self._logged = threading.Condition()
+        self._reader = threading.Thread(target=self._read_log)
+        self._reader.start()
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._logged:
+                self.log.append(line)
+                self._logged.notify_all()
+
+    def await_log(self, pattern: str) -> re.Match[str]:
+        """Wait until the log holds the pattern."""
+
+        def found() -> re.Match[str] | None:
+            return re.search(pattern, "".join(self.log))
+
+        with self._logged:
+            assert self._logged.wait_for(found, PATIENCE_S), "".join(self.log)
+            match = found()
+        assert match is not None
+        return match
+
+    def port(self) -> int:
+        return int(self.await_log(r"ready: http://127\.0\.0\.1:(\d+)").group(1))
+
+    def get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port(), timeout=PATIENCE_S)
+        try:
+            connection.request("GET", "/" + path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def children(self) -> dict[str, int]:
+        """Pids of the child processes by name, from their command lines (the resource tracker is left out)."""
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        pids = [int(pid) for pid in found if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return dict(zip(("scheduler", "detokenizer"), sorted(pids), strict=True))
+
+    def wait(self) -> int:
+        status = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return status
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
+
+    def directories(self) -> list[Path]:
+        """The private directories that the launcher holds open: one for sockets, one for shared memory."""
+        targets = [Path(os.readlink(fd)) for fd in Path(f"/proc/{self.process.pid}/fd").iterdir()]
+        return [target for target in targets if target.name.startswith("vlmserve-") and target.is_dir()]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[type[FakeServer]]:
+    servers: list[FakeServer] = []
+
+    def make(*flags: str, **options: object) -> FakeServer:
+        servers.append(FakeServer(tmp_path, *flags, **options))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.end()
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _await(condition: object, seconds: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.02)
+
+
+def test_serves_and_stops_in_order(start, tmp_path) -> None:
+    port_file = tmp_path / "port"
+    server = start("--port-file", str(port_file), "--served-model-name", "fake")
+    assert server.get("hello") == (200, "hello")
+    assert int(port_file.read_text()) == server.port()
+    status, text = server.get("info")
+    assert (status, json.loads(text)) == (200, [123, 4567, "fake"])
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(server.get, map(str, range(32)))) == [(200, str(i)) for i in range(32)]
+    children = server.children()
+    directories = server.directories()
+    assert [path.stat().st_mode & 0o777 for path in directories] == [0o700, 0o700]
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert "frontend closed" in "".join(server.log)
+    assert all(_gone(pid) for pid in children.values())
+    assert not any(path.exists() for path in directories)
+
+
+def test_running_requests_finish_after_a_signal_to_the_whole_group(start) -> None:
+    server = start()
+    server.port()
+    children = server.children()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.get, "slow")
+        server.await_log("postponed")
+        os.killpg(server.process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
+        server.await_log("running requests get")
+        _await(lambda: not _accepts(server.port()))
+        os.kill(children["scheduler"], signal.SIGUSR1)
+        assert answer.result(PATIENCE_S) == (200, "slow")
+    assert server.wait() == 0
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("second_signal", [False, True])
+def test_requests_that_do_not_finish_are_told(start, second_signal: bool) -> None:
+    server = start("--shutdown-timeout-s", "3600" if second_signal else "1")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.get, "hang")
+        server.await_log("hanging")
+        server.process.send_signal(signal.SIGTERM)
+        if second_signal:
+            server.await_log("running requests get")
+            server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert answer.result(PATIENCE_S) == (503, "the server is shutting down")
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
+def test_a_dead_child_fails_pending_requests_and_ends_the_server(start, victim: str) -> None:
+    server = start()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.get, "hang")
+        server.await_log("hanging")
+        children, directories = server.children(), server.directories()
+        killed = time.monotonic()
+        os.kill(children[victim], signal.SIGKILL)
+        status, text = answer.result(PATIENCE_S)
+        noticed = time.monotonic() - killed
+    assert status == 503
+    assert f"the {victim} process was killed by SIGKILL" in text
+    assert noticed < 5, "it is noticed by an event, not by a timeout"
+    assert server.get("hello")[0] == 503
+    assert server.wait() == 1
+    assert all(_gone(pid) for pid in children.values())
+    assert len(directories) == 2
+    assert not any(path.exists() for path in directories)
+
+
+def test_children_die_with_a_killed_launcher_and_the_next_start_clears_up(start) -> None:
+    server = start()
+    server.port()
+    children, directories = server.children(), server.directories()
+    server.process.kill()
+    _await(lambda: all(_gone(pid) for pid in children.values()))
+    server.wait()
+    assert all(path.is_dir() for path in directories)
+    for path in directories:
+        os.utime(path, (0, 0))  # long ago
+    successor = start()
+    assert successor.get("hello") == (200, "hello")
+    assert not any(path.exists() for path in directories)
+    assert all(path.exists() for path in successor.directories())
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("error", r"error: .* lacks model\.norm\.weight\n$"),
+        ("crash", r"error: ZeroDivisionError: a bug\n$"),
+        ("exit", r"error: the scheduler process ended with status 7 while starting\n$"),
+    ],
+)
+def test_a_failure_to_start_is_told_in_one_line(start, how: str, message: str) -> None:
+    server = start(FAKE_START=how)
+    assert server.wait() == 1
+    log = "".join(server.log)
+    assert re.search(message, log)
+    assert ("Traceback" in log) == (how == "crash"), "a traceback is for bugs only"
+    assert not list(server.runtime.iterdir())
+
+
+def test_a_start_that_takes_too_long_ends(start) -> None:
+    server = start("--startup-timeout-s", "0.5", FAKE_START="hang")
+    assert server.wait() == 1
+    assert "not ready after 0.5 s: scheduler" in "".join(server.log)
+
+
+def test_a_signal_while_starting_ends_it(start) -> None:
+    server = start(FAKE_START="hang")
+    _await(lambda: len(list(server.runtime.glob("*/detokenizer"))) == 1)
+    children = server.children()
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert server.wait() == 0
+    assert all(_gone(pid) for pid in children.values())
+    assert not list(server.runtime.iterdir())
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_a_taken_port_is_known_before_anything_starts(start) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        server = start(port=port)
+        assert server.wait() == 1
+    log = "".join(server.log)
+    assert f"cannot listen on --host 127.0.0.1 --port {port}: Address already in use" in log
+    assert not list(server.runtime.iterdir())
+
+
+def test_garbage_on_a_socket_harms_nobody(start) -> None:
+    import zmq
+
+    server = start()
+    server.port()
+    [runtime] = server.runtime.iterdir()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as client:
+        for name in ("scheduler", "detokenizer", "api"):
+            client.connect(f"ipc://{runtime}/{name}")
+        for _ in range(9):  # a PUSH socket takes its peers in turn
+            client.send_multipart([b"TokenizedGenerateReqInput", b"\xc1garbage"])
+    server.await_log(r"(?s)(dropped a malformed message.*){9}")
+    assert server.get("hello") == (200, "hello")

@@ -1,0 +1,67 @@
+"""Which engine settings go together: the ranges and relations that types cannot express."""
+
+from __future__ import annotations
+
+from vlmserve.common.errors import VlmserveError
+from vlmserve.engine_args import EngineArgs
+
+
+class SettingsError(VlmserveError):
+    """One or more settings are wrong; the message has one line for each, naming setting, value and what is allowed."""
+
+
+_AT_LEAST_ONE = (
+    "page_size",
+    "max_running_requests",
+    "max_prefill_tokens",
+    "max_queued_requests",
+    "encoder_max_patches",
+    "max_mm_workers",
+)
+_AT_LEAST_ONE_IF_SET = ("max_model_len", "max_total_tokens", "num_threads")
+
+
+def flag(name: str) -> str:
+    """The command line's name of a setting: ``page_size`` -> ``--page-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def engine_problems(args: EngineArgs) -> list[str]:
+    """What is wrong with the values, one sentence each; empty when all is well. Types are taken as checked."""
+    problems = []
+
+    def refuse(name: str, allowed: str) -> None:
+        problems.append(f"{flag(name)} is {getattr(args, name)!r}; it must be {allowed}")
+
+    for name in _AT_LEAST_ONE:
+        if getattr(args, name) < 1:
+            refuse(name, "1 or more")
+    for name in _AT_LEAST_ONE_IF_SET:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            refuse(name, "1 or more, or left out")
+    if not 0 < args.mem_fraction_static <= 1:
+        refuse("mem_fraction_static", "above 0 and at most 1")
+    if not args.cpu_kv_cache_gib > 0:
+        refuse("cpu_kv_cache_gib", "above 0")
+    if not args.schedule_conservativeness > 0:
+        refuse("schedule_conservativeness", "above 0")
+    if args.encoder_cache_mib < 0:
+        refuse("encoder_cache_mib", "0 (no cache) or more")
+    if not 0 <= args.random_seed < 2**63:
+        refuse("random_seed", "between 0 and 2**63 - 1")
+    chunk, page = args.chunked_prefill_size, args.page_size
+    if chunk != -1 and chunk < 1:
+        refuse("chunked_prefill_size", "-1 (whole prompts), or a positive multiple of --page-size")
+    elif chunk > 0 and page >= 1 and chunk % page:
+        refuse("chunked_prefill_size", f"-1 (whole prompts), or a multiple of --page-size, which is {page}")
+    if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < page:
+        refuse("max_total_tokens", f"at least one page (--page-size is {page})")
+    return problems
+
+
+def check_engine_args(args: EngineArgs) -> None:
+    """Raise SettingsError unless every value is in range and they go together."""
+    problems = engine_problems(args)
+    if problems:
+        raise SettingsError("\n".join(problems))

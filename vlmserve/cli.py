@@ -1,0 +1,169 @@
+"""The `vlmserve` command. Everything heavy is imported by the subcommand that needs it, so that --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import typing
+from collections.abc import Sequence
+
+from vlmserve import __version__
+from vlmserve.checks import SettingsError, flag
+from vlmserve.common.errors import VlmserveError
+from vlmserve.settings import ENV_PREFIX, Setting, iter_settings, load_settings
+
+USAGE_ERROR = 2
+
+_EPILOG = """\
+examples:
+  vlmserve serve                                     a small built-in model, to try things out
+  vlmserve serve Qwen/Qwen3-VL-2B-Instruct           a model of the Hugging Face hub
+  vlmserve serve ./checkpoint --port 9000 --dtype bfloat16
+  vlmserve bench serve --help                        measure it
+"""
+_SERVE_ABOUT = """\
+Serve a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint behind an OpenAI-compatible API.
+
+Every setting is a flag, an environment variable and a key of the --config file; a flag wins over the variable,
+the variable over the file, the file over the default:
+  --page-size 16              VLMSERVE_PAGE_SIZE=16              page-size: 16
+  --disable-radix-cache       VLMSERVE_DISABLE_RADIX_CACHE=1     disable-radix-cache: true
+  --no-disable-radix-cache    VLMSERVE_DISABLE_RADIX_CACHE=0     disable-radix-cache: false
+"""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=120)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Full flag names only, so that a setting added later cannot change what an abbreviation means."""
+
+    def __init__(self, **kwargs: typing.Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **kwargs})
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's parser. `serve` leaves flags that were not given out of its namespace."""
+    parser = _Parser(
+        prog="vlmserve", description="Serve Qwen-VL models: pictures in, right answers out.", epilog=_EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"vlmserve {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model behind an OpenAI-compatible API",
+        description=_SERVE_ABOUT,
+        usage="%(prog)s [MODEL] [options]",
+    )
+    _add_serve_arguments(serve)
+    bench = commands.add_parser("bench", help="measure a server", description="Benchmarks.")
+    benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
+    bench_serve = benches.add_parser("serve", help="throughput and latency of a served model", add_help=False)
+    bench_serve.add_argument("rest", nargs=argparse.REMAINDER)
+    commands.add_parser("version", help="print the version")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, 1 for a failure, 2 for a wrong command line or setting."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:2] == ["bench", "serve"]:  # its flags, --help too, are its own
+        return _bench_serve(words[2:])
+    args = build_parser().parse_args(words)
+    if args.command == "version":
+        print(f"vlmserve {__version__}")
+        return 0
+    return _serve(args)
+
+
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    parser.add_argument(
+        "model_argument",
+        metavar="MODEL",
+        nargs="?",
+        help="checkpoint folder, or a Hugging Face hub id; left out: a small built-in model",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help=f"read settings from a YAML file [env: {ENV_PREFIX}CONFIG]"
+    )
+    for setting in iter_settings():
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.group)
+        _add_setting(groups[setting.group], setting)
+
+
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    note = "" if setting.default in (None, "", False) else f" [default: {_show(setting.default)}]"
+    text = f"{setting.help}{note}".replace("%", "%%")
+    if setting.type is bool:
+        group.add_argument(flag(setting.name), action="store_true", default=argparse.SUPPRESS, help=text)
+        group.add_argument(
+            flag("no_" + setting.name),
+            dest=setting.name,
+            action="store_false",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+    else:
+        group.add_argument(flag(setting.name), default=argparse.SUPPRESS, metavar=_metavar(setting.type), help=text)
+
+
+def _metavar(type_: typing.Any) -> str:
+    if typing.get_origin(type_) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(type_))) + "}"
+    kinds = [kind for kind in typing.get_args(type_) or (type_,) if kind is not type(None)]
+    return {int: "N", float: "X"}.get(kinds[0], "TEXT")
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    flags = {name: value for name, value in vars(args).items() if name not in ("command", "config", "model_argument")}
+    if args.model_argument is not None:
+        if flags.get("model", args.model_argument) != args.model_argument:
+            return _complain(
+                f"MODEL is {args.model_argument!r} but --model is {flags['model']!r}: give one", USAGE_ERROR
+            )
+        flags["model"] = args.model_argument
+    try:
+        settings = load_settings(flags, config=args.config)
+    except SettingsError as error:
+        return _complain(str(error), USAGE_ERROR)
+    try:
+        from vlmserve.launch import launch_server
+
+        return launch_server(settings)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if settings.log_level == "debug" or not isinstance(error, (VlmserveError, OSError)):
+            raise
+        return _complain(str(error), 1)
+
+
+def _bench_serve(words: list[str]) -> int:
+    from vlmserve.bench.serve import main as bench_main
+
+    try:
+        return bench_main(words)
+    except KeyboardInterrupt:
+        return 130
+    except (VlmserveError, OSError) as error:
+        return _complain(str(error), 1)
+
+
+def _complain(message: str, status: int) -> int:
+    for line in message.splitlines():
+        print(f"vlmserve: error: {line}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Where the processes of one server meet: socket addresses in a private directory, and a directory for large arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmserve.common.shm import SharedArrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channels:
+    """Handed to every child process. Each address is bound by the process it is named after, and takes messages from
+    any number of senders.
+
+    scheduler: takes `SchedulerInput`, from the API process and the detokenizer.
+    detokenizer: takes `DetokenizerInput`, from the scheduler.
+    api: takes `TokenizerManagerInput`, from the detokenizer.
+    shared_dir: where `SharedArrays` puts arrays that are too large for a socket.
+    """
+
+    scheduler: str
+    detokenizer: str
+    api: str
+    shared_dir: str
+
+    @classmethod
+    def in_directories(cls, runtime_dir: Path, shared_dir: Path) -> Channels:
+        """The channels of a server whose sockets live in `runtime_dir`, an existing private directory."""
+        return cls(
+            scheduler=f"ipc://{runtime_dir}/scheduler",
+            detokenizer=f"ipc://{runtime_dir}/detokenizer",
+            api=f"ipc://{runtime_dir}/api",
+            shared_dir=str(shared_dir),
+        )
+
+    def shared_arrays(self) -> SharedArrays:
+        """This process's access to the large arrays."""
+        return SharedArrays(Path(self.shared_dir))

@@ -1,0 +1,144 @@
+"""Typed one-way messages over ZeroMQ PUSH/PULL.
+
+A PUSH socket never drops: at its high-water mark it blocks. The marks are off here (0), so a send never blocks the
+event loop or the scheduler either; what can be in flight is bounded by the limits on requests, and large arrays travel
+through shared memory, not through the queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from vlmserve.common.shm import SharedArrays
+from vlmserve.common.wire import Frame, WireCodec
+
+logger = logging.getLogger(__name__)
+
+_UNLIMITED = 0
+_ZERO_COPY_FROM_BYTES = 16 * 1024
+
+
+class Sender:
+    """The sending end of a channel. Not thread-safe; may be used inside an event loop, since it never blocks.
+
+    address: an ``ipc://`` address; its receiver may come up later. types: the message types of the channel.
+    linger_ms: how long `close` may keep trying to deliver.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        types: Iterable[type],
+        *,
+        shared: SharedArrays | None = None,
+        linger_ms: int = 1000,
+        context: zmq.Context[Any] | None = None,
+    ) -> None:
+        types = tuple(types)
+        self._inline = WireCodec(types)
+        self._codec = WireCodec(types, shared) if shared else self._inline
+        # the plain socket type, also when the context is an asyncio one
+        self._socket = zmq.Socket(context or zmq.Context.instance(), zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, _UNLIMITED)
+        self._socket.set(zmq.LINGER, linger_ms)
+        self._socket.copy_threshold = _ZERO_COPY_FROM_BYTES
+        self._socket.connect(address)
+
+    def send(self, message: object) -> None:
+        """Queue a message for delivery. Arrays in it must not be changed afterwards. WireError for a foreign type."""
+        try:
+            frames = self._codec.encode(message)
+        except OSError as error:  # shared memory is full (containers often get 64 MiB): slower, but it gets there
+            logger.warning("no room for a large array in shared memory (%s): sending it through the socket", error)
+            frames = self._inline.encode(message)
+        self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+
+    def close(self) -> None:
+        """Deliver what is queued, within `linger_ms`, and close."""
+        self._socket.close()
+
+
+class _Decoder:
+    """Decodes frames; whatever cannot be decoded is logged and dropped."""
+
+    def __init__(self, types: Iterable[type], shared: SharedArrays | None) -> None:
+        self._codec = WireCodec(types, shared)
+
+    def decode(self, frames: Sequence[zmq.Frame]) -> Any | None:
+        # Writable views of ZeroMQ's own buffers: arrays in a message map them without a copy.
+        buffers: list[Frame] = [frame.buffer for frame in frames]
+        try:
+            return self._codec.decode(buffers)
+        except Exception as error:  # not only WireError: whoever can write to the socket must not stop the process
+            logger.error("dropped a malformed message of %d frames: %s: %s", len(frames), type(error).__name__, error)
+            return None
+
+
+class Receiver:
+    """The receiving end of a channel, for a process with a loop of its own. Binds `address`."""
+
+    def __init__(
+        self,
+        address: str,
+        types: Iterable[type],
+        *,
+        shared: SharedArrays | None = None,
+        context: zmq.Context[Any] | None = None,
+    ) -> None:
+        self._decoder = _Decoder(types, shared)
+        self._socket = zmq.Socket(context or zmq.Context.instance(), zmq.PULL)
+        self._socket.set(zmq.RCVHWM, _UNLIMITED)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(address)
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        """The next message; None if none came in time (None waits for ever). Malformed ones are dropped."""
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
+        while self._socket.poll(timeout_ms):
+            message = self._decoder.decode(self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
+            if message is not None:
+                return message
+        return None
+
+    def drain(self, timeout_s: float | None = 0.0) -> list[Any]:
+        """All messages that are waiting; if there are none, waits up to `timeout_s` for the first."""
+        messages = []
+        message = self.recv(timeout_s)
+        while message is not None:
+            messages.append(message)
+            message = self.recv(0.0)
+        return messages
+
+    def close(self) -> None:
+        """Stop receiving; messages not yet received are lost."""
+        self._socket.close()
+
+
+class AsyncReceiver:
+    """The receiving end of a channel, for an event loop. Binds `address`; make it inside the running loop."""
+
+    def __init__(self, address: str, types: Iterable[type], *, shared: SharedArrays | None = None) -> None:
+        self._decoder = _Decoder(types, shared)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.set(zmq.RCVHWM, _UNLIMITED)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(address)
+
+    async def recv(self) -> Any:
+        """The next message. Malformed ones are dropped."""
+        while True:
+            message = self._decoder.decode(await self._socket.recv_multipart(copy=False))
+            if message is not None:
+                return message
+
+    def close(self) -> None:
+        """Stop receiving; messages not yet received are lost."""
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,325 @@
+"""The composition root: makes the processes of a server, ties them together, and takes them down again.
+
+Order, undone backwards whatever happens: listening socket (a taken port is known before a model is loaded) -> private
+directories -> child processes -> their readiness -> HTTP. The three processes are this one (HTTP, TokenizerManager,
+media), the scheduler (models, GPU) and the detokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
+
+from vlmserve.common.errors import EngineError
+from vlmserve.engine_args import EngineArgs
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import ChildMain, ChildProcess, wait_until_ready
+from vlmserve.ipc.logs import configure_logging
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
+from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.messages import SchedulerInput, TokenizerManagerInput
+from vlmserve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "assets" / "default-model"
+DEFAULT_MODEL_NAME = "vlmserve-default"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
+_FAREWELL_S = 1.0
+_BACKLOG = 2048
+
+
+class Frontend(Protocol):
+    """The API process's half of the engine, as the launcher needs it.
+
+    app: the ASGI application. handle: takes a message from the detokenizer. fail_all: answers every pending request,
+    and every later one, with 503 and the message; /health too; may be called again. close: frees threads and
+    connections.
+    """
+
+    app: Any
+
+    def handle(self, message: TokenizerManagerInput) -> None: ...
+
+    def fail_all(self, message: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendInputs:
+    """What a frontend is made from. settings.engine.model is a folder; model_name is what clients call it."""
+
+    settings: ServerSettings
+    info: ReadyInfo
+    model_name: str
+    send: Callable[[SchedulerInput], None]
+
+
+MakeFrontend: TypeAlias = Callable[[FrontendInputs], Frontend]
+
+
+def run_scheduler_process(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+    """The scheduler process."""
+    from vlmserve.scheduler.process import run_scheduler
+
+    run_scheduler(args, channels, ready)
+
+
+def run_detokenizer_process(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+    """The detokenizer process."""
+    from vlmserve.ipc.detokenizer import run_detokenizer
+
+    run_detokenizer(args, channels, ready)
+
+
+def launch_server(
+    settings: ServerSettings,
+    *,
+    scheduler: ChildMain = run_scheduler_process,
+    detokenizer: ChildMain = run_detokenizer_process,
+    make_frontend: MakeFrontend | None = None,
+) -> int:
+    """Serve until a signal (SIGINT, SIGTERM) or a failure; returns the exit status. Call it in the main thread.
+
+    A signal stops new connections and lets running requests finish, for `shutdown_timeout_s` at most; a second one
+    does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
+    """
+    configure_logging(settings.log_level, "api")
+    with ExitStack() as stack:
+        stack.enter_context(_stop_signals_raise())
+        try:
+            listener = stack.enter_context(contextlib.closing(_listen(settings.host, settings.port)))
+            settings, model_name = _settle_model(settings)
+            runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
+            shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
+            channels = Channels.in_directories(runtime_dir, shared_dir)
+            children: list[ChildProcess] = []
+            for name, main in (("scheduler", scheduler), ("detokenizer", detokenizer)):
+                with _stop_signals_held():  # the child's interpreter must not see them before it ignores them
+                    child = ChildProcess(name, main, settings.engine, channels, log_level=settings.log_level)
+                    stack.callback(child.stop)
+                children.append(child)
+            # The scheduler needs the cores more than this process, whose work (pictures) has its own threads.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            reports = wait_until_ready(children, settings.startup_timeout_s)
+            serving = _Serving(settings, model_name, channels, children, listener)
+            return asyncio.run(serving.run(reports["scheduler"], make_frontend or _make_frontend))
+        except _StopRequested as stop:
+            logger.info("stopped by %s before the server was ready", stop)
+            return 0
+        finally:
+            for number in _STOP_SIGNALS:  # from here on everything is short, and must be done
+                signal.signal(number, signal.SIG_IGN)
+
+
+class _StopRequested(BaseException):
+    """SIGINT or SIGTERM before the server was ready."""
+
+
+class _Serving:
+    """The time between readiness and the end: HTTP, the way back from the detokenizer, and a watch on the children."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        model_name: str,
+        channels: Channels,
+        children: Sequence[ChildProcess],
+        listener: socket.socket,
+    ) -> None:
+        self._settings = settings
+        self._model_name = model_name
+        self._channels = channels
+        self._children = children
+        self._listener = listener
+        self._failure: str | None = None
+
+    async def run(self, info: ReadyInfo, make_frontend: MakeFrontend) -> int:
+        from vlmserve.ipc.sockets import AsyncReceiver, Sender
+
+        shared = self._channels.shared_arrays()
+        loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            sender = Sender(self._channels.scheduler, get_args(SchedulerInput), shared=shared, linger_ms=200)
+            stack.callback(sender.close)
+            receiver = AsyncReceiver(self._channels.api, get_args(TokenizerManagerInput))
+            stack.callback(receiver.close)
+            frontend = make_frontend(
+                FrontendInputs(settings=self._settings, info=info, model_name=self._model_name, send=sender.send)
+            )
+            stack.push_async_callback(frontend.close)
+            server = self._make_server(frontend.app)
+            for number in _STOP_SIGNALS:
+                loop.add_signal_handler(number, self._on_signal, server, frontend, number)
+            for child in self._children:
+                loop.add_reader(child.sentinel, self._on_death, child, frontend, server)
+            receiving = asyncio.create_task(self._receive(receiver, frontend, server))
+            try:
+                await server.serve(sockets=[self._listener])
+            finally:
+                for child in self._children:
+                    loop.remove_reader(child.sentinel)
+                receiving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await receiving
+            if self._failure is None:
+                logger.info("stopped")
+                return 0
+            logger.error("stopped: %s", self._failure)
+            return 1
+
+    def _make_server(self, app: Any) -> uvicorn.Server:
+        import uvicorn
+
+        announce = self._announce
+
+        class Server(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # signals are the launcher's: uvicorn would raise them again before anything is cleaned up
+
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                announce()
+
+        for name in ("uvicorn", "uvicorn.error"):
+            logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+        config = uvicorn.Config(
+            app,
+            interface="asgi3",
+            log_config=None,
+            access_log=self._settings.access_log,
+            lifespan="off",
+            backlog=_BACKLOG,
+            server_header=False,
+        )
+        return Server(config)
+
+    def _announce(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        if self._settings.port_file:
+            _write_whole(Path(self._settings.port_file), f"{port}\n")
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self._model_name)
+
+    def _on_signal(self, server: uvicorn.Server, frontend: Frontend, number: int) -> None:
+        name, patience_s = signal.Signals(number).name, self._settings.shutdown_timeout_s
+        if server.should_exit:
+            logger.info("%s again: not waiting any longer", name)
+            self._cut_short(server, frontend)
+            return
+        logger.info("%s: running requests get %g s to finish", name, patience_s)
+        server.should_exit = True
+        asyncio.get_running_loop().call_later(patience_s, self._cut_short, server, frontend)
+
+    def _cut_short(self, server: uvicorn.Server, frontend: Frontend) -> None:
+        frontend.fail_all("the server is shutting down")
+        asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, server, "force_exit", True)
+
+    def _on_death(self, child: ChildProcess, frontend: Frontend, server: uvicorn.Server) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(child.sentinel)
+        self._fail(child.how_it_died(), frontend, server)
+
+    def _fail(self, failure: str, frontend: Frontend, server: uvicorn.Server) -> None:
+        if self._failure is not None:
+            return
+        self._failure = failure
+        logger.error("%s: pending requests are answered 503", failure)
+        frontend.fail_all(f"the engine is gone ({failure})")
+        loop = asyncio.get_running_loop()
+        loop.call_later(_FAREWELL_S, setattr, server, "should_exit", True)
+        loop.call_later(2 * _FAREWELL_S, setattr, server, "force_exit", True)
+
+    async def _receive(self, receiver: Any, frontend: Frontend, server: uvicorn.Server) -> None:
+        while True:
+            message = await receiver.recv()
+            try:
+                frontend.handle(message)
+            except Exception:
+                logger.exception("a message from the engine could not be handled")
+
+
+def _make_frontend(inputs: FrontendInputs) -> Frontend:
+    raise EngineError("no frontend yet")
+
+
+def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
+    """Settings whose model is a folder on this machine, and the model's name for clients."""
+    from vlmserve.model_path import resolve_model
+
+    model = settings.engine.model
+    name = settings.served_model_name or model or DEFAULT_MODEL_NAME
+    if model:
+        folder = resolve_model(model)
+    elif DEFAULT_MODEL.is_dir():
+        folder = DEFAULT_MODEL
+    else:
+        from vlmserve.tiny_model import cached_tiny_model
+
+        folder = cached_tiny_model()
+        logger.warning(
+            "no MODEL given: serving a tiny model with RANDOM weights (%s). It shows that the server works; its "
+            "answers are gibberish. For real answers: vlmserve serve Qwen/Qwen3-VL-2B-Instruct",
+            folder,
+        )
+    return replace(settings, engine=replace(settings.engine, model=str(folder))), name
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket that does not accept yet. Raises OSError naming --host and --port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or none."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def _stop_signals_raise() -> Iterator[None]:
+    def stop(number: int, frame: object) -> None:
+        raise _StopRequested(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _stop_signals_held() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

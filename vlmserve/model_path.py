@@ -1,0 +1,34 @@
+"""From what the user calls a model to a checkpoint folder on this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vlmserve.common.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+
+
+def resolve_model(model: str) -> Path:
+    """The folder of a checkpoint: `model` itself, or where the Hugging Face hub's `model` was downloaded to.
+
+    Raises CheckpointError, with the reason, when it is neither.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise CheckpointError(f"{model!r} is a file; a checkpoint is a folder with config.json and *.safetensors")
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{model!r} is neither a folder nor a hub id such as Qwen/Qwen3-VL-2B-Instruct")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_FILES))
+    except Exception as error:  # the library's errors have no common base that also covers the network's
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{model!r} is not a folder, and cannot be had from the Hugging Face hub: {reason}"
+        ) from None

@@ -1,0 +1,253 @@
+"""The server's settings: command line over environment over YAML file over default.
+
+Every setting is defined once, as a dataclass field with a help text: the engine's in `EngineArgs`, the server's in
+`ServerSettings`. The command line's flags (`vlmserve.cli`), the pydantic-settings model that reads the environment and
+the YAML file, and the help texts are made from these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+
+from vlmserve.checks import SettingsError, engine_problems, flag
+from vlmserve.engine_args import EngineArgs
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_settings import BaseSettings
+
+ENV_PREFIX = "VLMSERVE_"
+
+
+def _arg(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What the served form can be told, besides the engine's own settings."""
+
+    engine: EngineArgs
+    host: str = _arg("127.0.0.1", "address to listen on; 0.0.0.0 for all (then set --api-key)")
+    port: int = _arg(8000, "port to listen on; 0 lets the system choose")
+    port_file: str | None = _arg(None, "file that the port is written to once the server answers")
+    served_model_name: str | None = _arg(None, "model name of the API; default: MODEL as given")
+    api_key: str | None = _arg(
+        None, "clients must send 'Authorization: Bearer KEY'; better set by its variable than by the flag"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "least severity logged")
+    access_log: bool = _arg(False, "log a line for every HTTP request")
+    shutdown_timeout_s: float = _arg(30.0, "seconds that running requests get to finish when the server is stopped")
+    startup_timeout_s: float = _arg(1800.0, "seconds that loading the model may take")
+    max_body_mib: float = _arg(64.0, "largest request body, in MiB (inline pictures included)")
+    max_images_per_request: int = _arg(64, "most pictures in one request")
+    max_image_pixels: int = _arg(89_478_485, "largest picture, in pixels; larger ones are refused before decoding")
+    media_max_bytes: int = _arg(64 * 2**20, "largest picture file, in bytes")
+    media_timeout_s: float = _arg(20.0, "seconds that fetching one picture may take, redirects included")
+    media_max_redirects: int = _arg(3, "redirects followed when fetching a picture")
+    allow_private_media: bool = _arg(
+        False, "fetch pictures from loopback, private and link-local addresses too: only where all clients are trusted"
+    )
+    allowed_local_media_path: str | None = _arg(
+        None, "folder that file: URLs may read from; default: file: URLs are refused"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting as the command line shows it. type: its annotation, resolved."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    group: str
+
+
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "device", "dtype", "max_model_len", "num_threads", "attention_backend", "sampling_defaults"),
+    "HTTP server": (
+        "host",
+        "port",
+        "port_file",
+        "served_model_name",
+        "api_key",
+        "max_body_mib",
+        "log_level",
+        "access_log",
+        "startup_timeout_s",
+        "shutdown_timeout_s",
+    ),
+    "pictures": (
+        "max_images_per_request",
+        "max_image_pixels",
+        "media_max_bytes",
+        "media_timeout_s",
+        "media_max_redirects",
+        "allow_private_media",
+        "allowed_local_media_path",
+        "max_mm_workers",
+        "encoder_max_patches",
+        "encoder_cache_mib",
+    ),
+    "memory": ("mem_fraction_static", "cpu_kv_cache_gib", "max_total_tokens", "page_size", "disable_radix_cache"),
+    "scheduling": (
+        "max_running_requests",
+        "max_queued_requests",
+        "schedule_policy",
+        "chunked_prefill_size",
+        "enable_mixed_chunk",
+        "max_prefill_tokens",
+        "schedule_conservativeness",
+    ),
+}
+_OTHER = "other"
+# pydantic's error types -> what is allowed, in fewer words than its own
+_ALLOWED = dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number") | {
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+}
+
+
+def iter_settings() -> Iterator[Setting]:
+    """Every setting, group by group in the order of the help; one that no group names comes last, under "other"."""
+    known: dict[str, tuple[dataclasses.Field[Any], Any]] = {}
+    for cls in (EngineArgs, ServerSettings):
+        types = get_type_hints(cls)
+        known |= {f.name: (f, types[f.name]) for f in dataclasses.fields(cls) if f.name != "engine"}
+    grouped = {name for names in _GROUPS.values() for name in names}
+    rest = tuple(name for name in known if name not in grouped)
+    for group, names in [*_GROUPS.items(), (_OTHER, rest)]:
+        for name in names:
+            field, type_ = known[name]
+            default = "" if field.default is dataclasses.MISSING else field.default
+            yield Setting(name=name, type=type_, default=default, help=field.metadata["help"], group=group)
+
+
+def load_settings(flags: Mapping[str, Any], *, config: str | None = None) -> ServerSettings:
+    """Settings from the flags given on the command line, `os.environ`, a YAML file, and the defaults, in that order.
+
+    flags: setting name -> value (strings are parsed); only what was really given. config: the YAML file's path;
+    None looks at VLMSERVE_CONFIG. An unset model is "". Raises SettingsError, one line for each problem.
+    """
+    from pydantic import ValidationError
+
+    path = config or os.environ.get(ENV_PREFIX + "CONFIG") or None
+    from_yaml = _read_yaml(Path(path)) if path else {}
+    reader = _make_reader(from_yaml)
+    try:
+        read = reader(**flags)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(error, flags, from_yaml, path))) from None
+    values = {name: getattr(read, name) for name in reader.model_fields}
+    names = {f.name for f in dataclasses.fields(EngineArgs)}
+    engine = EngineArgs(**{name: value for name, value in values.items() if name in names})
+    settings = ServerSettings(engine=engine, **{name: value for name, value in values.items() if name not in names})
+    problems = engine_problems(engine) + _server_problems(settings)
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return settings
+
+
+def _make_reader(from_yaml: dict[str, Any]) -> type[BaseSettings]:
+    """The pydantic-settings model with a field for every setting."""
+    from pydantic import create_model
+    from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+    class Reader(BaseSettings):
+        model_config = SettingsConfigDict(
+            env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", protected_namespaces=()
+        )
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=from_yaml)
+
+    fields: dict[str, Any] = {setting.name: (setting.type, setting.default) for setting in iter_settings()}
+    return create_model("Settings", __base__=Reader, **fields)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file's settings; keys may be written with dashes or underscores."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise SettingsError(f"--config {path}: must hold 'setting: value' lines, for example 'page-size: 16'")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name in values:
+            raise SettingsError(f"--config {path}: {key!r} is given twice")
+        values[name] = value
+    return values
+
+
+def _explain(
+    error: ValidationError, flags: Mapping[str, Any], from_yaml: Mapping[str, Any], path: str | None
+) -> Iterator[str]:
+    """One line for each problem: where the value came from, the value, and what is allowed."""
+    import difflib
+
+    known = [setting.name for setting in iter_settings()]
+    for problem in error.errors(include_url=False):
+        name = str(problem["loc"][0])
+        variable = ENV_PREFIX + name.upper()
+        if name in flags:
+            place = flag(name)
+        elif name.lower() in known and variable in os.environ:
+            place = variable
+        else:
+            place = f"{path}: {name}"
+        if problem["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; `vlmserve serve --help` lists all"
+            yield f"{place}: no such setting{hint}"
+            continue
+        allowed = _ALLOWED.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
+        yield f"{place} is {problem['input']!r}; it must be {allowed}"
+
+
+def _server_problems(settings: ServerSettings) -> list[str]:
+    problems = []
+
+    def refuse(name: str, allowed: str) -> None:
+        problems.append(f"{flag(name)} is {getattr(settings, name)!r}; it must be {allowed}")
+
+    if not 0 <= settings.port <= 65535:
+        refuse("port", "between 0 and 65535")
+    for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s"):
+        if not getattr(settings, name) > 0:
+            refuse(name, "above 0")
+    for name in ("shutdown_timeout_s", "media_max_redirects", "max_images_per_request"):
+        if not getattr(settings, name) >= 0:
+            refuse(name, "0 or more")
+    for name in ("max_image_pixels", "media_max_bytes"):
+        if getattr(settings, name) < 1:
+            refuse(name, "1 or more")
+    local = settings.allowed_local_media_path
+    if local is not None and not Path(local).is_dir():
+        refuse("allowed_local_media_path", "an existing folder")
+    return problems
