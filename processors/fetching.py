@@ -1,0 +1,203 @@
+"""A media URL to bytes: data:, http(s): and, where allowed, file:. Every failure is the request's own 400."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import ssl
+import stat
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from processors.addresses import Resolver, system_resolver
+from vlmserve.common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from processors.http_get import HttpGetter
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
+_WHITESPACE = b" \t\r\n\f"
+_CODE = "invalid_media_url"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchSettings:
+    """What a client's URL may reach and cost.
+
+    allow_private_media: let http(s) URLs reach loopback, private, link-local and other non-public addresses.
+    allowed_local_media_path: the folder below which file: URLs may read; None refuses them all.
+    max_bytes: the largest media file. timeout_s: seconds for one URL in all: name lookup, connecting, redirects, body.
+    max_redirects: redirects followed. allowed_media_domains: the only hosts http(s) URLs may name, redirects included
+    (".example.com" stands for everything below example.com); None for any host.
+    """
+
+    allow_private_media: bool = False
+    allowed_local_media_path: str | None = None
+    max_bytes: int = 64 * 2**20
+    timeout_s: float = 15.0
+    max_redirects: int = 5
+    allowed_media_domains: tuple[str, ...] | None = None
+    user_agent: str = "vlmserve"
+
+
+class MediaFetcher:
+    """Fetches media by URL. Blocking and thread-safe; made to run in a worker pool.
+
+    resolver, ssl_context: other than the system's, for tests and unusual networks.
+    """
+
+    def __init__(
+        self,
+        settings: FetchSettings,
+        *,
+        resolver: Resolver = system_resolver,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._settings = settings
+        self._resolver = resolver
+        self._ssl_context = ssl_context
+        self._lock = threading.Lock()
+        self._http: HttpGetter | None = None
+        self._closed = False
+
+    def fetch(self, url: str, *, param: str | None = None) -> bytes:
+        """The bytes behind `url`. Raises BadRequestError (with `param`), whatever the reason."""
+        match = _SCHEME.match(url)
+        scheme = match.group(1).lower() if match else ""
+        try:
+            if scheme == "data":
+                return self._decode_data(url)
+            if scheme in ("http", "https"):
+                return self._get(url)
+            if scheme == "file":
+                return self._read_file(url)
+        except BadRequestError as error:
+            error.param = error.param or param
+            raise
+        raise BadRequestError(_explain_scheme(url, scheme), param=param, code=_CODE)
+
+    def close(self) -> None:
+        """Break off downloads under way and refuse new ones."""
+        with self._lock:
+            self._closed = True
+            if self._http is not None:
+                self._http.close()
+
+    def _get(self, url: str) -> bytes:
+        from processors.http_get import GetError
+
+        try:
+            return self._getter().get(url)
+        except GetError as error:
+            raise BadRequestError(f"media URL {_shorten(url)}: {error}", code=_CODE) from error
+
+    def _getter(self) -> HttpGetter:
+        # Made at the first http URL: loading the system's certificates takes time and memory.
+        from processors.http_get import GetError, GetLimits, HttpGetter
+
+        with self._lock:
+            if self._closed:
+                raise GetError("the server is shutting down")
+            if self._http is None:
+                settings = self._settings
+                limits = GetLimits(
+                    max_bytes=settings.max_bytes,
+                    timeout_s=settings.timeout_s,
+                    max_redirects=settings.max_redirects,
+                    allow_private_media=settings.allow_private_media,
+                    allowed_media_domains=settings.allowed_media_domains,
+                )
+                self._http = HttpGetter(limits, self._resolver, settings.user_agent, self._ssl_context)
+            return self._http
+
+    def _decode_data(self, url: str) -> bytes:
+        header, comma, payload = url.partition(",")
+        if not comma:
+            raise BadRequestError("data: URL without a comma before its data", code=_CODE)
+        if not header.lower().endswith(";base64"):
+            raise BadRequestError(
+                f"data: URL {_shorten(header)} is not base64: write data:image/png;base64,...", code=_CODE
+            )
+        try:
+            raw = payload.encode("ascii")
+        except UnicodeEncodeError as error:
+            raise BadRequestError(
+                f"data: URL is not valid base64: foreign character {payload[error.start]!r}", code=_CODE
+            ) from None
+        if b"%" in raw:
+            raw = unquote_to_bytes(raw)
+        text = raw.translate(None, _WHITESPACE)
+        size = len(text) * 3 // 4
+        if size > self._settings.max_bytes + 2:  # two of them may be padding
+            raise _too_large(f"data: URL of about {size}", self._settings.max_bytes)
+        if len(text) % 4 and not text.endswith(b"="):
+            text += b"=" * (-len(text) % 4)  # padding is optional, as in browsers
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise BadRequestError(f"data: URL is not valid base64: {error}", code=_CODE) from None
+        if len(data) > self._settings.max_bytes:
+            raise _too_large(f"data: URL of {len(data)}", self._settings.max_bytes)
+        return data
+
+    def _read_file(self, url: str) -> bytes:
+        root = self._settings.allowed_local_media_path
+        if root is None:
+            raise BadRequestError("file: URLs are refused (setting allowed_local_media_path)", code=_CODE)
+        parts = urlsplit(url)
+        path = unquote(parts.path)
+        if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
+            raise BadRequestError(f"{_shorten(url)} is not of the form file:///absolute/path", code=_CODE)
+        root = os.path.realpath(root)
+        inside = os.path.relpath(os.path.realpath(path), root)
+        if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
+            raise BadRequestError(
+                f"{_shorten(url)} is not below the folder of the setting allowed_local_media_path", code=_CODE
+            )
+        try:
+            return self._read_below(root, inside.split(os.sep), url)
+        except OSError as error:
+            raise BadRequestError(f"cannot read {_shorten(url)}: {error.strerror}", code=_CODE) from None
+
+    def _read_below(self, root: str, names: list[str], url: str) -> bytes:
+        """Walk down from `root` without following links, so that none slipped in after the check leads out."""
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for depth, name in enumerate(names, 1):
+                # Not blocking: opening a pipe that nobody writes to would hang.
+                kind = os.O_NONBLOCK if depth == len(names) else os.O_DIRECTORY
+                below = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=fd)
+                os.close(fd)
+                fd = below
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise BadRequestError(f"{_shorten(url)} is not a regular file", code=_CODE)
+            if status.st_size > self._settings.max_bytes:
+                raise _too_large(f"file of {status.st_size}", self._settings.max_bytes)
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                data = file.read(self._settings.max_bytes + 1)
+        finally:
+            os.close(fd)
+        if len(data) > self._settings.max_bytes:  # it grew, or it is one of those that claim to be empty
+            raise _too_large(f"file of more than {self._settings.max_bytes}", self._settings.max_bytes)
+        return data
+
+
+def _too_large(what: str, limit: int) -> BadRequestError:
+    return BadRequestError(f"{what} bytes, the limit is {limit} (setting media_max_bytes)", code=_CODE)
+
+
+def _explain_scheme(url: str, scheme: str) -> str:
+    if not url.strip():
+        return "empty media URL"
+    if scheme:
+        return f"media URL {_shorten(url)}: scheme {scheme!r} is not supported, only data, http, https and file"
+    return f"{_shorten(url)} is not a media URL: it must begin with data:, http:, https: or file:"
+
+
+def _shorten(text: str, limit: int = 100) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")

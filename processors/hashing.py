@@ -1,0 +1,33 @@
+"""Content hashes: BLAKE3 over length-framed fields, so that no two different contents can be arranged to collide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import blake3
+import numpy as np
+
+from processors.inputs import Modality
+
+
+def digest_fields(fields: Iterable[bytes | memoryview]) -> bytes:
+    """32 bytes that stand for the sequence of fields: each goes in behind its length, so borders count."""
+    hasher = blake3.blake3()
+    for field in fields:
+        view = memoryview(field).cast("B")
+        hasher.update(view.nbytes.to_bytes(8, "little"))
+        hasher.update(view)
+    return hasher.digest()
+
+
+def media_digest(modality: Modality, grid_thw: tuple[int, int, int], feature: np.ndarray) -> bytes:
+    """The identity of one preprocessed picture or video: modality, grid, type, shape and every patch value."""
+    header = [
+        b"vlmserve media 1",
+        modality.value.encode(),
+        np.asarray(grid_thw, "<i8").tobytes(),
+        feature.dtype.str.encode(),
+        np.asarray(feature.shape, "<i8").tobytes(),
+    ]
+    contents = np.ascontiguousarray(feature).reshape(-1).view(np.uint8)
+    return digest_fields([*header, contents.data])

@@ -1,0 +1,14 @@
+"""Qwen2-VL: a video's temporal patches are one position apart."""
+
+from __future__ import annotations
+
+from processors.base import MultimodalProcessor
+from processors.inputs import MultimodalDataItem
+
+
+class Qwen2VLProcessor(MultimodalProcessor):
+    """Processor of model_type qwen2_vl (arXiv:2409.12191)."""
+
+    def time_interval(self, item: MultimodalDataItem) -> float:
+        """One position per temporal patch."""
+        return 1.0

@@ -1,0 +1,107 @@
+"""Picture to patches: `smart_resize`, bicubic resampling, normalisation and the patch order of the Qwen-VL towers.
+
+Equal, bit for bit, to transformers' `Qwen2VLImageProcessor` (its torchvision backend), without torchvision: that one's
+resizing of 8-bit pictures is `torch.nn.functional.interpolate`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vlmserve.common.errors import BadRequestError
+
+MAX_ASPECT_RATIO = 200
+
+RESAMPLING = {2: "bilinear", 3: "bicubic"}
+"""Pillow's resampling numbers, as preprocessor_config.json has them, to `interpolate` modes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchConfig:
+    """How a checkpoint wants its pictures.
+
+    patch_size: pixels a side. merge_size: patches a side that become one token. temporal_patch_size: frames in a
+    patch. mean, std: per channel, of pixels scaled to 0..1 by rescale_factor. resample: an `interpolate` mode.
+    """
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale_factor: float = 1 / 255
+    resample: str = "bicubic"
+
+    @property
+    def factor(self) -> int:
+        """Both sides of a resized picture are multiples of this, in pixels."""
+        return self.patch_size * self.merge_size
+
+
+def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """The size (height, width), in pixels, that a picture is resized to.
+
+    Both sides become multiples of `factor`, the area falls into [min_pixels, max_pixels] where the sides allow it, and
+    the aspect ratio stays as near as it can (`smart_resize` of transformers' image_processing_qwen2_vl, which differs
+    from qwen_vl_utils' only where a side is under half of `factor` or the area limit is about one factor wide).
+    Raises BadRequestError when one side is more than 200 times the other.
+    """
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise BadRequestError(
+            f"a picture of {width}x{height} pixels has an aspect ratio of {ratio:.1f}, the limit is {MAX_ASPECT_RATIO}",
+            code="invalid_image_size",
+        )
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def resize_frames(frames: np.ndarray, height: int, width: int, mode: str) -> np.ndarray:
+    """uint8 [T, H, W, C] -> uint8 [T, height, width, C], antialiased, rounded to whole levels as transformers does."""
+    if frames.shape[1:3] == (height, width):
+        return frames
+    # Channels last is the layout at hand and the fast one; the values are the same in either.
+    source = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(
+        source, size=(height, width), mode=mode, align_corners=False, antialias=True
+    )
+    return resized.permute(0, 2, 3, 1).numpy()
+
+
+def frames_to_patches(frames: np.ndarray, config: PatchConfig) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """uint8 [T, H, W, C] -> float32 [t*h*w, C * temporal_patch_size * patch_size**2], and (t, h, w) in patches.
+
+    H and W are multiples of `config.factor`; T is a multiple of temporal_patch_size, or 1 for a picture, which is
+    repeated to fill one temporal patch. Rows: temporal patch, then merge windows row by row, then the patches of a
+    window; within a row: channel, frame, y, x (`patchify` of transformers' Qwen2VLImageProcessor).
+    """
+    count, height, width, channels = frames.shape
+    patch, merge, depth = config.patch_size, config.merge_size, config.temporal_patch_size
+    grid = (max(1, count // depth), height // patch, width // patch)
+
+    # Rescaling folded into mean and standard deviation, in float32: transformers does the same, in this order.
+    scale = np.float32(1.0 / config.rescale_factor)
+    pixels = frames.transpose(0, 3, 1, 2).astype(np.float32, order="C")
+    pixels -= (np.asarray(config.mean, np.float32) * scale)[:, None, None]
+    pixels /= (np.asarray(config.std, np.float32) * scale)[:, None, None]
+
+    windows = (grid[1] // merge, merge, patch, grid[2] // merge, merge, patch)
+    split = pixels.reshape(grid[0], count // grid[0], channels, *windows)
+    patches = np.empty(
+        (grid[0], grid[1] // merge, grid[2] // merge, merge, merge, channels, depth, patch, patch), np.float32
+    )
+    patches[:] = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)  # a single frame is broadcast over the depth
+    return patches.reshape(math.prod(grid), -1), grid
