@@ -1,0 +1,93 @@
+"""Messages between processes: what comes out is what went in, and nothing else is accepted."""
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmserve.common.shm import SharedArrays
+from vlmserve.common.wire import SHARED_FROM_BYTES, WireCodec, WireError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Note:
+    name: str
+    array: np.ndarray
+    more: tuple[np.ndarray, ...] = ()
+    data: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Other:
+    count: int
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), min_size=0, max_size=3),
+    dtype=st.sampled_from(["float32", "int64", "uint8", "bool", "float16"]),
+    name=st.text(),
+    data=st.binary(),
+)
+def test_round_trip(shape, dtype, name, data):
+    codec = WireCodec([Note, Other])
+    array = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    note = Note(name=name, array=array, more=(array.T, array[::2] if array.ndim else array), data=data)
+    back = codec.decode([bytes(frame) for frame in codec.encode(note)])
+    assert (back.name, back.data) == (name, data)
+    for ours, theirs in zip((note.array, *note.more), (back.array, *back.more), strict=True):
+        assert theirs.dtype == ours.dtype
+        assert np.array_equal(theirs, ours)
+
+
+def test_large_arrays_go_through_shared_memory_and_leave_nothing(tmp_path):
+    shared = SharedArrays(tmp_path)
+    codec = WireCodec([Note], shared)
+    array = np.arange(SHARED_FROM_BYTES, dtype=np.uint8).reshape(2, -1)
+    frames = codec.encode(Note(name="a", array=array))
+    assert sum(len(frame) for frame in frames) < 1000
+    assert shared.outstanding() == 1
+    back = codec.decode(frames)
+    assert shared.outstanding() == 0
+    assert np.array_equal(back.array, array)
+    back.array[0, 0] = 9  # its own memory, writable
+
+
+def test_a_message_that_cannot_be_encoded_leaves_no_block_behind(tmp_path):
+    shared = SharedArrays(tmp_path)
+    codec = WireCodec([Note], shared)
+    big = np.zeros(SHARED_FROM_BYTES, np.uint8)
+    with pytest.raises((TypeError, NotImplementedError)):
+        codec.encode(Note(name="a", array=big, more=(np.array([object()]),)))
+    assert shared.outstanding() == 0
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b"Note"],
+        [b"Nothing", b"\x80"],
+        [b"Note", b"\xc1"],
+        [b"Note", msgspec.msgpack.encode({"name": 5, "array": ["<f4", [1], 2]}), b"1234"],
+        [b"Note", msgspec.msgpack.encode({"name": "a", "array": ["|O", [1], 2]}), b"12345678"],
+        [b"Note", msgspec.msgpack.encode({"name": "a", "array": ["<f4", [9], 2]}), b"1234"],
+        [b"Note", msgspec.msgpack.encode({"name": "a", "array": ["<f4", [1], "block"]})],
+    ],
+)
+def test_what_does_not_fit_is_refused(frames):
+    with pytest.raises(WireError):
+        WireCodec([Note]).decode(frames)
+
+
+def test_a_type_of_another_channel_is_refused():
+    with pytest.raises(WireError, match="Other"):
+        WireCodec([Note]).encode(Other(count=1))
+
+
+@pytest.mark.parametrize("name", ["../secret", "a/b", "", ".."])
+def test_block_names_stay_inside_their_directory(tmp_path, name):
+    with pytest.raises(ValueError, match="bad shared block"):
+        SharedArrays(tmp_path).take(name, np.dtype("u1"), (1,))

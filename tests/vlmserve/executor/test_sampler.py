@@ -1,0 +1,132 @@
+"""The sampler: limits, bias, penalties, logprobs, and noise that depends on seed and output index only."""
+
+import numpy as np
+import pytest
+import torch
+
+from vlmserve.executor.model_worker_batch import SamplingBatchInfo
+from vlmserve.executor.sampler import sample
+
+VOCAB = 40
+
+
+def info(rows=1, **overrides):
+    values = {
+        "rows": np.arange(rows),
+        "temperatures": np.ones(rows, np.float32),
+        "top_ps": np.ones(rows, np.float32),
+        "top_ks": np.full(rows, -1),
+        "min_ps": np.zeros(rows, np.float32),
+        "seeds": np.zeros(rows, np.int64),
+        "output_indices": np.arange(rows),
+        "num_logprobs": np.full(rows, -1),
+        "bias_rows": np.zeros(0, np.int64),
+        "bias_ids": np.zeros(0, np.int64),
+        "bias_values": np.zeros(0, np.float32),
+        "count_rows": np.zeros(0, np.int64),
+        "count_ids": np.zeros(0, np.int64),
+        "count_values": np.zeros(0, np.int64),
+        "presence": np.zeros(rows, np.float32),
+        "frequency": np.zeros(rows, np.float32),
+    }
+    return SamplingBatchInfo(**(values | {k: np.asarray(v) for k, v in overrides.items()}))
+
+
+def logits(seed=0):
+    return torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def draw(row, count, **overrides):
+    """`count` samples from one row of logits, output indices 0, 1, ..."""
+    full = {k: np.repeat(np.asarray(v), count) for k, v in overrides.items()}
+    return sample(row.expand(count, -1), info(count, **full)).next_token_ids.numpy()
+
+
+def test_samples_follow_the_distribution():
+    row = logits()
+    count = 20000
+    seen = np.bincount(draw(row, count, temperatures=np.float32(0.7)), minlength=VOCAB) / count
+    want = torch.softmax(row[0] / 0.7, -1).numpy()
+    assert np.abs(seen - want).max() < 0.012
+    other = np.bincount(draw(row, count, temperatures=np.float32(0.7), seeds=12345), minlength=VOCAB) / count
+    assert np.abs(other - want).max() < 0.012
+
+
+def test_noise_depends_on_seed_and_output_index_only():
+    rows = torch.cat([logits(i) for i in range(8)])
+    seeds, indices = np.arange(8) * 7, np.arange(8)[::-1].copy()
+    together = sample(rows, info(8, seeds=seeds, output_indices=indices)).next_token_ids
+    for i in range(8):
+        alone = sample(rows[i : i + 1], info(1, seeds=seeds[i : i + 1], output_indices=indices[i : i + 1]))
+        assert alone.next_token_ids[0] == together[i]
+    assert len(set(draw(torch.zeros(1, VOCAB), 30).tolist())) > 10
+    assert len({int(draw(torch.zeros(1, VOCAB), 1, seeds=seed)[0]) for seed in range(30)}) > 10
+
+
+def test_a_batch_mate_with_other_limits_changes_nothing():
+    row = logits(3)
+    for index in range(20):
+        alone = sample(row, info(1, top_ks=[5], output_indices=[index])).next_token_ids[0]
+        mixed = sample(
+            row.expand(3, -1), info(3, top_ks=[-1, 5, 2], top_ps=np.float32([0.5, 1, 1]), output_indices=[0, index, 1])
+        )
+        assert mixed.next_token_ids[1] == alone
+
+
+@pytest.mark.parametrize("top_k", [1, 3, VOCAB, VOCAB + 5])
+def test_top_k(top_k):
+    row = logits()
+    best = set(row[0].topk(min(top_k, VOCAB)).indices.tolist())
+    seen = set(draw(row, 3000, top_ks=top_k, temperatures=np.float32(2)).tolist())
+    assert seen <= best
+    assert len(seen) > len(best) * 0.9 - 1
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9])
+def test_top_p_keeps_the_smallest_set_with_that_mass(top_p):
+    row = logits()
+    probs, ids = torch.softmax(row[0], -1).sort(descending=True)
+    keep = int((probs.cumsum(0) < top_p).sum()) + 1
+    assert set(draw(row, 4000, top_ps=np.float32(top_p)).tolist()) == set(ids[:keep].tolist())
+
+
+def test_min_p():
+    row = logits()
+    probs = torch.softmax(row[0], -1)
+    allowed = set(torch.nonzero(probs >= 0.3 * probs.max())[:, 0].tolist())
+    assert set(draw(row, 3000, min_ps=np.float32(0.3)).tolist()) == allowed
+
+
+def test_greedy_rows_beside_random_ones():
+    rows = torch.cat([logits(i) for i in range(4)])
+    out = sample(rows, info(4, temperatures=np.float32([0, 1, 0, 1])))
+    assert out.next_token_ids[0] == rows[0].argmax()
+    assert out.next_token_ids[2] == rows[2].argmax()
+
+
+def test_bias_and_penalties_change_the_choice_and_not_the_logprobs():
+    row = logits()
+    best = int(row.argmax())
+    greedy = {"temperatures": np.zeros(1, np.float32), "num_logprobs": [2]}
+    biased = sample(row, info(1, bias_rows=[0], bias_ids=[5], bias_values=np.float32([100]), **greedy))
+    assert biased.next_token_ids[0] == 5
+    assert biased.logprobs[0] == pytest.approx(torch.log_softmax(row, -1)[0, 5].item(), abs=1e-6)
+    assert biased.top_ids[0, 0] == best
+    second = int(row[0].topk(2).indices[1])
+    gap = (row[0, best] - row[0, second]).item()
+    for penalty, times in (
+        ({"presence": np.float32([gap + 0.01])}, 1),
+        ({"frequency": np.float32([gap / 3 + 0.01])}, 3),
+    ):
+        out = sample(row, info(1, count_rows=[0], count_ids=[best], count_values=[times], **penalty, **greedy))
+        assert out.next_token_ids[0] == second
+
+
+def test_logprobs_where_asked_for():
+    rows = torch.cat([logits(i) for i in range(3)])
+    out = sample(rows, info(3, temperatures=np.zeros(3, np.float32), num_logprobs=[-1, 0, 3]))
+    want = torch.log_softmax(rows, -1)
+    assert torch.isnan(out.logprobs[0])
+    assert out.logprobs[1] == pytest.approx(want[1].max().item(), abs=1e-6)
+    assert out.top_logprobs.shape == (3, 3)
+    assert torch.allclose(out.top_logprobs[2], want[2].topk(3).values)

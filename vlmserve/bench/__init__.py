@@ -1,0 +1,1 @@
+"""`vlmserve bench`: ratios measured in one run, not timed tests."""

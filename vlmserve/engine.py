@@ -1,0 +1,131 @@
+"""Builds the engine of one process: model, pools, runner, scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vision.encoder import VisionEncoder, VisionEncoderLimits
+from vlmserve.attention.torch_backend import TorchAttentionBackend
+from vlmserve.engine_args import EngineArgs
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.base_prefix_cache import BasePrefixCache
+from vlmserve.memory.chunk_cache import ChunkCache
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.req_to_token import ReqRowAllocator, ReqToTokenPool
+from vlmserve.memory.sizing import kv_cache_size
+from vlmserve.messages import BatchTokenOutput
+from vlmserve.models.config import ModelConfig
+from vlmserve.models.registry import load_model
+from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What others need to know of a running engine. max_req_len: tokens of prompt and answer of one request."""
+
+    max_total_tokens: int
+    max_req_len: int
+    device: str
+    dtype: str
+
+
+def resolve_device(name: str) -> torch.device:
+    """The `--device` setting as a torch device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """The `--dtype` setting as a torch dtype; auto is what the checkpoint declares."""
+    return config.dtype if name == "auto" else getattr(torch, name)
+
+
+def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
+    """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError."""
+    torch.set_num_threads(args.num_threads or len(os.sched_getaffinity(0)))
+    device = resolve_device(args.device)
+    model = load_model(args.model, device=device, dtype=None if args.dtype == "auto" else getattr(torch, args.dtype))
+    config = model.config
+    per_token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    max_model_len = min(args.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    tokens = kv_cache_size(args, bytes_per_token=per_token, max_model_len=max_model_len, device=device)
+    max_req_len = min(max_model_len, tokens - args.page_size)
+    info = EngineInfo(
+        max_total_tokens=tokens, max_req_len=max_req_len, device=str(device), dtype=str(model.dtype).split(".")[1]
+    )
+    runner = ModelRunner(
+        model=model,
+        encoder=VisionEncoder(
+            model.visual,
+            VisionEncoderLimits(max_patches=args.encoder_max_patches, cache_bytes=args.encoder_cache_mib * 1024**2),
+            device,
+        ),
+        kv_cache=KVCache(
+            num_slots=tokens + args.page_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=model.dtype,
+            device=device,
+        ),
+        req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
+        attn_backend=TorchAttentionBackend(),
+        device=device,
+    )
+    log.info(
+        "loaded %s: %s on %s, %d KV slots of %d bytes, context %d",
+        args.model,
+        info.dtype,
+        info.device,
+        tokens,
+        per_token,
+        max_req_len,
+    )
+    return runner, info
+
+
+def build_scheduler(
+    args: EngineArgs, runner: ModelRunner, info: EngineInfo, send: Callable[[BatchTokenOutput], None]
+) -> Scheduler:
+    """A scheduler over a runner in this process; `send` gets every step's outputs."""
+    allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
+    cache: BasePrefixCache
+    if args.disable_radix_cache:
+        cache = ChunkCache(args.page_size)
+    else:
+        cache = RadixCache(allocator, args.page_size)
+    rows = ReqRowAllocator(args.max_running_requests, info.max_req_len + args.page_size)
+    kv = KVOwner(allocator, cache, rows)
+    return Scheduler(
+        SchedulerConfig(
+            max_req_len=info.max_req_len,
+            max_running_requests=args.max_running_requests,
+            max_queued_requests=args.max_queued_requests,
+            max_prefill_tokens=args.max_prefill_tokens,
+            chunk_size=None if args.chunked_prefill_size <= 0 else args.chunked_prefill_size,
+            enable_mixed_chunk=args.enable_mixed_chunk,
+            max_patches=args.encoder_max_patches,
+            eos_token_ids=frozenset(runner.model.config.eos_token_ids),
+            check_pools_when_idle=args.check_pools_when_idle,
+        ),
+        kv=kv,
+        worker=runner,
+        policy=SchedulePolicy(args.schedule_policy, kv.matched_len),
+        new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
+        media_keys=MediaKeyTable(),
+        send=send,
+    )

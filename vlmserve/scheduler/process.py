@@ -1,0 +1,32 @@
+"""The scheduler process: requests in from the API process, tokens out to the detokenizer."""
+
+from __future__ import annotations
+
+from vlmserve.engine import build_runner, build_scheduler
+from vlmserve.engine_args import EngineArgs
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.messages import AbortReq, BatchTokenOutput, GetStatsReq, SchedulerStats, TokenizedGenerateReqInput
+
+
+def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+    """Work for ever; the process ends with its parent (see `vlmserve.ipc.child`).
+
+    Between steps all waiting messages are taken; with nothing to compute the process sleeps on its socket.
+    """
+    runner, info = build_runner(args)
+    to_detokenizer = Sender(channels.detokenizer, (BatchTokenOutput, SchedulerStats))
+    scheduler = build_scheduler(args, runner, info, to_detokenizer.send)
+    receiver = Receiver(
+        channels.scheduler, (TokenizedGenerateReqInput, AbortReq, GetStatsReq), shared=channels.shared_arrays()
+    )
+    ready(ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens))
+    busy = False
+    while True:
+        for message in receiver.drain(timeout_s=0.0 if busy else None):
+            if isinstance(message, GetStatsReq):
+                to_detokenizer.send(scheduler.stats())
+            else:
+                scheduler.handle(message)
+        busy = scheduler.step()
