@@ -1,15 +1,15 @@
-"""vlmserve: a serving engine for Qwen-VL models. `from vlmserve import LLM, SamplingParams` is the offline form."""
+"""vlmserve: a serving engine for Qwen-VL models. `from vlmserve import LLM, SamplingOverrides` is the offline form."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingOverrides", "__version__"]
 
 if TYPE_CHECKING:
     from vlmserve.llm import LLM
-    from vlmserve.messages import SamplingParams
+    from vlmserve.tokenizer.sampling import SamplingOverrides
 
 
 def __getattr__(name: str) -> object:
@@ -18,8 +18,8 @@ def __getattr__(name: str) -> object:
         from vlmserve.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from vlmserve.messages import SamplingParams
+    if name == "SamplingOverrides":
+        from vlmserve.tokenizer.sampling import SamplingOverrides
 
-        return SamplingParams
+        return SamplingOverrides
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,194 @@
+"""The offline form: the same stages as the server, in one process and without sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from processors.base import ProcessorLimits
+from processors.fetching import FetchSettings, MediaFetcher
+from processors.pool import PoolSettings, ProcessorPool
+from processors.registry import make_processor
+from vlmserve.checks import check_engine_args
+from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.engine import build_runner, build_scheduler
+from vlmserve.engine_args import EngineArgs
+from vlmserve.media import RequestMedia
+from vlmserve.messages import BatchTokenOutput, SchedulerStats, TextOutput, TokenLogprobs
+from vlmserve.model_path import resolve_model
+from vlmserve.tokenizer.chat_template import load_chat_template
+from vlmserve.tokenizer.detokenizer import DetokenizerManager
+from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, RequestBuilder, RequestLimits, TextPrompt
+from vlmserve.tokenizer.sampling import SamplingOverrides, load_sampling_defaults
+from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer. finish_reason: "stop" or "length". logprobs: one entry per token if they were asked for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass
+class _Pending:
+    """The answer to one request so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: TextOutput | None = None
+
+
+class LLM:
+    """A model loaded into this process.
+
+        with LLM("Qwen/Qwen3-VL-2B-Instruct") as llm:
+            picture = {"type": "image", "image": PIL.Image.open("cat.png")}
+            question = {"type": "text", "text": "What is this?"}
+            print(llm.chat([{"role": "user", "content": [picture, question]}]).text)
+
+    settings: any field of `EngineArgs`. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or
+    SettingsError. Not thread-safe.
+    """
+
+    def __init__(self, model: str, *, fetch: FetchSettings | None = None, **settings: Any) -> None:
+        args = EngineArgs(model=model, **settings)
+        check_engine_args(args)
+        self.args = args = replace(args, model=str(resolve_model(model)))
+        folder = Path(args.model)
+        self._runner, self.info = build_runner(args)
+        self._scheduler = build_scheduler(args, self._runner, self.info, self._take)
+        tokenizer = load_text_tokenizer(folder)
+        self._detokenizer = DetokenizerManager(tokenizer)
+        processor = make_processor(folder, read_json(folder / "config.json"), ProcessorLimits())
+        self._media = RequestMedia(
+            processor,
+            ProcessorPool(
+                processor, MediaFetcher(fetch or FetchSettings()), PoolSettings(max_workers=args.max_mm_workers)
+            ),
+        )
+        self.builder = RequestBuilder(
+            tokenizer=tokenizer,
+            template=load_chat_template(folder),
+            expander=self._media,
+            limits=RequestLimits(max_model_len=self.info.max_req_len, vocab_size=self._runner.model.config.vocab_size),
+            defaults=load_sampling_defaults(folder, args.sampling_defaults),
+        )
+        self._pending: dict[str, _Pending] = {}
+        self._requests = 0
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: SamplingOverrides | None = None,
+        *,
+        num_logprobs: int | None = None,
+    ) -> Completion:
+        """The answer to one conversation, in OpenAI's message form; a picture may also be a PIL image, bytes or Path."""
+        return self.chat_batch([messages], sampling, num_logprobs=num_logprobs)[0]
+
+    def chat_batch(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        sampling: SamplingOverrides | None = None,
+        *,
+        num_logprobs: int | None = None,
+    ) -> list[Completion]:
+        """The answers to several conversations, computed together, in order. BadRequestError for the first bad one."""
+        return self._run([ChatPrompt(messages=messages) for messages in conversations], sampling, num_logprobs)
+
+    def generate(
+        self,
+        prompts: Sequence[str | TextPrompt],
+        sampling: SamplingOverrides | None = None,
+        *,
+        num_logprobs: int | None = None,
+    ) -> list[Completion]:
+        """Continuations of prompts that are rendered already."""
+        wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return self._run(wrapped, sampling, num_logprobs)
+
+    def stats(self) -> SchedulerStats:
+        """Plain figures of the engine."""
+        return self._scheduler.stats()
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._scheduler.flush_cache()
+
+    def close(self) -> None:
+        """End the media threads. The model goes with the object."""
+        self._media.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self, prompts: Sequence[ChatPrompt | TextPrompt], sampling: SamplingOverrides | None, num_logprobs: int | None
+    ) -> list[Completion]:
+        messages = []
+        for prompt in prompts:
+            request = GenerateReqInput(
+                request_id=f"offline-{self._requests}",
+                prompt=prompt,
+                sampling=sampling or SamplingOverrides(),
+                num_logprobs=num_logprobs,
+            )
+            tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
+            self._requests += 1
+            images = self._media.load_sync(tokenized.images)
+            messages += self.builder.build(request, tokenized, self.builder.expand(tokenized, images))
+        for message in messages:
+            self._pending[message.rid] = _Pending()
+            self._scheduler.handle(message)
+        try:
+            while self._scheduler.step():
+                pass
+            return [_completion(self._pending[message.rid], num_logprobs is not None) for message in messages]
+        finally:
+            for message in messages:
+                del self._pending[message.rid]
+
+    def _take(self, batch: BatchTokenOutput) -> None:
+        texts, aborts = self._detokenizer.process(batch)
+        for abort in aborts:
+            self._scheduler.handle(abort)
+        for output in texts.outputs:
+            pending = self._pending[output.rid]
+            pending.text.append(output.text)
+            pending.token_ids.extend(output.token_ids)
+            pending.logprobs.extend(output.logprobs or ())
+            pending.last = output
+
+
+def _completion(pending: _Pending, with_logprobs: bool) -> Completion:
+    last = pending.last
+    if last is None or last.finish_reason is None:
+        raise EngineError("a request ended without an answer")
+    reason = last.finish_reason
+    if reason.type == "error":
+        if reason.status < 500:
+            raise BadRequestError(reason.message, status=reason.status)
+        raise EngineError(reason.message)
+    return Completion(
+        text="".join(pending.text),
+        token_ids=tuple(pending.token_ids),
+        finish_reason=reason.type,
+        prompt_tokens=last.prompt_tokens,
+        cached_tokens=last.cached_tokens,
+        logprobs=tuple(pending.logprobs) if with_logprobs else None,
+    )
