@@ -26,7 +26,7 @@ from vlmserve.models.config import ModelConfig
 from vlmserve.models.registry import load_model
 from vlmserve.scheduler.kv_owner import KVOwner
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
-from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
 from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,11 @@ def build_scheduler(
         ),
         kv=kv,
         worker=runner,
-        policy=SchedulePolicy(args.schedule_policy, kv.matched_len),
+        policy=SchedulePolicy(
+            args.schedule_policy,
+            kv.matched_len,
+            in_batch=None if cache.disabled else InBatchPrefixes(kv.key_of, args.page_size),
+        ),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
         media_keys=MediaKeyTable(),
         send=send,

@@ -40,14 +40,18 @@ class KVOwner:
 
     def matched_len(self, req: Req) -> int:
         """How many tokens of a waiting request are cached, leaving at least one to compute."""
-        return self.prefix_cache.match_len(req.radix_key(req.fill_len - 1))
+        return self.prefix_cache.match_len(self.key_of(req))
+
+    def key_of(self, req: Req) -> np.ndarray:
+        """What of a waiting request is looked up in the prefix cache: all but its last token, int64."""
+        return req.radix_key(req.fill_len - 1)
 
     def start(self, req: Req) -> bool:
         """Give a waiting request a row and its cached prefix, locked. False if no row is free."""
         row = self.rows.alloc()
         if row is None:
             return False
-        match = self.prefix_cache.match_prefix(req.radix_key(req.fill_len - 1))
+        match = self.prefix_cache.match_prefix(self.key_of(req))
         self.prefix_cache.inc_lock_ref(match.last_node)
         self.rows.write(row, 0, match.indices)
         req.row, req.last_node, req.row_is_new = row, match.last_node, True

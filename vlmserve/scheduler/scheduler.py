@@ -67,7 +67,7 @@ class Scheduler:
         *,
         kv: KVOwner,
         worker: ModelWorker,
-        policy: SchedulePolicy,
+        policy: SchedulePolicy[Req],
         new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
         send: Callable[[BatchTokenOutput], None],
@@ -218,8 +218,8 @@ class Scheduler:
         if self.chunked_req is not None:
             self._continue_chunked(adder)
         if self.chunked_req is None and self.waiting_queue:
-            self._policy.calc_priority(self.waiting_queue)
-            for req in list(self.waiting_queue):
+            to_try = self._policy.calc_priority(self.waiting_queue)
+            for req in self.waiting_queue[:to_try]:
                 if len(running) + len(adder.can_run) >= self.config.max_running_requests:
                     break
                 if adder.add_one_req(req) is not AddReqResult.CONTINUE:

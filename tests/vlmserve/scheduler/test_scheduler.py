@@ -19,7 +19,7 @@ from vlmserve.memory.req_to_token import ReqRowAllocator
 from vlmserve.messages import AbortReq, SamplingParams, TokenizedGenerateReqInput
 from vlmserve.scheduler.kv_owner import KVOwner
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
-from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
 from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
 
 
@@ -61,7 +61,11 @@ class Rig:
             ),
             kv=self.kv,
             worker=self.worker,
-            policy=SchedulePolicy(knobs.policy, self.kv.matched_len),
+            policy=SchedulePolicy(
+                knobs.policy,
+                self.kv.matched_len,
+                in_batch=InBatchPrefixes(self.kv.key_of, knobs.page, min_shared=8) if knobs.radix else None,
+            ),
             new_token_ratio=NewTokenRatio(knobs.conservativeness),
             media_keys=MediaKeyTable(),
             send=self.take,
