@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -59,6 +60,13 @@ class ProcessedImage:
     feature: np.ndarray
     num_tokens: int
     source_size: tuple[int, int]
+
+
+class ExpandedPrompt(NamedTuple):
+    """input_ids: int64 [L], each placeholder expanded to its pad tokens. mm_inputs: None for a prompt without media."""
+
+    input_ids: np.ndarray
+    mm_inputs: MultimodalInputs | None
 
 
 class MultimodalProcessor(ABC):
@@ -125,13 +133,11 @@ class MultimodalProcessor(ABC):
             source_size=rgb.size,
         )
 
-    def expand(
-        self, prompt_ids: Sequence[int] | np.ndarray, images: Sequence[ProcessedImage]
-    ) -> tuple[np.ndarray, MultimodalInputs | None]:
+    def expand(self, prompt_ids: Sequence[int] | np.ndarray, images: Sequence[ProcessedImage]) -> ExpandedPrompt:
         """Put each picture's pad tokens in the place of its single placeholder, in prompt order.
 
-        prompt_ids: the tokenized prompt, one image pad id per picture. Returns input_ids int64 [L] and the media, None
-        for a prompt without any. Raises BadRequestError when placeholders and pictures do not match up.
+        prompt_ids: the tokenized prompt, one image pad id per picture. Raises BadRequestError when placeholders and
+        pictures do not match up.
         """
         ids = np.asarray(prompt_ids, np.int64)
         if (ids == self.token_ids.video_pad).any():
@@ -145,7 +151,7 @@ class MultimodalProcessor(ABC):
                 code="placeholder_mismatch",
             )
         if not images:
-            return ids, None
+            return ExpandedPrompt(ids, None)
         lengths = np.ones(len(ids), np.int64)
         lengths[places] = [image.num_tokens for image in images]
         input_ids = np.repeat(ids, lengths)
@@ -161,16 +167,18 @@ class MultimodalProcessor(ABC):
             for start, image in zip(starts, images, strict=True)
         )
         positions, delta = self.positions(len(input_ids), items)
-        return input_ids, MultimodalInputs(items=items, mrope_positions=positions, mrope_position_delta=delta)
+        media = MultimodalInputs(items=items, mrope_positions=positions, mrope_position_delta=delta)
+        return ExpandedPrompt(input_ids, media)
 
     def process(
         self,
         prompt_ids: Sequence[int] | np.ndarray,
-        images: Sequence[Image.Image] = (),
+        images: Sequence[Image.Image | ProcessedImage] = (),
         knobs: ImageKnobs | None = None,
-    ) -> tuple[np.ndarray, MultimodalInputs | None]:
-        """`process_image` for each picture, then `expand`."""
-        return self.expand(prompt_ids, [self.process_image(image, knobs) for image in images])
+    ) -> ExpandedPrompt:
+        """`process_image` for each picture that is not processed yet, then `expand`."""
+        done = [x if isinstance(x, ProcessedImage) else self.process_image(x, knobs) for x in images]
+        return self.expand(prompt_ids, done)
 
     def positions(self, length: int, items: Sequence[MultimodalDataItem]) -> tuple[np.ndarray, int]:
         """M-RoPE positions int64 [3, length] and delta of an expanded prompt that holds `items`, in prompt order.

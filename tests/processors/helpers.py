@@ -1,0 +1,79 @@
+"""Small processors and pictures for the tests of floor 1."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from processors.base import MultimodalProcessor, ProcessorLimits
+from processors.registry import make_processor
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 93, 94, 91, 92
+
+
+def hf_config(family: str) -> dict:
+    vision = {"patch_size": 16 if family == "qwen3_vl" else 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    if family == "qwen2_5_vl":
+        vision["tokens_per_second"] = 2
+    return {
+        "model_type": family,
+        "image_token_id": IMAGE_PAD,
+        "video_token_id": VIDEO_PAD,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+        "vision_config": vision,
+    }
+
+
+def preprocessor_config(family: str, min_pixels: int = 3136, max_pixels: int = 50176) -> dict:
+    common = {
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "image_processor_type": "Qwen2VLImageProcessor",
+    }
+    if family == "qwen3_vl":
+        size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        return {**common, "patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": size}
+    clip = {
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    return {**common, **clip, "patch_size": 14, "min_pixels": min_pixels, "max_pixels": max_pixels}
+
+
+def write_checkpoint(folder: Path, family: str, **budget: int) -> Path:
+    (folder / "config.json").write_text(json.dumps(hf_config(family)))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor_config(family, **budget)))
+    return folder
+
+
+def tiny_processor(
+    folder: Path, family: str = "qwen3_vl", limits: ProcessorLimits | None = None, **budget: int
+) -> MultimodalProcessor:
+    return make_processor(write_checkpoint(folder, family, **budget), hf_config(family), limits)
+
+
+def noise(width: int, height: int, seed: int = 0, channels: int = 3) -> np.ndarray:
+    """uint8 [height, width, channels]: smooth shapes and noise, so that resampling has something to get wrong."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = [np.sin(x / (3 + c)) + np.cos(y / (5 + c)) for c in range(channels)]
+    smooth = np.stack(waves, -1) * 60 + 128
+    return np.clip(smooth + rng.normal(0, 25, smooth.shape), 0, 255).astype(np.uint8)
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(noise(width, height, seed))
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()

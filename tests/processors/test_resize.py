@@ -1,0 +1,158 @@
+"""Sizes, pixels and patch order, against transformers and qwen_vl_utils."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
+from tests import hf_env  # noqa: F401
+from tests.processors.helpers import FAMILIES, noise, picture, preprocessor_config, tiny_processor
+from vlmserve.common.errors import BadRequestError
+
+SIDES = st.integers(1, 3000)
+SIZES = [(1, 1), (1, 200), (200, 1), (3, 600), (56, 56), (57, 55), (28, 28), (64, 64), (9, 14), (101, 67), (67, 101),
+         (199, 150), (800, 600), (600, 800), (2000, 10), (30, 1999), (224, 224), (13, 1000), (320, 33)]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    height=SIDES,
+    width=SIDES,
+    factor=st.sampled_from([28, 32]),
+    low=st.integers(1, 200_000),
+    more=st.integers(0, 2_000_000),
+)
+def test_smart_resize_is_transformers(height, width, factor, low, more):
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as reference
+
+    try:
+        expected = reference(height, width, factor, low, low + more)
+    except ValueError:
+        with pytest.raises(BadRequestError, match="aspect ratio"):
+            smart_resize(height, width, factor=factor, min_pixels=low, max_pixels=low + more)
+        return
+    size = smart_resize(height, width, factor=factor, min_pixels=low, max_pixels=low + more)
+    assert size == expected
+    assert size[0] % factor == size[1] % factor == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    height=SIDES, width=SIDES, factor=st.sampled_from([28, 32]), low=st.integers(4, 16), high=st.integers(400, 16384)
+)
+def test_smart_resize_is_qwen_vl_utils_for_ordinary_pictures(height, width, factor, low, high):
+    from qwen_vl_utils.vision_process import smart_resize as reference
+
+    if max(height, width) / min(height, width) > 200:
+        return
+    budget = {"min_pixels": low * factor**2, "max_pixels": high * factor**2}
+    if min(height, width) > factor / 2:  # below that the two round a side to zero, or to one, first
+        assert smart_resize(height, width, factor=factor, **budget) == reference(height, width, factor, **budget)
+
+
+@pytest.mark.parametrize(("width", "height"), [(200, 1), (1, 200), (2000, 10), (20, 4000)])
+def test_a_ratio_of_200_is_allowed(width, height):
+    assert smart_resize(height, width, factor=28, min_pixels=3136, max_pixels=50176)
+
+
+@pytest.mark.parametrize(("width", "height"), [(201, 1), (1, 201), (2010, 10), (20, 4001)])
+def test_a_ratio_above_200_is_refused_with_its_figures(width, height):
+    with pytest.raises(BadRequestError, match=f"{width}x{height} pixels.*limit is 200") as caught:
+        smart_resize(height, width, factor=28, min_pixels=3136, max_pixels=50176)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patches_are_bit_equal_to_transformers(family, tmp_path):
+    from transformers import Qwen2VLImageProcessor
+
+    reference = Qwen2VLImageProcessor(**preprocessor_config(family))
+    processor = tiny_processor(tmp_path, family)
+    for seed, (width, height) in enumerate(SIZES):
+        image = picture(width, height, seed)
+        expected = reference(images=[image], return_tensors="pt")
+        ours = processor.process_image(image)
+        assert list(ours.grid_thw) == expected["image_grid_thw"][0].tolist(), (width, height)
+        assert ours.feature.dtype == np.float32
+        assert np.array_equal(ours.feature, expected["pixel_values"].numpy()), (width, height)
+        assert ours.num_tokens == math.prod(ours.grid_thw) // 4 == processor.num_image_tokens(height, width)
+
+
+def test_pictures_together_are_what_transformers_makes_of_them_together(tmp_path):
+    from transformers import Qwen2VLImageProcessor
+
+    images = [picture(100, 80, 1), picture(80, 100, 2), picture(100, 80, 3)]
+    expected = Qwen2VLImageProcessor(**preprocessor_config("qwen2_vl"))(images=images, return_tensors="pt")
+    processor = tiny_processor(tmp_path, "qwen2_vl")
+    ours = np.concatenate([processor.process_image(image).feature for image in images])
+    assert np.array_equal(ours, expected["pixel_values"].numpy())
+
+
+@pytest.mark.parametrize(("resample", "mode"), [(2, "bilinear"), (3, "bicubic")])
+def test_both_resampling_modes_are_transformers(resample, mode):
+    from torchvision.transforms.v2 import functional as tv
+
+    import torch
+
+    pixels = noise(90, 61)
+    interpolation = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}[resample]
+    expected = tv.resize(
+        torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), [56, 112], interpolation=interpolation, antialias=True
+    )
+    assert np.array_equal(resize_frames(pixels[None], 56, 112, mode)[0], expected.permute(1, 2, 0).numpy())
+
+
+@pytest.mark.parametrize("frames", [2, 4, 6])
+def test_frames_to_patches_is_transformers_video_patchify(frames):
+    from transformers import Qwen2VLVideoProcessor
+
+    clip = np.stack([noise(84, 56, seed) for seed in range(frames)])
+    reference = Qwen2VLVideoProcessor(do_resize=False, do_sample_frames=False, patch_size=14)
+    expected = reference(videos=[clip.transpose(0, 3, 1, 2)], return_tensors="pt")
+    config = PatchConfig(
+        patch_size=14,
+        merge_size=2,
+        temporal_patch_size=2,
+        mean=tuple(reference.image_mean),
+        std=tuple(reference.image_std),
+        rescale_factor=reference.rescale_factor,
+    )
+    patches, grid = frames_to_patches(clip, config)
+    assert list(grid) == expected["video_grid_thw"][0].tolist()
+    assert np.array_equal(patches, expected["pixel_values_videos"].numpy())
+
+
+def test_patch_order_read_back_pixel_by_pixel():
+    config = PatchConfig(patch_size=2, merge_size=2, temporal_patch_size=2, mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    pixels = noise(8, 4)
+    patches, grid = frames_to_patches(pixels[None], config)
+    assert grid == (1, 2, 4)
+    for row, patch in enumerate(patches.reshape(-1, 3, 2, 2, 2)):
+        window, inside = divmod(row, 4)
+        top, left = (inside // 2) * 2, window * 4 + (inside % 2) * 2
+        for frame in range(2):
+            assert np.allclose(patch[:, frame].transpose(1, 2, 0), pixels[top : top + 2, left : left + 2])
+
+
+@pytest.mark.parametrize(("width", "height"), [(300, 200), (31, 90), (224, 224), (1, 1), (640, 23)])
+def test_qwen_vl_utils_gives_the_same_sizes_and_nearly_the_same_pixels(width, height, tmp_path):
+    """qwen_vl_utils resizes with Pillow, which rounds differently: a level or two on pictures of full contrast.
+
+    Where the picture has its final size already, nothing is resampled and the pixels are equal.
+    """
+    from qwen_vl_utils import process_vision_info
+
+    low, high = 4 * 28 * 28, 64 * 28 * 28
+    image = picture(width, height)
+    content = [{"type": "image", "image": image, "min_pixels": low, "max_pixels": high}]
+    (theirs,), _ = process_vision_info([{"role": "user", "content": content}], image_patch_size=14)
+    processor = tiny_processor(tmp_path, "qwen2_vl", min_pixels=low, max_pixels=high)
+    assert processor.resized_size(height, width) == (theirs.height, theirs.width)
+    ours = resize_frames(np.array(image)[None], theirs.height, theirs.width, "bicubic")[0]
+    difference = np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).max()
+    assert difference <= (0 if (theirs.width, theirs.height) == (width, height) else 2)
