@@ -1,0 +1,158 @@
+"""OpenAI's chat completion objects, whole and in chunks, from the engine's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmserve.messages import FinishReason, TextOutput, TokenLogprobs
+from vlmserve.tokenizer.text_tokenizer import TextTokenizer
+from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
+
+# JSON has no infinity; a token that sampling made impossible has this instead, as in other servers.
+_LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerHead:
+    """What all objects of an answer repeat. created: Unix time in seconds."""
+
+    id: str
+    created: int
+    model: str
+
+    def object(self, kind: str, **rest: Any) -> dict[str, Any]:
+        """An object of this answer."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a whole request: the prompt once, the answers of all choices."""
+
+    prompt: int = 0
+    cached: int = 0
+    _completions: dict[int, int] = field(default_factory=dict)
+
+    def add(self, item: ChoiceOutput) -> None:
+        """Take an output's totals."""
+        self.prompt = item.output.prompt_tokens
+        self._completions[item.index] = item.output.completion_tokens
+        if item.index == 0:  # later choices find the first one's prompt in the cache
+            self.cached = item.output.cached_tokens
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        completion = sum(self._completions.values())
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class AnswerWriter:
+    """Writes one request's answer. logprobs: whether they were asked for."""
+
+    def __init__(self, head: AnswerHead, tokenizer: TextTokenizer, *, logprobs: bool) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+
+    async def whole(self, outputs: AsyncIterator[ChoiceOutput], n: int) -> dict[str, Any]:
+        """The chat.completion of all outputs."""
+        texts: list[list[str]] = [[] for _ in range(n)]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in range(n)]
+        finishes: list[FinishReason | None] = [None] * n
+        usage = Usage()
+        async for item in outputs:
+            usage.add(item)
+            texts[item.index].append(item.output.text)
+            finishes[item.index] = item.output.finish_reason
+            if self._logprobs:
+                logprobs[item.index] += self._tokens(item.output)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
+                "logprobs": {"content": logprobs[index], "refusal": None} if self._logprobs else None,
+                "finish_reason": _finish_type(finishes[index]),
+                "stop_reason": _stop_reason(finishes[index]),
+            }
+            for index in range(n)
+        ]
+        return self._head.object("chat.completion", choices=choices, usage=usage.as_json())
+
+    async def chunks(
+        self, outputs: AsyncIterator[ChoiceOutput], *, include_usage: bool
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The chat.completion.chunks: per choice its role first and its finish_reason last; then the usage."""
+        usage = Usage()
+        started: set[int] = set()
+        async for item in outputs:
+            usage.add(item)
+            if item.index not in started:
+                started.add(item.index)
+                yield self._chunk(item.index, {"role": "assistant", "content": ""}, include_usage)
+            tokens = self._tokens(item.output) if self._logprobs else None
+            if item.output.text or tokens:
+                yield self._chunk(item.index, {"content": item.output.text}, include_usage, tokens=tokens)
+            if item.output.finish_reason is not None:
+                yield self._chunk(item.index, {}, include_usage, finish=item.output.finish_reason)
+        if include_usage:
+            yield self._head.object("chat.completion.chunk", choices=[], usage=usage.as_json())
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        include_usage: bool,
+        *,
+        tokens: list[dict[str, Any]] | None = None,
+        finish: FinishReason | None = None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None if tokens is None else {"content": tokens, "refusal": None},
+            "finish_reason": _finish_type(finish),
+        }
+        if finish is not None:
+            choice["stop_reason"] = _stop_reason(finish)
+        # With include_usage every chunk has the field, null but in the last one.
+        extra = {"usage": None} if include_usage else {}
+        return self._head.object("chat.completion.chunk", choices=[choice], **extra)
+
+    def _tokens(self, output: TextOutput) -> list[dict[str, Any]]:
+        """Log-probabilities of an output's tokens; the token that ended the answer is not part of it."""
+        listed = output.logprobs or ()
+        finish = output.finish_reason
+        if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
+            listed = listed[:-1]
+        return [self._token(entry) for entry in listed]
+
+    def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return {
+            **self._named(entry.token_id, entry.logprob),
+            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in top],
+        }
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": list(raw),
+        }
+
+
+def _finish_type(finish: FinishReason | None) -> str | None:
+    return None if finish is None else finish.type
+
+
+def _stop_reason(finish: FinishReason | None) -> str | None:
+    """The stop string that was found, as other servers tell it."""
+    return finish.matched if finish is not None and isinstance(finish.matched, str) else None

@@ -1,0 +1,126 @@
+"""The HTTP application: OpenAI's routes over a TokenizerManager, and what operators need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlmserve import __version__
+from vlmserve.common.errors import BadRequestError
+from vlmserve.server.auth import ApiKeyMiddleware
+from vlmserve.server.chat import ChatEndpoint
+from vlmserve.server.errors import error_body, error_response, install_error_handlers
+from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
+from vlmserve.server.protocol import ChatCompletionRequest
+from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """What the HTTP application can be told.
+
+    api_keys: none lets everybody in. max_body_bytes: largest request body. max_n: most choices of a request.
+    stats_timeout_s: how long /metrics waits for the scheduler's figures.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 2**20
+    max_n: int = 128
+    stats_timeout_s: float = 0.5
+
+
+def build_app(manager: TokenizerManager, served_model_names: Sequence[str], settings: ApiSettings) -> FastAPI:
+    """The application. The first of `served_model_names` is the one figures are labelled with."""
+    app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
+    install_error_handlers(app)
+    metrics = ServerMetrics(served_model_names[0])
+    manager.observe = metrics.observe_request
+    created = int(time.time())
+    chat = ChatEndpoint(manager, served_model_names, max_body_bytes=settings.max_body_bytes, max_n=settings.max_n)
+    models = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "vlmserve",
+            "max_model_len": manager.builder.limits.max_model_len,
+        }
+        for name in served_model_names
+    }
+
+    async def chat_completions(request: Request) -> Response:
+        return await chat(request)
+
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": list(models.values())}
+
+    async def get_model(model_id: str) -> dict[str, Any]:
+        if model_id not in models:
+            raise BadRequestError(
+                f"there is no model {model_id!r} here, only {', '.join(models)}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        return models[model_id]
+
+    async def health() -> Response:
+        if manager.unavailable is not None:
+            return JSONResponse(error_body(503, manager.unavailable, code="engine_unavailable"), 503)
+        return Response()
+
+    async def show_metrics() -> Response:
+        stats = await manager.scheduler_stats(settings.stats_timeout_s)
+        return Response(metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
+
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    schema = ChatCompletionRequest.model_json_schema()
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra={"requestBody": body})
+    app.add_api_route("/v1/models", list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/metrics", show_metrics, methods=["GET"])
+    app.add_api_route("/version", version, methods=["GET"])
+    # The one added last is the outermost: it sees refused keys, and what fails further in.
+    app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
+    app.add_middleware(_OutermostMiddleware, metrics=metrics)
+    return app
+
+
+class _OutermostMiddleware:
+    """Counts requests by route and status, and answers what nobody else caught with OpenAI's 500."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status: int | None = None
+
+        async def counted_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted_send)
+        except Exception as error:
+            if status is not None:
+                raise
+            await error_response(error)(scope, receive, counted_send)
+        finally:
+            path = getattr(scope.get("route"), "path", "other")
+            self._metrics.observe_http(path, status if status is not None else 499)

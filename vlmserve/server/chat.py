@@ -1,0 +1,127 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pydantic_core
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from vlmserve.common.errors import BadRequestError
+from vlmserve.server.answers import AnswerHead, AnswerWriter
+from vlmserve.server.convert import to_generate_request
+from vlmserve.server.errors import JsonResponse, describe, refuse_invalid
+from vlmserve.server.protocol import ChatCompletionRequest
+from vlmserve.server.streaming import DONE, EventStream, sse_event, while_connected
+from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, TokenizerManager
+
+# Larger bodies (they hold pictures) are parsed in a thread.
+_PARSE_INLINE_BYTES = 64 * 1024
+
+
+class ChatEndpoint:
+    """Answers chat completion requests for the models named.
+
+    max_body_bytes: largest request body. max_n: most choices of a request.
+    """
+
+    def __init__(
+        self, manager: TokenizerManager, model_names: Sequence[str], *, max_body_bytes: int, max_n: int
+    ) -> None:
+        self._manager = manager
+        self._model_names = tuple(model_names)
+        self._max_body_bytes = max_body_bytes
+        self._max_n = max_n
+
+    async def __call__(self, request: Request) -> Response:
+        """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
+        chat = await self._parse(await self._read_body(request))
+        if chat.model not in self._model_names:
+            raise BadRequestError(
+                f"there is no model {chat.model!r} here, only {', '.join(self._model_names)}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
+        wanted = to_generate_request(chat, head.id, max_n=self._max_n)
+        writer = AnswerWriter(head, self._manager.builder.tokenizer, logprobs=bool(chat.logprobs))
+        outputs = self._manager.generate(wanted)
+        headers = {"X-Request-Id": head.id}
+        if not chat.stream:
+            async with aclosing(outputs):
+                answer = await while_connected(request.receive, writer.whole(outputs, wanted.n))
+            return JsonResponse(answer, headers=headers)
+        try:
+            # Whatever is wrong shows before the first output, while a status can still be sent.
+            first = await while_connected(request.receive, anext(outputs))
+        except BaseException:
+            await outputs.aclose()
+            raise
+        include_usage = bool(chat.stream_options and chat.stream_options.include_usage)
+        stream = EventStream(_events(writer, first, outputs, include_usage=include_usage), outputs)
+        stream.headers.update(headers)
+        return stream
+
+    async def _read_body(self, request: Request) -> bytes:
+        limit = self._max_body_bytes
+        declared = request.headers.get("content-length", "")
+        size = int(declared) if declared.isdecimal() else 0
+        parts: list[bytes] = []
+        if size <= limit:
+            size = 0
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    break
+                parts.append(part)
+        if size > limit:
+            raise BadRequestError(
+                f"the request body is larger than {limit} bytes (setting --max-body-mib)",
+                code="body_too_large",
+                status=413,
+            )
+        return b"".join(parts)
+
+    async def _parse(self, body: bytes) -> ChatCompletionRequest:
+        if len(body) <= _PARSE_INLINE_BYTES:
+            return _parse_chat(body)
+        return await asyncio.to_thread(_parse_chat, body)
+
+
+def _parse_chat(body: bytes) -> ChatCompletionRequest:
+    try:
+        raw = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise BadRequestError("the request body must be a JSON object", code="invalid_json")
+    try:
+        return ChatCompletionRequest.model_validate(raw)
+    except ValidationError as error:
+        raise refuse_invalid(error, raw) from None
+
+
+async def _events(
+    writer: AnswerWriter, first: ChoiceOutput, rest: AsyncIterator[ChoiceOutput], *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The stream's events. What fails after the beginning is told in an event of its own, as OpenAI does."""
+    try:
+        async for chunk in writer.chunks(_chain(first, rest), include_usage=include_usage):
+            yield sse_event(chunk)
+    except Exception as error:
+        yield sse_event(describe(error)[1])
+    yield DONE
+
+
+async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    yield first
+    async for item in rest:
+        yield item

@@ -1,0 +1,102 @@
+"""A chat completion request as the engine takes it, or the reason why it cannot be served."""
+
+from __future__ import annotations
+
+import re
+
+from vlmserve.common.errors import BadRequestError
+from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
+from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
+from vlmserve.tokenizer.sampling import SamplingOverrides
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def to_generate_request(request: ChatCompletionRequest, request_id: str, *, max_n: int) -> GenerateReqInput:
+    """Raises BadRequestError for fields that contradict each other or are not supported yet.
+
+    max_n: most choices of a request.
+    """
+    _check_combinations(request)
+    _refuse_unsupported(request)
+    n = 1 if request.n is None else request.n
+    if not 1 <= n <= max_n:
+        raise BadRequestError(f"n is {n}; it must be between 1 and {max_n}", param="n", code="invalid_value")
+    continue_final = bool(request.continue_final_message)
+    add_generation_prompt = request.add_generation_prompt
+    return GenerateReqInput(
+        request_id=request_id,
+        prompt=ChatPrompt(
+            messages=request.messages,  # type: ignore[arg-type]  # kept as the client wrote them
+            tools=request.tools or None,  # type: ignore[arg-type]
+            add_generation_prompt=not continue_final if add_generation_prompt is None else add_generation_prompt,
+            continue_final_message=continue_final,
+            template_kwargs=request.chat_template_kwargs or {},
+        ),
+        sampling=_sampling(request),
+        n=n,
+        num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def _sampling(request: ChatCompletionRequest) -> SamplingOverrides:
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return SamplingOverrides(
+        max_new_tokens=limit,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        stop=None if request.stop is None else tuple(request.stop),
+        stop_token_ids=None if request.stop_token_ids is None else tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=None if request.logit_bias is None else _logit_bias(request.logit_bias),
+        skip_special_tokens=request.skip_special_tokens,
+    )
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    for key in given:
+        if not _TOKEN_ID.fullmatch(key):
+            raise BadRequestError(
+                f"logit_bias has the key {key[:40]!r}; its keys must be token ids",
+                param="logit_bias",
+                code="invalid_value",
+            )
+    return {int(key): bias for key, bias in given.items()}
+
+
+def _check_combinations(request: ChatCompletionRequest) -> None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise BadRequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    if request.stream_options is not None and not request.stream:
+        raise BadRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+    names = [tool["function"]["name"] for tool in request.tools or []]  # type: ignore[index]
+    choice = request.tool_choice
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        raise BadRequestError(
+            f"tool_choice names the function {choice.function.name!r}, which is not among the tools {names}",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    if choice == "required" and not names:
+        raise BadRequestError("tool_choice required needs tools", param="tool_choice", code="invalid_value")
+
+
+def _refuse_unsupported(request: ChatCompletionRequest) -> None:
+    if request.response_format is not None and request.response_format.type != "text":
+        raise _unsupported("response_format", f"response_format of type {request.response_format.type!r}")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "tool_choice other than none and auto")
+    if request.audio is not None or "audio" in (request.modalities or ()):
+        raise _unsupported("modalities", "audio output")
+    for name in ("prediction", "web_search_options", "functions", "function_call"):
+        if getattr(request, name) is not None:
+            raise _unsupported(name, name)
+
+
+def _unsupported(param: str, what: str) -> BadRequestError:
+    return BadRequestError(f"{what} is not supported yet", param=param, code="unsupported_parameter")

@@ -1,0 +1,104 @@
+"""OpenAI's error bodies for everything that can go wrong, and nothing of our insides in them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+CLIENT_CLOSED_REQUEST = 499
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class JsonResponse(JSONResponse):
+    """JSON in UTF-8."""
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """{"error": {message, type, param, code}}; type follows from the HTTP status."""
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and body for an exception. Unexpected ones are logged and answered without details."""
+    if isinstance(error, BadRequestError):
+        return error.status, error_body(error.status, error.message, param=error.param, code=error.code)
+    if isinstance(error, EngineUnavailableError):
+        return 503, error_body(503, str(error), code="engine_unavailable")
+    if isinstance(error, EngineError):
+        return 500, error_body(500, str(error), code="engine_error")
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return 500, error_body(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
+    """`describe` as a response, with Retry-After where trying again makes sense."""
+    status, body = describe(error)
+    extra = dict(headers or {})
+    if status in (429, 503):
+        extra["Retry-After"] = str(RETRY_AFTER_S)
+    return JsonResponse(body, status_code=status, headers=extra)
+
+
+def refuse_invalid(error: ValidationError, raw: Any) -> BadRequestError:
+    """The first problem of a request body, with the path of the field in it as the client wrote it."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    path = _path_in(raw, problem["loc"])
+    where = path or "the request body"
+    if problem["type"] == "missing":
+        message = f"{where} is missing"
+    elif problem["type"] == "extra_forbidden":
+        message = f"{where} is not a known field"
+    else:
+        message = f"{where}: {problem['msg'].removeprefix('Value error, ')}; got {_shorten(problem['input'])}"
+    return BadRequestError(message, param=path or None, code="invalid_value")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every failure of `app` in OpenAI's form."""
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JsonResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(BadRequestError, on_error)
+    app.add_exception_handler(EngineError, on_error)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
+
+
+def _path_in(raw: Any, loc: tuple[int | str, ...]) -> str:
+    """A pydantic location as a path like messages[0].content[1].text, without the tags of unions in it."""
+    path, value = "", raw
+    for place, step in enumerate(loc):
+        last = place == len(loc) - 1
+        if isinstance(step, int) and isinstance(value, list) and step < len(value):
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(step, str) and isinstance(value, dict) and (step in value or last):
+            path, value = f"{path}.{step}" if path else step, value.get(step)
+    return path
+
+
+def _shorten(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -1,0 +1,312 @@
+"""The shapes of OpenAI's chat completion requests, strictly typed: what is misspelt or malformed is refused.
+
+Shapes only: whether a value makes sense for the model is decided by `vlmserve.tokenizer`, what is not supported yet by
+`vlmserve.server.convert`. Messages and tools are validated here but kept as the client wrote them (plain dicts, keys in
+their order), since chat templates print them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+
+class StrictModel(BaseModel):
+    """No unknown fields, no conversions between types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _keep_raw(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    handler(value)
+    return value
+
+
+def _text_or_parts(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+
+
+def _url_object(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
+def _list_of_one(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+_CONTENT = Discriminator(
+    _text_or_parts, custom_error_type="content_type", custom_error_message="must be text or a list of parts"
+)
+
+
+# ---- parts of a message
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(StrictModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ImageUrl(StrictModel):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImageUrlPart(StrictModel):
+    """image_url may also be the URL itself."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[ImageUrl, BeforeValidator(_url_object)]
+
+
+class ImagePart(StrictModel):
+    """Qwen's own form."""
+
+    type: Literal["image"]
+    image: str
+
+
+class VideoUrl(StrictModel):
+    url: str
+
+
+class VideoUrlPart(StrictModel):
+    type: Literal["video_url"]
+    video_url: Annotated[VideoUrl, BeforeValidator(_url_object)]
+
+
+class VideoPart(StrictModel):
+    """Qwen's own form: a URL, or the frames'."""
+
+    type: Literal["video"]
+    video: Annotated[list[str], BeforeValidator(_list_of_one)]
+
+
+class InputAudio(StrictModel):
+    data: str
+    format: Literal["wav", "mp3"]
+
+
+class InputAudioPart(StrictModel):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+class File(StrictModel):
+    file_data: str | None = None
+    file_id: str | None = None
+    filename: str | None = None
+
+
+class FilePart(StrictModel):
+    type: Literal["file"]
+    file: File
+
+
+AnyPart = Annotated[
+    TextPart | ImageUrlPart | ImagePart | VideoUrlPart | VideoPart | InputAudioPart | FilePart,
+    Field(discriminator="type"),
+]
+AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+TextParts = Annotated[list[TextPart], Field(min_length=1)]
+UserContent = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[AnyPart], Field(min_length=1), Tag("parts")], _CONTENT
+]
+TextContent = Annotated[Annotated[str, Tag("text")] | Annotated[TextParts, Tag("parts")], _CONTENT]
+AssistantContent = Annotated[Annotated[str, Tag("text")] | Annotated[list[AssistantPart], Tag("parts")], _CONTENT]
+
+
+# ---- messages
+
+
+class CalledFunction(StrictModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+
+class SystemMessage(StrictModel):
+    role: Literal["system", "developer"]
+    content: TextContent
+    name: str | None = None
+
+
+class UserMessage(StrictModel):
+    role: Literal["user"]
+    content: UserContent
+    name: str | None = None
+
+
+class AssistantMessage(StrictModel):
+    """What an answer's message looks like when it is sent back, its empty fields included."""
+
+    role: Literal["assistant"]
+    content: AssistantContent | None = None
+    tool_calls: list[Annotated[ToolCall, WrapValidator(_keep_raw)]] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls and self.refusal is None:
+            raise PydanticCustomError("empty_message", "an assistant message needs content or tool_calls")
+        return self
+
+
+class ToolMessage(StrictModel):
+    role: Literal["tool"]
+    content: TextContent
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+# ---- options
+
+
+class Function(StrictModel):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    type: Literal["json_object"]
+
+
+class JsonSchema(StrictModel):
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+def _choice_kind(value: Any) -> str | None:
+    return "word" if isinstance(value, str) else "named" if isinstance(value, dict) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedToolChoice, Tag("named")],
+    Discriminator(
+        _choice_kind,
+        custom_error_type="tool_choice",
+        custom_error_message="must be none, auto, required or a named function",
+    ),
+]
+
+
+class ChatCompletionRequest(StrictModel):
+    """POST /v1/chat/completions: OpenAI's fields, then the extensions that vLLM and SGLang users know."""
+
+    model: str
+    messages: Annotated[list[Annotated[Message, WrapValidator(_keep_raw)]], Field(min_length=1)]
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(_list_of_one)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[Annotated[Tool, WrapValidator(_keep_raw)]] | None = None
+    tool_choice: ToolChoice | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+
+    # accepted, without an effect on the answer
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    store: bool | None = None
+    user: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    # official, not supported (see convert.py)
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+
+    # extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None

@@ -1,0 +1,77 @@
+"""Work that ends when its client goes away, and server-sent events.
+
+Starlette leaves it to `send` to notice a client that has gone; a request that sends nothing for a while (it waits, or
+does not stream) would run on. So everything long runs beside a task that waits for the disconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+_T = TypeVar("_T")
+DONE = b"data: [DONE]\n\n"
+
+
+def sse_event(data: Any) -> bytes:
+    """One event with a JSON payload."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The work's result; if the client goes away first, cancels it and raises ClientDisconnect.
+
+    The request's body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+class EventStream(Response):
+    """A text/event-stream of ready-made events; `source` is closed at the end, whatever the end is."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        # Proxies must neither keep events nor collect them (the second header is nginx's).
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientDisconnect):
+                await while_connected(receive, self._write(send))
+        finally:
+            await self._events.aclose()
+            await self._source.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with contextlib.suppress(OSError):  # the client is gone
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

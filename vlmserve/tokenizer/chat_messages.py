@@ -1,0 +1,136 @@
+"""OpenAI chat messages to what a chat template takes, and the media they bring, in prompt order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlmserve.common.errors import BadRequestError
+
+Message = Mapping[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_VIDEO_PARTS = ("video_url", "video")
+_OTHER_PARTS = ("input_audio", "audio_url", "file")
+_PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageRef:
+    """A picture named in a message. source: a URL, or (offline) a file's bytes, its Path or a Pillow picture.
+
+    param: where it stands in the request, e.g. "messages[0].content[1]", for errors about it.
+    """
+
+    source: Any
+    param: str
+    detail: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateMessages:
+    """Messages for the template; the n-th image placeholder it writes stands for images[n]."""
+
+    messages: list[dict[str, Any]]
+    images: list[ImageRef]
+
+
+def to_template_messages(messages: Sequence[Message], *, reserved: Collection[str] = ()) -> TemplateMessages:
+    """Convert OpenAI messages (plain dicts): "developer" is "system", a picture is {"type": "image"}.
+
+    reserved: texts of placeholder tokens; written out in a message they would ask for a picture that is not there.
+    Raises BadRequestError naming the message or part.
+    """
+    if not messages:
+        raise BadRequestError("messages must not be empty", param="messages")
+    converted: list[dict[str, Any]] = []
+    images: list[ImageRef] = []
+    for index, message in enumerate(messages):
+        converted.append(_convert_message(message, f"messages[{index}]", images, reserved))
+    return TemplateMessages(messages=converted, images=images)
+
+
+def _convert_message(message: Message, param: str, images: list[ImageRef], reserved: Collection[str]) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadRequestError(f"{param}.role is {role!r}; it must be one of {', '.join(ROLES)}", param=f"{param}.role")
+    content = message.get("content")
+    if content is None:
+        # Templates go through the content of every message; None would stop them.
+        content = ""
+    elif isinstance(content, str):
+        _check_text(content, f"{param}.content", reserved)
+    elif isinstance(content, Sequence):
+        content = [
+            _convert_part(part, f"{param}.content[{i}]", role, images, reserved) for i, part in enumerate(content)
+        ]
+    else:
+        raise BadRequestError(
+            f"{param}.content is a {type(content).__name__}; it must be text or a list of parts",
+            param=f"{param}.content",
+        )
+    result: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    result |= {key: message[key] for key in _PASSED_ON if message.get(key) is not None}
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_convert_tool_call(call) for call in message["tool_calls"]]
+    return result
+
+
+def _convert_part(
+    part: Any, param: str, role: str, images: list[ImageRef], reserved: Collection[str]
+) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise BadRequestError(f"{param} is a {type(part).__name__}; it must be an object with a type", param=param)
+    kind = part.get("type")
+    if kind in ("text", "refusal"):
+        text = part.get(kind)
+        if not isinstance(text, str):
+            raise BadRequestError(f"{param}.{kind} is missing or not text", param=f"{param}.{kind}")
+        _check_text(text, f"{param}.{kind}", reserved)
+        return {"type": "text", "text": text}
+    if kind in ("image_url", "image"):
+        if role != "user":
+            raise BadRequestError(f"{param}: pictures belong into user messages, this one is of {role!r}", param=param)
+        images.append(_image_ref(part, kind, param))
+        return {"type": "image"}
+    if kind in _VIDEO_PARTS or kind in _OTHER_PARTS:
+        raise BadRequestError(
+            f"{param}: parts of type {kind!r} are not supported yet", param=param, code="unsupported_content"
+        )
+    raise BadRequestError(
+        f"{param}.type is {kind!r}; it must be text, image_url or image", param=f"{param}.type", code="invalid_value"
+    )
+
+
+def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
+    value: Any = part.get(kind)
+    detail = part.get("detail")
+    if kind == "image_url" and isinstance(value, Mapping):
+        value, detail = value.get("url"), value.get("detail")
+    if value is None or (kind == "image_url" and not isinstance(value, str)):
+        raise BadRequestError(f"{param}.{kind} has no url", param=f"{param}.{kind}")
+    return ImageRef(source=value, param=param, detail=detail)
+
+
+def _convert_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI carries arguments as JSON text; templates want the object (and get the text if it is none)."""
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            parsed = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            parsed = None
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+    return {**call, "function": function}
+
+
+def _check_text(text: str, param: str, reserved: Collection[str]) -> None:
+    for word in reserved:
+        if word in text:
+            raise BadRequestError(
+                f"{param} contains {word!r}, which stands for media in the prompt; send the media as a part of its own",
+                param=param,
+            )

@@ -1,0 +1,190 @@
+"""From messages or text to `TokenizedGenerateReqInput`: the part of the way that the server and the offline LLM share.
+
+Three steps, so that a caller can load media between them as it likes: `tokenize` (template, ids, checks that need no
+media), `expand` (media into the prompt), `build` (one message per choice). All are synchronous, none keeps state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from processors.base import ProcessedImage
+from vlmserve.common.errors import BadRequestError
+from vlmserve.media import ExpandedPrompt, RequestMedia
+from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
+from vlmserve.tokenizer.chat_messages import ImageRef, to_template_messages
+from vlmserve.tokenizer.chat_template import ChatTemplate
+from vlmserve.tokenizer.sampling import (
+    SamplingDefaults,
+    SamplingOverrides,
+    choice_params,
+    verify_num_logprobs,
+    verify_sampling_params,
+)
+from vlmserve.tokenizer.text_tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatPrompt:
+    """A conversation in OpenAI's form (plain dicts), to be rendered by the chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPrompt:
+    """A prompt that is rendered already; images[i] stands at its i-th image placeholder."""
+
+    text: str
+    images: tuple[ImageRef, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateReqInput:
+    """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput."""
+
+    request_id: str
+    prompt: ChatPrompt | TextPrompt
+    sampling: SamplingOverrides = field(default_factory=SamplingOverrides)
+    n: int = 1
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedPrompt:
+    """A prompt's ids before media are expanded, its media, and the verified sampling parameters."""
+
+    ids: list[int]
+    images: list[ImageRef]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestLimits:
+    """max_model_len: context length in tokens, prompt and answer together. vocab_size: ids of the model.
+
+    max_images: most pictures in a request.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_images: int = 64
+
+
+class RequestBuilder:
+    """Makes scheduler requests. Safe to share between threads.
+
+    media_placeholders: texts of the tokens that stand for media in a prompt (every Qwen-VL family has these two).
+    Written out in a message they would ask for a picture that is not there, so they are refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate,
+        expander: RequestMedia,
+        limits: RequestLimits,
+        defaults: SamplingDefaults | None = None,
+        media_placeholders: Sequence[str] = ("<|image_pad|>", "<|video_pad|>"),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._template = template
+        self._expander = expander
+        self._defaults = defaults or SamplingDefaults()
+        self._placeholders = tuple(media_placeholders)
+
+    def tokenize(self, request: GenerateReqInput, *, default_seed: int = 0) -> TokenizedPrompt:
+        """Check, render and tokenise. Raises BadRequestError (parameters, messages, context_length_exceeded).
+
+        default_seed: used where the request brings no seed.
+        """
+        verify_num_logprobs(request.num_logprobs)
+        params = self._defaults.apply(request.sampling)
+        verify_sampling_params(params, vocab_size=self.limits.vocab_size)
+        if request.sampling.seed is None:
+            params = replace(params, seed=default_seed)
+        text, images = self._render(request.prompt)
+        if len(images) > self.limits.max_images:
+            raise BadRequestError(
+                f"the request has {len(images)} pictures, the limit is {self.limits.max_images} "
+                "(setting --max-images-per-request)",
+                param="messages",
+            )
+        # A token has at most so many bytes (and normalisation composes at most 4 characters to one), so an endless
+        # text is refused before it is tokenised.
+        self._check_prompt_length(len(text) // (4 * self.tokenizer.longest_token_bytes()), at_least=True)
+        ids = self.tokenizer.encode(text)
+        self._check_prompt_length(len(ids), at_least=bool(images))
+        return TokenizedPrompt(ids=ids, images=images, params=params)
+
+    def expand(self, prompt: TokenizedPrompt, images: Sequence[ProcessedImage]) -> ExpandedPrompt:
+        """Put processed pictures, in the order of `prompt.images`, at their placeholders. Takes milliseconds."""
+        try:
+            return self._expander.process(prompt.ids, images)
+        except BadRequestError as error:
+            error.param = error.param or "messages"
+            raise
+
+    def build(
+        self, request: GenerateReqInput, prompt: TokenizedPrompt, expanded: ExpandedPrompt
+    ) -> list[TokenizedGenerateReqInput]:
+        """One message per choice, with rids REQUEST_ID-0, -1 ... Raises BadRequestError (context_length_exceeded)."""
+        length = len(expanded.input_ids)
+        self._check_prompt_length(length)
+        params = replace(prompt.params, max_new_tokens=self._new_tokens(length, prompt.params.max_new_tokens))
+        return [
+            TokenizedGenerateReqInput(
+                rid=f"{request.request_id}-{index}",
+                input_ids=expanded.input_ids,
+                sampling_params=choice_params(params, index),
+                mm_inputs=expanded.mm_inputs,
+                num_logprobs=request.num_logprobs,
+            )
+            for index in range(request.n)
+        ]
+
+    def _render(self, prompt: ChatPrompt | TextPrompt) -> tuple[str, list[ImageRef]]:
+        if isinstance(prompt, TextPrompt):
+            return prompt.text, list(prompt.images)
+        converted = to_template_messages(prompt.messages, reserved=self._placeholders)
+        text = self._template.render(
+            converted.messages,
+            tools=prompt.tools,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            kwargs=prompt.template_kwargs,
+        )
+        return text, converted.images
+
+    def _check_prompt_length(self, length: int, *, at_least: bool = False) -> None:
+        limit = self.limits.max_model_len
+        if length < 1 and not at_least:
+            raise BadRequestError("the prompt is empty", param="messages")
+        if length >= limit:
+            raise BadRequestError(
+                f"the prompt has {'at least ' if at_least else ''}{length} tokens; with one token of answer it must "
+                f"fit the context of {limit} tokens (setting --max-model-len)",
+                param="messages",
+                code="context_length_exceeded",
+            )
+
+    def _new_tokens(self, length: int, wanted: int | None) -> int:
+        left = self.limits.max_model_len - length
+        if wanted is None:
+            return left
+        if wanted > left:
+            raise BadRequestError(
+                f"max_tokens is {wanted}, but after the prompt's {length} tokens the context of "
+                f"{self.limits.max_model_len} tokens has room for {left} (setting --max-model-len)",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return wanted

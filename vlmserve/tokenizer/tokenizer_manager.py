@@ -1,0 +1,270 @@
+"""The API process's end of the engine: requests in, text out, for any number of clients on one event loop.
+
+Order of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
+-> expanded in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever iterates. Closing
+the iterator early, at any of these points, takes everything back; what the scheduler already has is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.media import RequestMedia
+from vlmserve.messages import (
+    AbortReq,
+    BatchTextOutput,
+    GetStatsReq,
+    SchedulerInput,
+    SchedulerStats,
+    TextOutput,
+    TokenizerManagerInput,
+)
+from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class EngineUnavailableError(EngineError):
+    """The engine is starting or gone: answered with 503."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceOutput:
+    """New text of choice `index` of a request."""
+
+    index: int
+    output: TextOutput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestStats:
+    """What became of one choice, in tokens and seconds; for metrics and logs.
+
+    finish: "stop", "length", "abort" or "error". ttft_s: until the first output. prompt_tokens and cached_tokens are
+    given for choice 0 only, so that sums count a prompt once.
+    """
+
+    finish: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_s: float | None
+    e2e_s: float
+
+    @property
+    def seconds_per_output_token(self) -> float | None:
+        """Mean time between tokens after the first."""
+        if self.ttft_s is None or self.completion_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.completion_tokens - 1)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One answer under way at the scheduler."""
+
+    index: int
+    outputs: asyncio.Queue[ChoiceOutput | Exception]
+    started: float
+    first_output: float | None = None
+    last: TextOutput | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    started: float
+    outputs: asyncio.Queue[ChoiceOutput | Exception] = field(default_factory=asyncio.Queue)
+    rids: list[str] = field(default_factory=list)
+
+
+class TokenizerManager:
+    """Serves `generate` calls of one event loop; `handle` brings what the other processes say.
+
+    send: hands a message to the scheduler, without blocking. max_pending: choices in the house (waiting, running or
+    being prepared) above which requests are refused with 429; max_pending_setting is what the message names.
+    observe: is told what became of each choice.
+    """
+
+    def __init__(
+        self,
+        *,
+        builder: RequestBuilder,
+        media: RequestMedia,
+        send: Callable[[SchedulerInput], None],
+        max_pending: int,
+        max_pending_setting: str = "--max-queued-requests",
+        observe: Callable[[RequestStats], None] | None = None,
+        num_threads: int = 2,
+        ready: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.builder = builder
+        self._media = media
+        self._send = send
+        self._max_pending = max_pending
+        self._max_pending_setting = max_pending_setting
+        self.observe = observe
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="vlmserve-tokenize")
+        self._unavailable: str | None = None if ready else "the engine is starting"
+        self._pending = 0
+        self._choices: dict[str, _Choice] = {}
+        self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
+
+    @property
+    def num_pending(self) -> int:
+        """Choices in the house: zero when idle."""
+        return self._pending
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why the engine cannot answer now, or None when it can."""
+        return self._unavailable
+
+    def mark_ready(self) -> None:
+        """The engine has loaded its model."""
+        self._unavailable = None
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: requests under way fail now, later ones are refused, all with 503. May be repeated."""
+        self._unavailable = reason
+        for choice in self._choices.values():
+            choice.outputs.put_nowait(EngineUnavailableError(reason))
+            self._report(choice, "error")
+        self._choices.clear()
+        for waiter in self._stats_waiters:
+            waiter.cancel()
+        self._stats_waiters.clear()
+
+    def close(self) -> None:
+        """Stop the threads; `generate` must not be called any more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
+        """The outputs of all choices as they come, each choice's last one with a finish_reason.
+
+        Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
+        for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
+        """
+        self._check_available()
+        self._check_room(request.n)
+        self._pending += request.n
+        state = _Request(started=self._clock())
+        try:
+            await self._submit(request, state)
+            left = request.n
+            while left:
+                item = await state.outputs.get()
+                if isinstance(item, Exception):
+                    raise item
+                left -= item.output.finish_reason is not None
+                yield item
+        finally:
+            self._pending -= request.n
+            for rid in state.rids:
+                choice = self._choices.pop(rid, None)
+                if choice is not None:
+                    self._report(choice, "abort")
+                    self._send(AbortReq(rid=rid))
+
+    def handle(self, message: TokenizerManagerInput) -> None:
+        """Take a message of the detokenizer (or, passed on by it, the scheduler). Never raises for unknown rids."""
+        if isinstance(message, BatchTextOutput):
+            for output in message.outputs:
+                self._handle_output(output)
+        else:
+            for waiter in self._stats_waiters:
+                if not waiter.done():
+                    waiter.set_result(message)
+            self._stats_waiters.clear()
+
+    async def scheduler_stats(self, timeout_s: float = 1.0) -> SchedulerStats | None:
+        """The scheduler's figures, or None if it is gone or too busy to tell in time."""
+        if self._unavailable is not None:
+            return None
+        waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        try:
+            self._send(GetStatsReq())
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wait([waiter])
+            return None if waiter.cancelled() else waiter.result()
+        except TimeoutError:
+            return None
+        finally:
+            if waiter in self._stats_waiters:
+                self._stats_waiters.remove(waiter)
+
+    async def _submit(self, request: GenerateReqInput, state: _Request) -> None:
+        seed = secrets.randbits(63)
+        prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
+        images = await self._media.load(prompt.images) if prompt.images else []
+        expanded = await self._in_thread(self.builder.expand, prompt, images)
+        messages = self.builder.build(request, prompt, expanded)
+        self._check_available()
+        for index, message in enumerate(messages):
+            self._choices[message.rid] = _Choice(index=index, outputs=state.outputs, started=state.started)
+            state.rids.append(message.rid)
+            self._send(message)
+
+    async def _in_thread(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        def call() -> Any:
+            return function(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def _handle_output(self, output: TextOutput) -> None:
+        choice = self._choices.get(output.rid)
+        if choice is None:  # its client is gone
+            return
+        choice.last = output
+        if choice.first_output is None:
+            choice.first_output = self._clock()
+        finish = output.finish_reason
+        if finish is not None:
+            del self._choices[output.rid]
+            self._report(choice, finish.type)
+        if finish is not None and finish.type == "error":
+            message = finish.message or "the engine failed on this request"
+            bad = 400 <= finish.status < 500
+            choice.outputs.put_nowait(BadRequestError(message, status=finish.status) if bad else EngineError(message))
+        elif finish is not None and finish.type == "abort":
+            choice.outputs.put_nowait(EngineError(finish.message or "the engine aborted this request"))
+        else:
+            choice.outputs.put_nowait(ChoiceOutput(index=choice.index, output=output))
+
+    def _report(self, choice: _Choice, finish: str) -> None:
+        if self.observe is None:
+            return
+        last, first = choice.last, choice.index == 0
+        self.observe(
+            RequestStats(
+                finish=finish,
+                prompt_tokens=last.prompt_tokens if last and first else 0,
+                cached_tokens=last.cached_tokens if last and first else 0,
+                completion_tokens=last.completion_tokens if last else 0,
+                ttft_s=None if choice.first_output is None else choice.first_output - choice.started,
+                e2e_s=self._clock() - choice.started,
+            )
+        )
+
+    def _check_available(self) -> None:
+        if self._unavailable is not None:
+            raise EngineUnavailableError(self._unavailable)
+
+    def _check_room(self, n: int) -> None:
+        if self._pending + n > self._max_pending:
+            raise BadRequestError(
+                f"{self._pending} answers are waiting or running and this request asks for {n}, the limit is "
+                f"{self._max_pending} (setting {self._max_pending_setting}); try again later",
+                status=429,
+                code="rate_limit_exceeded",
+            )
