@@ -1,0 +1,125 @@
+"""The command line: what is printed, and the exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from vlmserve import __version__, cli, launch
+from vlmserve.common.errors import CheckpointError, EngineError
+from vlmserve.settings import ServerSettings, iter_settings
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
+    """The settings of every server that would have been started."""
+    seen: list[ServerSettings] = []
+    monkeypatch.setattr(launch, "launch_server", lambda settings: seen.append(settings) or 0)
+    return seen
+
+
+def test_serve_takes_its_settings_from_flags(launched: list[ServerSettings]) -> None:
+    words = "serve ./ckpt --port 0 --page-size 1 --enable-mixed-chunk --chunked-prefill-size -1 --dtype float32"
+    assert cli.main(words.split()) == 0
+    [settings] = launched
+    assert settings.port == 0
+    engine = settings.engine
+    assert (engine.model, engine.page_size, engine.enable_mixed_chunk) == ("./ckpt", 1, True)
+    assert (engine.chunked_prefill_size, engine.dtype) == (-1, "float32")
+
+
+def test_switches_can_be_turned_off_again(launched: list[ServerSettings], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLMSERVE_DISABLE_RADIX_CACHE", "1")
+    assert cli.main(["serve"]) == 0
+    assert cli.main(["serve", "--no-disable-radix-cache"]) == 0
+    assert [settings.engine.disable_radix_cache for settings in launched] == [True, False]
+
+
+def test_the_model_may_be_a_flag_but_not_two_models(
+    launched: list[ServerSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--model", "a"]) == 0
+    assert cli.main(["serve", "a", "--model", "a"]) == 0
+    assert [settings.engine.model for settings in launched] == ["a", "a"]
+    assert cli.main(["serve", "a", "--model", "b"]) == 2
+    assert "MODEL is 'a' but --model is 'b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["serve", "--page-size", "0"], "--page-size is 0; it must be 1 or more"),
+        (["serve", "--config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),
+    ],
+)
+def test_wrong_settings_end_with_2(
+    words: list[str], complaint: str, launched: list[ServerSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("vlmserve: error: ")
+    assert complaint in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+    assert launched == []
+
+
+@pytest.mark.parametrize("words", [[], ["serv"], ["serve", "--page-siz", "1"], ["serve", "a", "b"], ["bench"]])
+def test_a_wrong_command_line_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no config.json in /x"), OSError("port 1 is taken")])
+def test_a_failure_is_one_line_and_1(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(settings: ServerSettings) -> int:
+        raise error
+
+    monkeypatch.setattr(launch, "launch_server", fail)
+    assert cli.main(["serve"]) == 1
+    assert capsys.readouterr().err == f"vlmserve: error: {error}\n"
+
+
+def test_debug_shows_where_a_failure_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(settings: ServerSettings) -> int:
+        raise EngineError("broken")
+
+    monkeypatch.setattr(launch, "launch_server", fail)
+    with pytest.raises(EngineError):
+        cli.main(["serve", "--log-level", "debug"])
+
+
+def test_help_names_every_setting_once_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    flags = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")]
+    listed = {flag for flag in flags if not flag.startswith("--no-")}
+    assert listed >= {"--" + setting.name.replace("_", "-") for setting in iter_settings()}
+    assert "[default: 8000]" in text
+    assert "VLMSERVE_PAGE_SIZE=16" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"vlmserve {__version__}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from vlmserve import cli\n"
+        "try: cli.main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'pydantic', 'zmq', 'fastapi', 'transformers', 'numpy'}\n"
+        "print(*sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "\n"

@@ -1,0 +1,174 @@
+"""Settings: one definition, four sources, clear complaints."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from vlmserve.checks import SettingsError, check_engine_args
+from vlmserve.engine_args import EngineArgs
+from vlmserve.settings import ServerSettings, iter_settings, load_settings
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in iter_settings():
+        monkeypatch.delenv(f"VLMSERVE_{setting.name.upper()}", raising=False)
+    monkeypatch.delenv("VLMSERVE_CONFIG", raising=False)
+
+
+def _value(settings: ServerSettings, name: str) -> object:
+    return getattr(settings, name) if hasattr(settings, name) else getattr(settings.engine, name)
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    assert load_settings({}) == ServerSettings(engine=EngineArgs(model=""))
+
+
+def test_every_setting_can_come_from_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {setting.name for setting in iter_settings()} == (
+        {field.name for field in dataclasses.fields(EngineArgs)}
+        | {field.name for field in dataclasses.fields(ServerSettings)} - {"engine"}
+    )
+    for setting in iter_settings():
+        other = _another_value(setting.type, setting.default, setting.name, tmp_path)
+        text = str(other)
+        assert _value(load_settings({setting.name: text}), setting.name) == other
+        monkeypatch.setenv(f"VLMSERVE_{setting.name.upper()}", text)
+        assert _value(load_settings({}), setting.name) == other
+        monkeypatch.delenv(f"VLMSERVE_{setting.name.upper()}")
+        file = tmp_path / "settings.yaml"
+        shown = f'"{text}"' if isinstance(other, str) else text.lower()
+        file.write_text(f"{setting.name.replace('_', '-')}: {shown}\n")
+        assert _value(load_settings({}, config=str(file)), setting.name) == other
+
+
+def _another_value(type_: typing.Any, default: object, name: str, folder: Path) -> object:
+    if name == "page_size":
+        return 32  # chunks are whole pages
+    if name == "allowed_local_media_path":
+        return str(folder)
+    if type_ is bool:
+        return not default
+    if typing.get_origin(type_) is typing.Literal:
+        return typing.get_args(type_)[-1]
+    if int in (type_, *typing.get_args(type_)):
+        return 4096 if default != 4096 else 8192
+    if float in (type_, *typing.get_args(type_)):
+        return 0.5
+    return "something"
+
+
+def test_flag_over_variable_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("page_size: 2\nport: 2\nmax-model-len: 2\n")
+    monkeypatch.setenv("VLMSERVE_PAGE_SIZE", "4")
+    monkeypatch.setenv("VLMSERVE_PORT", "4")
+    settings = load_settings({"page_size": "8"}, config=str(file))
+    assert (settings.engine.page_size, settings.port, settings.engine.max_model_len) == (8, 4, 2)
+    assert settings.host == "127.0.0.1"
+
+
+def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 1234")
+    monkeypatch.setenv("VLMSERVE_CONFIG", str(file))
+    assert load_settings({}).port == 1234
+
+
+def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLMSERVE_PORT", "")
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert load_settings({}, config=str(tmp_path / "empty.yaml")) == load_settings({})
+
+
+@pytest.mark.parametrize("chunk", [-1, 16, 64, 2048])
+@pytest.mark.parametrize("page", [1, 16])
+def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
+    settings = load_settings({"chunked_prefill_size": str(chunk), "page_size": str(page)})
+    assert settings.engine.chunked_prefill_size == chunk
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"page_size": "0"}, "--page-size is 0; it must be 1 or more"),
+        ({"page_size": "x"}, "--page-size is 'x'; it must be a whole number"),
+        ({"page_size": "1.5"}, "--page-size is '1.5'; it must be a whole number"),
+        ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ({"chunked_prefill_size": "0"}, "--chunked-prefill-size is 0; it must be -1 (whole prompts), or a positive"),
+        ({"chunked_prefill_size": "-2"}, "--chunked-prefill-size is -2; it must be -1"),
+        ({"chunked_prefill_size": "24"}, "it must be -1 (whole prompts), or a multiple of --page-size, which is 16"),
+        ({"max_total_tokens": "8"}, "--max-total-tokens is 8; it must be at least one page (--page-size is 16)"),
+        ({"mem_fraction_static": "1.5"}, "--mem-fraction-static is 1.5; it must be above 0 and at most 1"),
+        ({"mem_fraction_static": "nan"}, "--mem-fraction-static is nan; it must be above 0 and at most 1"),
+        ({"mem_fraction_static": "lots"}, "--mem-fraction-static is 'lots'; it must be a number"),
+        ({"enable_mixed_chunk": "perhaps"}, "--enable-mixed-chunk is 'perhaps'; it must be true or false"),
+        ({"max_running_requests": "0"}, "--max-running-requests is 0; it must be 1 or more"),
+        ({"max_model_len": "0"}, "--max-model-len is 0; it must be 1 or more, or left out"),
+        ({"port": "65536"}, "--port is 65536; it must be between 0 and 65535"),
+        ({"media_timeout_s": "0"}, "--media-timeout-s is 0.0; it must be above 0"),
+        ({"allowed_local_media_path": "/no/such"}, "--allowed-local-media-path is '/no/such'; it must be an existing"),
+        ({"log_level": "loud"}, "--log-level is 'loud'; it must be 'debug', 'info', 'warning' or 'error'"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(flags: dict[str, str], complaint: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags)
+    assert complaint in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_all_wrong_values_are_told_at_once_each_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max-queued-requests: many\npage-sise: 4\nnonsense: 1\n")
+    monkeypatch.setenv("VLMSERVE_NUM_THREADS", "few")
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"port": "http"}, config=str(file))
+    assert set(str(caught.value).splitlines()) == {
+        "--port is 'http'; it must be a whole number",
+        "VLMSERVE_NUM_THREADS is 'few'; it must be a whole number",
+        f"{file}: max_queued_requests is 'many'; it must be a whole number",
+        f"{file}: page_sise: no such setting; did you mean page_size?",
+        f"{file}: nonsense: no such setting; `vlmserve serve --help` lists all",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("- a\n- b\n", "must hold 'setting: value' lines"),
+        ("page-size: [1\n", "not YAML"),
+        ("page-size: 1\npage_size: 2\n", "'page_size' is given twice"),
+        ("1: 2\n", "must hold 'setting: value' lines"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_broken_file_is_told(tmp_path: Path, content: str | None, complaint: str) -> None:
+    file = tmp_path / "settings.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SettingsError, match=complaint) as caught:
+        load_settings({}, config=str(file))
+    assert str(file) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("preset", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_presets_are_accepted(preset: Path) -> None:
+    assert load_settings({}, config=str(preset)) != load_settings({})
+
+
+def test_there_are_presets() -> None:
+    assert {path.name for path in CONFIGS.glob("*.yaml")} >= {"cpu.yaml", "h200.yaml"}
+
+
+def test_engine_settings_can_be_checked_alone() -> None:
+    check_engine_args(EngineArgs(model="m"))
+    with pytest.raises(SettingsError, match="--page-size is 0"):
+        check_engine_args(EngineArgs(model="m", page_size=0))
