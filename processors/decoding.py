@@ -80,6 +80,12 @@ def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
         )
     try:
         image = _open(found, data)
+    except Image.DecompressionBombError:  # some plugins ask before we can; Pillow's limit is above any sensible one
+        raise BadRequestError(
+            f"the {found.name} picture has far more pixels; the limit is {limits.max_image_pixels} "
+            "(setting max_image_pixels)",
+            code="image_too_large",
+        ) from None
     except Exception as error:  # Pillow's plugins raise whatever a broken header makes them stumble over
         raise BadRequestError(f"the {found.name} picture is broken: {_words(error)}", code=_CODE) from error
     check_pixels(image, limits)

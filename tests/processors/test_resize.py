@@ -95,9 +95,8 @@ def test_pictures_together_are_what_transformers_makes_of_them_together(tmp_path
 
 @pytest.mark.parametrize(("resample", "mode"), [(2, "bilinear"), (3, "bicubic")])
 def test_both_resampling_modes_are_transformers(resample, mode):
-    from torchvision.transforms.v2 import functional as tv
-
     import torch
+    from torchvision.transforms.v2 import functional as tv
 
     pixels = noise(90, 61)
     interpolation = {2: tv.InterpolationMode.BILINEAR, 3: tv.InterpolationMode.BICUBIC}[resample]
