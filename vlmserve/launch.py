@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
-from vlmserve.common.errors import EngineError
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import ChildMain, ChildProcess, wait_until_ready
@@ -115,9 +114,10 @@ def launch_server(
                 children.append(child)
             # The scheduler needs the cores more than this process, whose work (pictures) has its own threads.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
+            make_frontend = make_frontend or _http_frontend()
             reports = wait_until_ready(children, settings.startup_timeout_s)
             serving = _Serving(settings, model_name, channels, children, listener)
-            return asyncio.run(serving.run(reports["scheduler"], make_frontend or _make_frontend))
+            return asyncio.run(serving.run(reports["scheduler"], make_frontend))
         except _StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
             return 0
@@ -254,8 +254,13 @@ class _Serving:
                 logger.exception("a message from the engine could not be handled")
 
 
-def _make_frontend(inputs: FrontendInputs) -> Frontend:
-    raise EngineError("no frontend yet")
+def _http_frontend() -> MakeFrontend:
+    """The real frontend's maker. Importing it takes seconds, best spent while the scheduler loads the model."""
+    from vlmserve.server.frontend import make_frontend
+
+    return lambda inputs: make_frontend(
+        inputs.settings, max_model_len=inputs.info.max_model_len, model_name=inputs.model_name, send=inputs.send
+    )
 
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
