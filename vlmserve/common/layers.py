@@ -1,0 +1,99 @@
+"""Small layers that towers and decoders share. They round where transformers' do, so 16-bit answers stay close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vlmserve.common.errors import CheckpointError
+from vlmserve.common.linear import Linear, MergedLinear
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x), the approximation of GELU that CLIP uses."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"silu": F.silu, "gelu": F.gelu, "quick_gelu": quick_gelu, "gelu_pytorch_tanh": gelu_tanh}
+)
+
+
+def activation(name: str) -> Activation:
+    """An activation by its name in config.json (`hidden_act`); CheckpointError for one that is not known."""
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(f"hidden_act is {name!r}; supported are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); the division in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        return rms_normalise(x, self.eps).mul_(self.weight)
+
+
+def rms_normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """A new tensor x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32, in x's dtype."""
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last dimension with weight and bias."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Embedding(nn.Module):
+    """A table of rows [count, size]."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, size), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 [...] -> [..., size]."""
+        return F.embedding(ids, self.weight)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, size: int, intermediate_size: int, act: Activation, *, bias: bool) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(size, parts, bias=bias)
+        self.down_proj = Linear(intermediate_size, size, bias=bias)
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, size] -> [N, size]."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate).mul_(up))
