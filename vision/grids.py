@@ -1,0 +1,131 @@
+"""What a tower must know of the grids it encodes: positions, attention segments, windows.
+
+Patches of an item come frame by frame, and within a frame in blocks of merge x merge (rows of blocks, blocks of a row,
+rows of a block, patches of a row), so that the patches of one output row lie side by side. All tensors are on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+Grid = tuple[int, int, int]
+
+
+def check_grids(grids: Sequence[Grid], num_patches: int, merge: int) -> None:
+    """Raises ValueError unless the grids (t, h, w) are mergeable and have `num_patches` patches together."""
+    for t, h, w in grids:
+        if t < 1 or h < merge or w < merge or h % merge or w % merge:
+            raise ValueError(f"grid {(t, h, w)}: t must be 1 or more, h and w positive multiples of {merge}")
+    total = sum(t * h * w for t, h, w in grids)
+    if total != num_patches:
+        raise ValueError(f"the grids have {total} patches, and there are {num_patches} rows of pixels")
+
+
+def patch_coordinates(grids: Iterable[Grid], merge: int) -> torch.Tensor:
+    """int64 [2, P]: row and column of every patch in its frame."""
+    parts = []
+    for t, h, w in grids:
+        rows = torch.arange(h)[:, None].expand(h, w)
+        columns = torch.arange(w).expand(h, w)
+        blocks = torch.stack((rows, columns)).view(2, h // merge, merge, w // merge, merge)
+        parts.append(blocks.transpose(2, 3).reshape(2, h * w).repeat(1, t))
+    return torch.cat(parts, dim=1)
+
+
+def interpolation(grids: Iterable[Grid], merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bilinear resampling of a [side * side] table of positions to every grid, corners aligned.
+
+    Returns table rows int64 [P, 4] and their weights float32 [P, 4] (the four neighbours; as in transformers'
+    `get_vision_interpolation_indices_and_weights`).
+    """
+    rows, weights = [], []
+    for t, h, w in grids:
+        y_taps, y_weights = _axis_taps(h, side)
+        x_taps, x_weights = _axis_taps(w, side)
+        y, x = patch_coordinates([(1, h, w)], merge)
+        table_rows = y_taps[y][:, :, None] * side + x_taps[x][:, None, :]
+        products = y_weights[y][:, :, None] * x_weights[x][:, None, :]
+        rows.append(table_rows.reshape(-1, 4).repeat(t, 1))
+        weights.append(products.reshape(-1, 4).repeat(t, 1))
+    return torch.cat(rows), torch.cat(weights)
+
+
+def _axis_taps(size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two table places around each of `size` evenly spread positions, and their weights, both [size, 2]."""
+    place = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
+    below = place.floor()
+    taps = torch.stack((below, below + 1), dim=1)
+    weights = (1 - (place[:, None] - taps).abs()).clamp_(min=0)
+    return taps.long().clamp_(0, side - 1), weights
+
+
+def window_order(grids: Iterable[Grid], merge: int, window: int) -> tuple[torch.Tensor, list[int]]:
+    """The order that makes attention windows contiguous (Qwen2.5-VL).
+
+    window: its side in merged patches. Returns int64 [P / merge**2], at each place the merged patch that goes there,
+    and the windows' lengths in patches. Windows at the right and lower edge are smaller.
+    """
+    order: list[torch.Tensor] = []
+    lengths: list[int] = []
+    first = 0
+    for t, h, w in grids:
+        rows, columns = h // merge, w // merge
+        frame = torch.arange(rows * columns).view(rows, columns)
+        tiles = [tile for band in frame.split(window) for tile in band.split(window, dim=1)]
+        shuffled = torch.cat([tile.reshape(-1) for tile in tiles])
+        order.extend(shuffled + (first + index * rows * columns) for index in range(t))
+        lengths += [tile.numel() * merge**2 for tile in tiles] * t
+        first += t * rows * columns
+    return torch.cat(order), lengths
+
+
+def frame_lengths(grids: Iterable[Grid]) -> list[int]:
+    """Patches of every frame."""
+    return [h * w for t, h, w in grids for _ in range(t)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentGroup:
+    """Attention segments of one length. rows: their patches, segment by segment: a slice or int64 [count * length]."""
+
+    length: int
+    rows: slice | torch.Tensor
+
+
+def group_segments(lengths: Sequence[int], device: torch.device) -> list[SegmentGroup]:
+    """Consecutive segments, by length: those of one length are attended together."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    starts: dict[int, list[int]] = {}
+    for end, length in zip(ends, lengths, strict=True):
+        starts.setdefault(length, []).append(end - length)
+    groups = []
+    for length, begins in starts.items():
+        if begins[-1] - begins[0] == length * (len(begins) - 1):
+            groups.append(SegmentGroup(length=length, rows=slice(begins[0], begins[-1] + length)))
+        else:
+            rows = (torch.tensor(begins)[:, None] + torch.arange(length)).view(-1)
+            groups.append(SegmentGroup(length=length, rows=rows.to(device)))
+    return groups
+
+
+def segment_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Iterable[SegmentGroup]
+) -> torch.Tensor:
+    """q, k, v [P, heads, dim], each patch attending to its own segment -> [P, heads, dim]."""
+    groups = list(groups)
+    if len(groups) == 1:
+        return _attend(q, k, v, groups[0].length)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for group in groups:
+        rows = group.rows
+        out[rows] = _attend(q[rows], k[rows], v[rows], group.length)
+    return out
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int) -> torch.Tensor:
+    q, k, v = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,60 @@
+"""Qwen2-VL's tower: LayerNorm blocks, full attention in every temporal patch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vision.blocks import (
+    NORM_EPS,
+    AxialRotary,
+    PatchEmbed,
+    QwenPatchMerger,
+    VisionAttention,
+    VisionBlock,
+    VisionMLP,
+    VisionTower,
+)
+from vision.config import TowerConfig
+from vision.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates
+from vlmserve.common.fields import Fields
+from vlmserve.common.layers import LayerNorm, activation
+
+
+class Qwen2VisionTower(VisionTower):
+    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+
+    def __init__(self, vision_config: dict[str, Any]) -> None:
+        super().__init__()
+        fields = Fields(vision_config, "vision_config")
+        # `hidden_size` is the decoder's width in this family, `embed_dim` the tower's
+        config = TowerConfig.from_fields(fields, size_field="embed_dim", out_size_field="hidden_size")
+        act = activation(fields.string("hidden_act", "quick_gelu"))
+        inner = int(config.size * fields.number("mlp_ratio", 4.0))
+        self.spatial_merge_size = config.merge_size
+        self.out_hidden_size = config.out_size
+        self.patch_embed = PatchEmbed(config.kernel, config.size, bias=False)
+        self.blocks = nn.ModuleList(
+            VisionBlock(
+                lambda: LayerNorm(config.size, NORM_EPS),
+                VisionAttention(config.size, config.num_heads),
+                VisionMLP(("fc1", "fc2"), (config.size, inner, config.size), act),
+            )
+            for _ in range(config.depth)
+        )
+        merged = config.size * config.merge_size**2
+        self.merger = QwenPatchMerger(LayerNorm(config.size, NORM_EPS), merged, config.out_size, activation("gelu"))
+        self._rotary = AxialRotary(config.head_dim, config.rope_theta)
+
+    def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
+        """See `VisionTower.forward`."""
+        check_grids(grid_thw, len(pixel_values), self.spatial_merge_size)
+        x = self.patch_embed(pixel_values)
+        rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
+        segments = group_segments(frame_lengths(grid_thw), x.device)
+        for block in self.blocks:
+            x = block(x, rotary, segments)
+        return self.merger(x)

@@ -1,0 +1,71 @@
+"""Qwen2.5-VL's tower: RMSNorm and gated MLPs; windows of attention, and a few layers over the whole temporal patch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vision.blocks import (
+    NORM_EPS,
+    AxialRotary,
+    PatchEmbed,
+    QwenPatchMerger,
+    VisionAttention,
+    VisionBlock,
+    VisionTower,
+)
+from vision.config import TowerConfig
+from vision.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates, window_order
+from vlmserve.common.errors import CheckpointError
+from vlmserve.common.fields import Fields
+from vlmserve.common.layers import GatedMLP, RMSNorm, activation
+
+
+class Qwen2_5VisionTower(VisionTower):
+    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+
+    def __init__(self, vision_config: dict[str, Any]) -> None:
+        super().__init__()
+        fields = Fields(vision_config, "vision_config")
+        config = TowerConfig.from_fields(fields)
+        act = activation(fields.string("hidden_act", "silu"))
+        inner = fields.positive("intermediate_size")
+        window_pixels = fields.positive("window_size", 112)
+        self._window = window_pixels // config.merge_size // config.kernel[-1]
+        if self._window < 1:
+            raise CheckpointError(f"vision_config: window_size {window_pixels} is less than one merged patch")
+        self._full_attention = frozenset(fields.integers("fullatt_block_indexes", (7, 15, 23, 31)))
+        self.spatial_merge_size = config.merge_size
+        self.out_hidden_size = config.out_size
+        self.patch_embed = PatchEmbed(config.kernel, config.size, bias=False)
+        self.blocks = nn.ModuleList(
+            VisionBlock(
+                lambda: RMSNorm(config.size, NORM_EPS),
+                VisionAttention(config.size, config.num_heads),
+                GatedMLP(config.size, inner, act, bias=True),
+            )
+            for _ in range(config.depth)
+        )
+        merged = config.size * config.merge_size**2
+        self.merger = QwenPatchMerger(RMSNorm(config.size, NORM_EPS), merged, config.out_size, activation("gelu"))
+        self._rotary = AxialRotary(config.head_dim, config.rope_theta)
+
+    def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
+        """See `VisionTower.forward`. Between the first and the last layer, patches lie window by window."""
+        merge = self.spatial_merge_size
+        check_grids(grid_thw, len(pixel_values), merge)
+        order, window_lengths = window_order(grid_thw, merge, self._window)
+        patch_order = (order[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
+        x = self.patch_embed(pixel_values)
+        x = x[patch_order.to(x.device)]
+        rotary = self._rotary(patch_coordinates(grid_thw, merge)[:, patch_order], x.device)
+        # a frame's windows stay inside it, so frames are contiguous in either order
+        frames = group_segments(frame_lengths(grid_thw), x.device)
+        windows = group_segments(window_lengths, x.device)
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotary, frames if index in self._full_attention else windows)
+        rows = self.merger(x)
+        return torch.empty_like(rows).index_copy_(0, order.to(x.device), rows)

@@ -1,0 +1,96 @@
+"""Qwen3-VL's tower: learned positions, interpolated to the grid, and DeepStack rows from inner layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vision.blocks import NORM_EPS, AxialRotary, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, VisionTower
+from vision.config import TowerConfig
+from vision.grids import Grid, check_grids, frame_lengths, group_segments, interpolation, patch_coordinates
+from vlmserve.common.errors import CheckpointError
+from vlmserve.common.fields import Fields
+from vlmserve.common.layers import Embedding, LayerNorm, activation
+from vlmserve.common.linear import Linear
+
+
+class Qwen3PatchMerger(nn.Module):
+    """merge x merge neighbouring tokens -> one row; normalised before or (DeepStack) after they are joined."""
+
+    def __init__(self, config: TowerConfig, *, norm_joined: bool) -> None:
+        super().__init__()
+        self._merged_size = config.size * config.merge_size**2
+        self._norm_joined = norm_joined
+        self.norm = LayerNorm(self._merged_size if norm_joined else config.size, NORM_EPS)
+        self.linear_fc1 = Linear(self._merged_size, self._merged_size, bias=True)
+        self.linear_fc2 = Linear(self._merged_size, config.out_size, bias=True)
+        self._act = activation("gelu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [P, size] -> [P / merge**2, out_size]."""
+        if self._norm_joined:
+            x = self.norm(x.view(-1, self._merged_size))
+        else:
+            x = self.norm(x).view(-1, self._merged_size)
+        return self.linear_fc2(self._act(self.linear_fc1(x)))
+
+
+class Qwen3VisionTower(VisionTower):
+    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+
+    def __init__(self, vision_config: dict[str, Any]) -> None:
+        super().__init__()
+        fields = Fields(vision_config, "vision_config")
+        config = TowerConfig.from_fields(fields)
+        act = activation(fields.string("hidden_act", "gelu_pytorch_tanh"))
+        inner = fields.positive("intermediate_size")
+        positions = fields.positive("num_position_embeddings")
+        self._side = math.isqrt(positions)
+        self._taps = fields.integers("deepstack_visual_indexes", ())
+        if self._side**2 != positions:
+            raise CheckpointError(f"vision_config: num_position_embeddings is {positions}, and must be a square")
+        if list(self._taps) != sorted({tap for tap in self._taps if 0 <= tap < config.depth}):
+            raise CheckpointError(
+                f"vision_config: deepstack_visual_indexes is {list(self._taps)}, and must be ascending layers "
+                f"below {config.depth}"
+            )
+        self.spatial_merge_size = config.merge_size
+        self.out_hidden_size = config.out_size
+        self.num_deepstack_layers = len(self._taps)
+        self.patch_embed = PatchEmbed(config.kernel, config.size, bias=True)
+        self.pos_embed = Embedding(positions, config.size)
+        self.blocks = nn.ModuleList(
+            VisionBlock(
+                lambda: LayerNorm(config.size, NORM_EPS),
+                VisionAttention(config.size, config.num_heads),
+                VisionMLP(("linear_fc1", "linear_fc2"), (config.size, inner, config.size), act),
+            )
+            for _ in range(config.depth)
+        )
+        self.merger = Qwen3PatchMerger(config, norm_joined=False)
+        self.deepstack_merger_list = nn.ModuleList(Qwen3PatchMerger(config, norm_joined=True) for _ in self._taps)
+        self._rotary = AxialRotary(config.head_dim, config.rope_theta)
+
+    def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
+        """See `VisionTower.forward`. DeepStack rows follow the main ones in layer order."""
+        merge = self.spatial_merge_size
+        check_grids(grid_thw, len(pixel_values), merge)
+        x = self.patch_embed(pixel_values)
+        x = x + self._positions(grid_thw, x)
+        rotary = self._rotary(patch_coordinates(grid_thw, merge), x.device)
+        segments = group_segments(frame_lengths(grid_thw), x.device)
+        tapped: list[torch.Tensor] = []
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotary, segments)
+            if index in self._taps:
+                tapped.append(self.deepstack_merger_list[len(tapped)](x))
+        return torch.cat([self.merger(x), *tapped], dim=-1)
+
+    def _positions(self, grids: Sequence[Grid], like: torch.Tensor) -> torch.Tensor:
+        """Interpolated position embeddings [P, size], summed in float32 and in the dtype of `like`."""
+        rows, weights = (part.to(like.device) for part in interpolation(grids, self.spatial_merge_size, self._side))
+        return (self.pos_embed(rows) * weights[:, :, None]).sum(1).to(like.dtype)
