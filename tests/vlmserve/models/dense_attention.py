@@ -1,0 +1,66 @@
+"""The simplest attention there is, to test decoders without pools: every request's keys and values in a list."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmserve.attention.base import AttentionBackend, RadixAttention
+from vlmserve.executor.forward_batch import ForwardBatch, ForwardMode
+
+
+class DenseAttention(AttentionBackend):
+    """Keeps K and V by (layer, request row) and attends with explicit causal masks, in float32."""
+
+    def __init__(self) -> None:
+        self.kv: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Nothing to prepare."""
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        outs = []
+        lens = forward_batch.extend_lens
+        parts = zip(forward_batch.rows, q.split(lens), k.split(lens), v.split(lens), strict=True)
+        for row, row_q, row_k, row_v in parts:
+            key = (layer.layer_id, row)
+            if key in self.kv:
+                row_k, row_v = torch.cat((self.kv[key][0], row_k)), torch.cat((self.kv[key][1], row_v))
+            self.kv[key] = (row_k.clone(), row_v.clone())
+            groups = layer.num_heads // layer.num_kv_heads
+            keys = row_k.float().repeat_interleave(groups, 1)
+            values = row_v.float().repeat_interleave(groups, 1)
+            scores = torch.einsum("qhd,khd->hqk", row_q.float(), keys) * layer.scaling
+            past = len(keys) - len(row_q)
+            future = torch.ones(len(row_q), len(keys), dtype=torch.bool).triu(past + 1)
+            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            outs.append(torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype).flatten(1))
+        return torch.cat(outs)
+
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        return self.forward_extend(q, k, v, layer, forward_batch)
+
+
+def make_batch(
+    backend: AttentionBackend, input_ids: list[torch.Tensor], positions: list[torch.Tensor], prefix_lens: list[int]
+) -> ForwardBatch:
+    """A batch of requests 0..B-1: their new ids [L_i], positions [3, L_i], and how many tokens came before."""
+    extend_lens = [len(ids) for ids in input_ids]
+    rows = list(range(len(input_ids)))
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=torch.cat(input_ids),
+        positions=torch.cat(positions, dim=1),
+        req_pool_indices=torch.tensor(rows),
+        rows=rows,
+        seq_lens=[prefix + new for prefix, new in zip(prefix_lens, extend_lens, strict=True)],
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
+        out_cache_loc=torch.arange(sum(extend_lens)),
+        req_to_token_pool=None,  # type: ignore[arg-type]
+        kv_cache=None,  # type: ignore[arg-type]
+        attn_backend=backend,
+    )

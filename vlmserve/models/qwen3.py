@@ -1,0 +1,37 @@
+"""The decoder of Qwen3-VL: q and k normalised per head, M-RoPE interleaved."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmserve.common.layers import RMSNorm, rms_normalise
+from vlmserve.common.rotary import rotate
+from vlmserve.models.config import ModelConfig, ModelDefaults
+from vlmserve.models.decoder import Decoder, DecoderAttention, Rotation
+from vlmserve.models.rotary import MRotary, interleaved_axes
+
+QWEN3_DEFAULTS = ModelDefaults(rope_theta=500_000.0, mrope_section=(24, 20, 20))
+
+
+class Qwen3Attention(DecoderAttention):
+    """See `DecoderAttention`."""
+
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        super().__init__(config, layer_id, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def position(self, qk: torch.Tensor, rotary: Rotation) -> torch.Tensor:
+        """See `DecoderAttention.position`: q and k are divided by their norms in one go, weighted apart, and turned."""
+        qk = rms_normalise(qk, self.q_norm.eps)
+        qk[:, : self.num_heads].mul_(self.q_norm.weight)
+        qk[:, self.num_heads :].mul_(self.k_norm.weight)
+        return rotate(qk, *rotary)
+
+
+class Qwen3Decoder(Decoder):
+    """See `Decoder`. dtype: what it computes in."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        rotary = MRotary(config.head_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
+        super().__init__(config, lambda layer_id: Qwen3Attention(config, layer_id), rotary)

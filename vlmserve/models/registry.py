@@ -1,0 +1,105 @@
+"""Model families, and how a checkpoint becomes a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from vision.registry import make_tower
+from vlmserve.common.checkpoint import CheckpointReader, read_json
+from vlmserve.common.errors import CheckpointError
+from vlmserve.common.linear import share_workspace
+from vlmserve.common.weights import load_weights
+from vlmserve.model_path import resolve_model
+from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
+from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
+from vlmserve.models.qwen3 import QWEN3_DEFAULTS, Qwen3Decoder
+from vlmserve.models.vlm import VisionLanguageModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """architecture: what config.json calls the class; it identifies a family as well as its model_type."""
+
+    architecture: str
+    decoder: type[Qwen2Decoder] | type[Qwen3Decoder]
+    defaults: ModelDefaults
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "qwen2_vl": Family(
+            architecture="Qwen2VLForConditionalGeneration", decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS
+        ),
+        "qwen2_5_vl": Family(
+            architecture="Qwen2_5_VLForConditionalGeneration", decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS
+        ),
+        "qwen3_vl": Family(
+            architecture="Qwen3VLForConditionalGeneration", decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS
+        ),
+    }
+)
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The configuration of a checkpoint folder; see `load_model` for the errors."""
+    hf_config, family = _read_config(folder)
+    return _model_config(folder, hf_config, family)
+
+
+def load_model(
+    path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> VisionLanguageModel:
+    """Make a model on `device` and fill it from a checkpoint folder or hub id.
+
+    dtype: what it computes in; the checkpoint's own by default. Raises CheckpointError when the family is unknown, the
+    configuration impossible, or a tensor missing, unexpected or misshaped.
+    """
+    folder = resolve_model(str(path))
+    hf_config, family = _read_config(folder)
+    config = _model_config(folder, hf_config, family)
+    dtype = dtype or config.dtype
+    reader = CheckpointReader(folder)
+    model = _make_model(hf_config, config, family, torch.device(device), dtype)
+    load_weights(model, reader, model.weight_rules())
+    return model
+
+
+def _make_model(
+    hf_config: Mapping[str, Any], config: ModelConfig, family: Family, device: torch.device, dtype: torch.dtype
+) -> VisionLanguageModel:
+    """An uninitialised model. Its memory is committed as it is filled."""
+    with torch.device("meta"):
+        decoder = family.decoder(config, dtype)
+        model = VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype).to(dtype)
+    model = model.to_empty(device=device).eval()
+    # one buffer for the tower and one for the rest
+    share_workspace(model)
+    share_workspace(model.visual)
+    return model
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], Family]:
+    hf_config = read_json(folder, "config.json")
+    model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
+    for name, family in FAMILIES.items():
+        if model_type == name or (model_type is None and family.architecture in architectures):
+            return {**hf_config, "model_type": name}, family
+    raise CheckpointError(
+        f"{folder}: model_type {model_type!r} (architectures {architectures}) is not supported; supported are "
+        f"{', '.join(FAMILIES)}"
+    )
+
+
+def _model_config(folder: Path, hf_config: Mapping[str, Any], family: Family) -> ModelConfig:
+    try:
+        return read_model_config(
+            hf_config, read_json(folder, "generation_config.json", required=False), family.defaults
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error

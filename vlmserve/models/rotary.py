@@ -1,0 +1,40 @@
+"""M-RoPE: rotary positions of three axes (time, height, width), each of which turns its own frequencies."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmserve.common.rotary import inverse_frequencies, rotation
+
+
+def contiguous_axes(section: tuple[int, int, int]) -> torch.Tensor:
+    """int64 [head_dim / 2], the axis of every frequency: a run for each axis (Qwen2-VL, Qwen2.5-VL)."""
+    return torch.repeat_interleave(torch.arange(3, device="cpu"), torch.tensor(section, device="cpu"))
+
+
+def interleaved_axes(section: tuple[int, int, int]) -> torch.Tensor:
+    """int64 [head_dim / 2], the axis of every frequency: time, height, width in turns while they last, then time
+    (Qwen3-VL; `recomposition_frequencies` in transformers)."""
+    axes = torch.zeros(sum(section), dtype=torch.int64, device="cpu")
+    for axis in (1, 2):
+        axes[axis : 3 * section[axis] : 3] = axis
+    return axes
+
+
+class MRotary:
+    """cos and sin of a step's positions, made once for all layers.
+
+    axes: the axis of every frequency. dtype: the model's; angles are float32, cos and sin are rounded to it.
+    """
+
+    def __init__(self, head_dim: int, theta: float, axes: torch.Tensor, dtype: torch.dtype) -> None:
+        self._frequencies = inverse_frequencies(head_dim, theta)
+        self._axes = axes
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions int64 [3, N] -> cos and signed sin [N, 1, head_dim]; see `vlmserve.common.rotary.rotate`."""
+        if self._axes.device != positions.device:
+            self._axes, self._frequencies = self._axes.to(positions.device), self._frequencies.to(positions.device)
+        angles = positions[self._axes].t().float() * self._frequencies
+        return rotation(angles, self._dtype)

@@ -1,0 +1,77 @@
+"""A whole model: vision tower, decoder and head."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vision.blocks import VisionTower
+from vlmserve.common.errors import CheckpointError
+from vlmserve.common.linear import Linear, Workspace, linear
+from vlmserve.common.weights import WeightRules
+from vlmserve.executor.forward_batch import ForwardBatch
+from vlmserve.models.config import ModelConfig
+from vlmserve.models.decoder import Decoder
+
+# Both published layouts: `visual.*`, `model.*` (Qwen2-VL, Qwen2.5-VL) and `model.visual.*`, `model.language_model.*`
+# (Qwen3-VL, and all families saved anew by later versions of transformers). The longer prefixes come first.
+_PREFIXES = (
+    ("model.language_model.", "language_model."),
+    ("model.visual.", "visual."),
+    ("model.", "language_model."),
+)
+# Constants that old versions of transformers saved along.
+_IGNORED = (r"\brotary_emb\.inv_freq$", r"\brotary_pos_emb\.inv_freq$")
+_TIED_HEAD = r"^lm_head\.weight$"
+
+
+class VisionLanguageModel(nn.Module):
+    """Composes a tower and a decoder. A tied model has no head of its own: the embedding is it.
+
+    dtype: what it computes in.
+    """
+
+    def __init__(self, config: ModelConfig, visual: VisionTower, decoder: Decoder, dtype: torch.dtype) -> None:
+        super().__init__()
+        if visual.out_hidden_size != config.hidden_size:
+            raise CheckpointError(
+                f"config.json: the tower's rows have {visual.out_hidden_size} elements, the decoder's hidden_size is "
+                f"{config.hidden_size}"
+            )
+        if visual.num_deepstack_layers > config.num_layers:
+            raise CheckpointError(
+                f"config.json: {visual.num_deepstack_layers} deepstack_visual_indexes for {config.num_layers} layers"
+            )
+        self.config = config
+        self.dtype = dtype
+        self.visual = visual
+        self.language_model = decoder
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._head_workspace = Workspace()
+
+    def weight_rules(self) -> WeightRules:
+        """How checkpoints name the tensors, and which of them are not needed."""
+        ignored = (*_IGNORED, _TIED_HEAD) if self.lm_head is None else _IGNORED
+        return WeightRules(prefixes=_PREFIXES, ignored=ignored)
+
+    def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids int64 [N] -> [N, hidden]."""
+        return self.language_model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_embeds: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        *,
+        deepstack_rows: torch.Tensor | None = None,
+        deepstack_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        return self.language_model(input_embeds, positions, forward_batch, deepstack_rows, deepstack_embeds)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [R, hidden] -> float32 [R, vocab]."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden).float()
+        return linear(hidden, self.language_model.embed_tokens.weight, workspace=self._head_workspace).float()
