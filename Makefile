@@ -1,14 +1,53 @@
-# `make serve` and `make test` set everything up in .venv by themselves and may be run any number of times.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Two commands: `make serve` and `make test`. Each sets up what it needs in .venv, and may be run any number of times.
+#
+#   make serve ARGS="--port 9000"        flags of `vlmserve serve`, a MODEL too
+#   make test                            linters, types, import rules, and the quick tests
+#   make test-full                       the slow tests
+#   PYTHON=/path/to/python               the interpreter that makes .venv (3.11 or newer; found by itself)
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu      where torch comes from; this one is a small CPU-only build
+
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+TORCH_INDEX ?=
+ARGS ?=
+PYTEST_ARGS ?=
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q -c constraints.txt --no-deps torchvision
-	touch $@
+.PHONY: serve setup setup-test lint test test-full clean
+.DEFAULT_GOAL := serve
 
-.PHONY: setup
-setup: $(VENV)/.installed
+serve: setup
+	@$(BIN)/python -m vlmserve.cli serve $(ARGS)
+
+setup: $(VENV)/.ready-to-serve
+
+setup-test: $(VENV)/.ready-to-test
+
+$(VENV)/.ready-to-serve: pyproject.toml constraints.txt
+	@PYTHON='$(PYTHON)' sh .ci/make-venv $(VENV)
+	@echo 'Installing into $(VENV): the first time takes minutes, most of it torch'
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) -e .
+	@touch $@
+
+# torchvision: transformers' image processors, which tests compare with, import it. Its own wish for one exact torch
+# build is passed over: only its resizing is used, which is plain torch.
+$(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
+	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps torchvision
+	@touch $@
+
+lint: setup-test
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
+	@$(BIN)/lint-imports
+
+test: lint
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
+
+test-full: setup-test
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,59 @@
+"""Imports stay light: what each part may load, and what it must do without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (kept away by this test)", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def _run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _loaded_by(statement: str, names: set[str]) -> set[str]:
+    return set(_run(f"{statement}\nimport sys; print(*({names!r} & set(sys.modules)))").split())
+
+
+def test_the_package_itself_is_light() -> None:
+    assert _loaded_by("import vlmserve", {"torch", "numpy", "transformers", "pydantic", "zmq"}) == set()
+
+
+@pytest.mark.parametrize("statement", ["import vlmserve.llm", "from vlmserve import *", "import vlmserve.engine"])
+def test_the_offline_engine_needs_nothing_of_the_service(statement: str) -> None:
+    blocked = {"av", "fastapi", "flashinfer", "gradio", "msgspec", "ray", "starlette", "uvicorn", "zmq"}
+    _run(_BLOCK.format(blocked=blocked) + statement)
+
+
+def test_the_blocker_blocks() -> None:
+    with pytest.raises(AssertionError, match="kept away by this test"):
+        _run(_BLOCK.format(blocked={"zmq"}) + "import vlmserve.ipc.sockets")
+
+
+def test_the_detokenizer_process_needs_no_torch() -> None:
+    _run(
+        _BLOCK.format(blocked={"torch", "transformers", "fastapi"}) + "import vlmserve.ipc.detokenizer, vlmserve.launch"
+    )
+
+
+def test_no_transformers_model_class_is_imported_to_serve() -> None:
+    statement = "import vlmserve.engine, vlmserve.server.frontend, vlmserve.ipc.detokenizer"
+    loaded = _run(f"{statement}\nimport sys; print(*(m for m in sys.modules if m.startswith('transformers.models')))")
+    assert [name for name in loaded.split() if ".modeling_" in name] == []
+
+
+def test_nothing_asks_for_torchvision() -> None:
+    blocked = {"torchvision"}
+    _run(_BLOCK.format(blocked=blocked) + "import vlmserve.engine, vlmserve.server.frontend, vlmserve.ipc.detokenizer")
