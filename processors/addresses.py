@@ -13,10 +13,32 @@ IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver: TypeAlias = Callable[[str, int], Sequence[str]]
 """(host, port) -> the host's addresses as text, in the order to try; raises OSError when there are none."""
 
+# What IANA's special-purpose registries keep off the public internet. Not `ipaddress.is_global`: that one differs
+# between Python versions (192.0.0.0/24, where a cloud has its metadata service, is global to some).
+_SPECIAL_V4 = tuple(
+    ipaddress.IPv4Network(text)
+    for text in (
+        "0.0.0.0/8",
+        "10.0.0.0/8",
+        "100.64.0.0/10",
+        "127.0.0.0/8",
+        "168.63.129.16/32",  # Azure's metadata and name service, though it looks public
+        "169.254.0.0/16",
+        "172.16.0.0/12",
+        "192.0.0.0/24",
+        "192.0.2.0/24",
+        "192.88.99.0/24",
+        "192.168.0.0/16",
+        "198.18.0.0/15",
+        "198.51.100.0/24",
+        "203.0.113.0/24",
+        "224.0.0.0/4",
+        "240.0.0.0/4",
+    )
+)
 _GLOBAL_UNICAST_V6 = ipaddress.IPv6Network("2000::/3")
+_SPECIAL_V6 = tuple(ipaddress.IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "3fff::/20"))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-_6TO4_RELAYS = ipaddress.IPv4Network("192.88.99.0/24")
-_CLOUD_METADATA = frozenset({ipaddress.IPv4Address("168.63.129.16")})  # Azure's, though it looks public
 _ISATAP_MARK = 0x5EFE
 
 
@@ -24,22 +46,16 @@ def is_public_address(address: IPAddress) -> bool:
     """Whether anybody on the internet may be reached under `address`.
 
     False for loopback, private, link-local (cloud metadata among them), shared (CGNAT), multicast, reserved and
-    unspecified addresses, and for IPv6 addresses that carry such an IPv4 address (mapped, NAT64, 6to4, Teredo, ISATAP).
+    unspecified addresses, and for IPv6 addresses that carry such an IPv4 address (mapped, NAT64, 6to4, ISATAP; Teredo
+    always).
     """
     if isinstance(address, ipaddress.IPv4Address):
-        return (
-            address.is_global
-            and not address.is_multicast
-            and not address.is_reserved
-            and address not in _6TO4_RELAYS
-            and address not in _CLOUD_METADATA
-        )
+        return not any(address in network for network in _SPECIAL_V4)
     if address.ipv4_mapped is not None:
         return is_public_address(address.ipv4_mapped)
     if address in _NAT64:
         return is_public_address(_low_ipv4(address))
-    if address not in _GLOBAL_UNICAST_V6 or not address.is_global:
-        # Python counts Teredo (2001::/32) as private; nothing serves media there.
+    if address not in _GLOBAL_UNICAST_V6 or any(address in network for network in _SPECIAL_V6):
         return False
     if address.sixtofour is not None and not is_public_address(address.sixtofour):
         return False

@@ -1,0 +1,418 @@
+"""Fetching by URL: what is fetched, and everything that is refused, in time and with a reason."""
+
+from __future__ import annotations
+
+import base64
+import os
+import ssl
+import threading
+import time
+
+import httpcore2
+import pytest
+
+from processors.fetching import FetchSettings, MediaFetcher
+from tests.processors.web import BODY, TLS, closed_port, serve
+from vlmserve.common.errors import BadRequestError
+
+PUBLIC = "93.184.216.34"
+
+
+@pytest.fixture(scope="module")
+def web():
+    with serve() as server:
+        yield server
+
+
+def fetcher(**settings):
+    resolver = settings.pop("resolver", None)
+    context = settings.pop("ssl_context", None)
+    settings = {"allow_private_media": True, "timeout_s": 10.0, **settings}
+    more = {} if resolver is None else {"resolver": resolver}
+    return MediaFetcher(FetchSettings(**settings), ssl_context=context, **more)
+
+
+def refused(url, match, **settings):
+    with pytest.raises(BadRequestError, match=match) as caught:
+        fetcher(**settings).fetch(url, param="messages[0].content[1]")
+    assert caught.value.status == 400
+    assert caught.value.param == "messages[0].content[1]"
+    assert caught.value.code == "invalid_media_url"
+    return caught.value
+
+
+# ---------------------------------------------------------------- data:
+
+
+def b64(data):
+    return base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 1000])
+def test_data_url(size):
+    data = os.urandom(size)
+    assert fetcher().fetch(f"data:image/png;base64,{b64(data)}") == data
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:;base64,aGk/Pg==",
+        "DATA:image/png;charset=x;BASE64,aGk/Pg==",
+        "data:image/png;base64,aGk/Pg",
+        "data:image/png;base64,aGk%2FPg%3D%3D",
+        "data:image/png;base64, aGk/\r\n Pg==\n",
+        "data:image/png;base64,aGk%2F%0APg==",
+    ],
+)
+def test_data_url_spellings(url):
+    assert fetcher().fetch(url) == b"hi?>"
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("data:image/png;base64,@@@not-base64@@@", "not valid base64"),
+        ("data:image/png;base64,aGk/P", "not valid base64"),
+        ("data:image/png;base64,aGk=Pg==", "not valid base64"),
+        ("data:image/png;base64,aGk_Pg==", "not valid base64"),
+        ("data:image/png;base64,aGk/Pg==é", "foreign character 'é'"),
+        ("data:image/png;base64", "comma"),
+        ("data:image/png,aGk/Pg==", "is not base64"),
+    ],
+)
+def test_data_url_refused(url, match):
+    refused(url, match)
+
+
+def test_data_url_is_measured_before_it_is_decoded(monkeypatch):
+    assert fetcher(max_bytes=999).fetch("data:;base64," + b64(bytes(999))) == bytes(999)
+    refused("data:;base64," + b64(bytes(1000)), "the limit is 999 .*media_max_bytes", max_bytes=999)
+    monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("decoded"))
+    refused("data:;base64," + b64(bytes(5000)), "the limit is 999", max_bytes=999)
+
+
+# ---------------------------------------------------------------- other schemes
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("", "empty media URL"),
+        ("   ", "empty media URL"),
+        ("::::", "is not a media URL"),
+        ("/etc/hostname", "is not a media URL"),
+        ("picture.png", "is not a media URL"),
+        ("ftp://127.0.0.1/x.png", "scheme 'ftp' is not supported"),
+        ("gopher://127.0.0.1/x.png", "scheme 'gopher'"),
+        ("javascript:alert(1)", "scheme 'javascript'"),
+        ("http:///x.png", "without a host"),
+        ("http://", "without a host"),
+        ("http:", "without a host"),
+        ("http:x.png", "host"),
+        ("http://[::1/x.png", "malformed|Invalid"),
+        ("http://host:99999/", "malformed"),
+        ("http://host:0/", "malformed"),
+        ("http://host:x/", "malformed"),
+        ("http://a b/", "malformed"),
+        ("http://a%2eb/", "malformed"),
+        ("http://[fe80::1%25eth0]/", "malformed"),
+        ("https://user:secret@example.com/x.png", "user name or password"),
+        ("http://\udcff/", "malformed|Invalid|cannot"),
+        ("http://" + "a" * 300 + "/", "cannot|malformed"),
+        ("http://exa\0mple/", "malformed|Invalid|cannot"),
+    ],
+)
+def test_refused_urls(url, match):
+    def no_such_host(host, port):
+        raise OSError("no such host")
+
+    refused(url, match, resolver=no_such_host)
+
+
+def test_long_urls_are_shortened_in_messages():
+    assert len(refused("nonsense" * 10_000, "not a media URL").message) < 300
+
+
+# ---------------------------------------------------------------- file:
+
+
+def test_files_are_refused_by_default(tmp_path):
+    (tmp_path / "a").write_bytes(BODY)
+    refused(f"file://{tmp_path}/a", "allowed_local_media_path")
+
+
+def test_files_below_the_allowed_folder(tmp_path):
+    folder = tmp_path / "media"
+    (folder / "a" / "a").mkdir(parents=True)
+    (folder / "a" / "a" / "a b.png").write_bytes(BODY)
+    (folder / "link").symlink_to(folder / "a")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (folder / "out").symlink_to(tmp_path / "secret")
+    (tmp_path / "media2").mkdir()
+    (tmp_path / "media2" / "x").write_bytes(b"secret")
+    os.mkfifo(folder / "pipe")
+    allowed = {"allowed_local_media_path": str(folder)}
+
+    assert fetcher(**allowed).fetch(f"file://{folder}/a/a/a%20b.png") == BODY
+    assert fetcher(**allowed).fetch(f"file://localhost{folder}/link/../a/./a/a b.png") == BODY
+    assert fetcher(**allowed).fetch(f"file://{folder}/link/a/a b.png") == BODY
+    for outside in (f"{folder}/out", f"{folder}/../secret", f"{folder}/%2e%2e/secret", f"{tmp_path}/media2/x", "/",
+                    f"{folder}", f"{folder}/", "/etc/hostname"):  # fmt: skip
+        refused(f"file://{outside}", "not below the folder", **allowed)
+    refused(f"file://{folder}/missing", "No such file", **allowed)
+    refused(f"file://{folder}/a", "not a regular file", **allowed)
+    refused(f"file://{folder}/pipe", "not a regular file", **allowed)
+    refused(f"file://otherhost{folder}/a/a", "not of the form", **allowed)
+    refused(f"file://{folder}/a%00b", "not of the form", **allowed)
+    refused(f"file://{folder}/a/a/a b.png", "the limit is 5", max_bytes=5, **allowed)
+
+
+def test_a_link_slipped_in_after_the_check_is_not_followed(tmp_path, monkeypatch):
+    folder = tmp_path / "media"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "x").write_bytes(BODY)
+    (tmp_path / "x").write_bytes(b"secret")
+    real = os.path.realpath
+
+    def realpath_then_swap(path, **options):
+        resolved = real(path, **options)
+        if resolved.endswith("/x"):
+            (folder / "sub").rename(folder / "old")
+            (folder / "sub").symlink_to(tmp_path)
+        return resolved
+
+    monkeypatch.setattr(os.path, "realpath", realpath_then_swap)
+    refused(f"file://{folder}/sub/x", "cannot read", allowed_local_media_path=str(folder))
+
+
+# ---------------------------------------------------------------- http:
+
+
+def test_http(web):
+    assert fetcher().fetch(web.url("/good")) == BODY
+    assert fetcher().fetch(web.url("/empty")) == b""
+    headers = {name.lower(): value for name, value in web.headers[-1].items()}
+    assert headers["host"] == f"127.0.0.1:{web.port}"
+    assert headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [
+        ("/missing", "HTTP status 404"),
+        ("/error", "HTTP status 500"),
+        ("/no_content", "HTTP status 204"),
+        ("/zipped", "Content-Encoding 'gzip'"),
+        ("/nowhere", "302 without a Location"),
+        ("/short", "cannot fetch"),
+        ("/garbage", "cannot fetch"),
+        ("/to?/to", "302 without a Location"),
+        ("/to?file:///etc/hostname", "redirected to a file URL"),
+        ("/to?ftp://127.0.0.1/", "redirected to a ftp URL"),
+        ("/to?data:image/png;base64,aGk=", "redirected to a data URL"),
+        ("/to?http://user@127.0.0.1/", "redirected to a URL with a user name"),
+        ("/to?http://[", "redirected to a malformed URL"),
+        ("/hops?6", "more than 5 redirects .*media_max_redirects"),
+    ],
+)
+def test_http_answers_that_are_refused(web, path, match):
+    refused(web.url(path), match)
+
+
+def test_redirects_are_followed(web):
+    assert fetcher().fetch(web.url("/hops?5")) == BODY
+    assert fetcher().fetch(web.url(f"/to?{web.url('/good')}")) == BODY
+    assert fetcher(max_redirects=0).fetch(web.url("/good")) == BODY
+    refused(web.url("/hops?1"), "more than 0 redirects", max_redirects=0)
+
+
+def test_a_redirect_loop_ends(web):
+    refused(web.url(f"/to?{web.url('/to?/hops?9')}"), "more than 5 redirects")
+
+
+def test_size_limit(web):
+    assert fetcher(max_bytes=1000).fetch(web.url("/size?1000")) == bytes(1000)
+    refused(web.url("/size?1001"), "1001 bytes, more than the limit of 1000 .*media_max_bytes", max_bytes=1000)
+    refused(web.url("/claims?99999999999"), "99999999999 bytes, more than", max_bytes=1000)
+    refused(web.url("/endless"), "more than the limit of 300000 bytes", max_bytes=300_000)
+
+
+@pytest.mark.parametrize("path", ["/stall", "/drip", "/drip_headers", "/claims?50"])
+def test_the_deadline_covers_the_whole_answer(web, path):
+    start = time.monotonic()
+    refused(web.url(path), r"did not deliver within 0\.3 s .*media_timeout_s", timeout_s=0.3)
+    assert time.monotonic() - start < 5
+
+
+def test_the_deadline_covers_the_name_lookup():
+    release = threading.Event()
+    try:
+        refused(
+            "http://media.example/x",
+            "did not deliver within 0.1 s",
+            timeout_s=0.1,
+            resolver=lambda host, port: release.wait() and [],
+        )
+    finally:
+        release.set()
+
+
+def test_one_deadline_for_all_redirects(web):
+    calls = []
+
+    def slow_resolver(host, port):
+        calls.append(host)
+        threading.Event().wait(0.1)
+        return ["127.0.0.1"]
+
+    refused(
+        web.url("/hops?100", host="media.example"), "did not deliver", timeout_s=0.35, max_redirects=100,
+        resolver=slow_resolver,
+    )  # fmt: skip
+    assert 2 <= len(calls) <= 4
+
+
+def test_unreachable_hosts(web):
+    refused(f"http://127.0.0.1:{closed_port()}/x", "cannot fetch from '127.0.0.1'")
+
+    def no_such_host(host, port):
+        raise OSError("Name or service not known")
+
+    refused("http://nowhere.example/x", "Name or service not known", resolver=no_such_host)
+
+
+def test_a_dead_address_does_not_hide_a_live_one(web):
+    seen = fetcher(resolver=lambda host, port: ["127.0.0.9", "127.0.0.1"])
+    assert seen.fetch(web.url("/good", host="media.example")) == BODY
+
+
+def test_proxies_of_the_environment_are_ignored(web, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert fetcher().fetch(web.url("/good")) == BODY
+
+
+# ---------------------------------------------------------------- where it may go
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "[::ffff:127.0.0.1]"])
+def test_this_machine_is_refused_by_default(web, host):
+    before = len(web.paths)
+    refused(web.url("/good", host=host), "private or reserved address.*allow-private-media", allow_private_media=False)
+    assert len(web.paths) == before, "not even connected to"
+
+
+def test_metadata_services_are_refused_by_default():
+    for host in ("169.254.169.254", "[fd00:ec2::254]", "100.100.100.200", "168.63.129.16"):
+        refused(f"http://{host}/latest/meta-data/", "private or reserved", allow_private_media=False)
+
+
+def test_one_private_address_among_public_ones_is_refused():
+    for answer in ([PUBLIC, "10.0.0.1"], ["::1", PUBLIC]):
+        refused(
+            "http://media.example/", "private or reserved", allow_private_media=False,
+            resolver=lambda host, port, answer=answer: answer,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def connections(web, monkeypatch):
+    """Every connection lands on the test server, whatever its address, and is written down."""
+    seen = []
+    connect = httpcore2.SyncBackend.connect_tcp
+
+    def connect_tcp(self, host, port, *args, **kwargs):
+        seen.append(host)
+        return connect(self, "127.0.0.1", web.port, *args, **kwargs)
+
+    monkeypatch.setattr(httpcore2.SyncBackend, "connect_tcp", connect_tcp)
+    return seen
+
+
+def test_rebinding_a_name_gains_nothing(connections):
+    """The name server answers with a public address first and a private one from then on."""
+    answers = [[PUBLIC]]
+    asked = []
+
+    def resolver(host, port):
+        asked.append(host)
+        return answers.pop(0) if answers else ["127.0.0.1"]
+
+    safe = fetcher(resolver=resolver, allow_private_media=False)
+    assert safe.fetch("http://rebind.example/good") == BODY
+    assert asked == ["rebind.example"], "looked up once"
+    assert connections == [PUBLIC], "connected to what was checked"
+    with pytest.raises(BadRequestError, match="private or reserved"):
+        safe.fetch("http://rebind.example/good")
+    assert connections == [PUBLIC]
+
+
+def test_every_redirect_is_checked_again(connections):
+    names = {"public.example": [PUBLIC], "inside.example": ["10.1.2.3"]}
+    settings = {"allow_private_media": False, "resolver": lambda host, port: names.get(host, [host])}
+    refused("http://public.example/to?http://inside.example/good", "'inside.example' is at a private", **settings)
+    refused("http://public.example/to?http://127.0.0.1/good", "'127.0.0.1' is at a private", **settings)
+    refused("http://public.example/to?//inside.example/good", "'inside.example' is at a private", **settings)
+    assert connections == [PUBLIC] * 3
+
+
+def test_allowed_domains(connections):
+    settings = {
+        "allow_private_media": False,
+        "allowed_media_domains": ("media.example", ".cdn.example"),
+        "resolver": lambda host, port: [PUBLIC],
+    }
+    for host in ("media.example", "MEDIA.example", "media.example.", "a.cdn.example", "a.b.cdn.example"):
+        assert fetcher(**settings).fetch(f"http://{host}/good") == BODY
+    for host in ("cdn.example", "xmedia.example", "media.example.evil.example", "a.media.example"):
+        refused(f"http://{host}/good", "allowed_media_domains", **settings)
+    refused("http://media.example/to?http://evil.example/good", "redirected to host 'evil.example'", **settings)
+
+
+# ---------------------------------------------------------------- https:
+
+
+def test_tls_checks_the_certificate_against_the_name():
+    context = ssl.create_default_context(cafile=TLS / "media.example.cert.pem")
+    with serve(tls=True) as server:
+        trusting = {"resolver": lambda host, port: ["127.0.0.1"], "ssl_context": context}
+        url = server.url("/good", host="media.example", scheme="https")
+        assert fetcher(**trusting).fetch(url) == BODY
+        assert server.server_names == ["media.example"]
+        refused(server.url("/good", host="other.example", scheme="https"), "(?i)certificate|hostname", **trusting)
+        assert server.server_names[1] == "other.example"
+        refused(url, "(?i)certificate", resolver=trusting["resolver"])
+        assert server.paths == ["/good"]
+
+
+def test_tls_that_never_shakes_hands(web):
+    with serve() as plain:
+        plain.url("/")
+        refused(plain.url("/good", scheme="https"), "cannot fetch|did not deliver", timeout_s=2)
+
+
+# ---------------------------------------------------------------- closing
+
+
+def test_close_breaks_off_what_is_under_way():
+    failures = []
+    with serve() as server:
+        busy = fetcher(timeout_s=60)
+
+        def run():
+            with pytest.raises(BadRequestError) as caught:
+                busy.fetch(server.url("/stall"))
+            failures.append(caught.value)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert server.stalled.wait(10)
+        busy.close()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert "cannot fetch" in failures[0].message
+    with pytest.raises(BadRequestError, match="shutting down"):
+        busy.fetch("http://127.0.0.1:1/")
