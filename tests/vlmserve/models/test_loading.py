@@ -1,0 +1,265 @@
+"""Checkpoints in all their published forms load, and broken ones are refused with the reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
+from vlmserve.common.errors import CheckpointError
+from vlmserve.models.config import ModelDefaults, read_model_config
+from vlmserve.models.registry import load_config, load_model
+from vlmserve.models.rotary import contiguous_axes, interleaved_axes
+
+LAYER = {"qwen2_vl": "model.layers.1.", "qwen2_5_vl": "model.layers.1.", "qwen3_vl": "model.language_model.layers.1."}
+
+
+def edit_config(folder, **changes) -> None:
+    """Set top-level fields of config.json; None removes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+
+
+def edit_weights(folder, change) -> None:
+    """Let `change` edit the dictionary of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    write_safetensors(folder, tensors)
+
+
+def weights_of(folder, **options) -> dict[str, torch.Tensor]:
+    """All parameters of the loaded model."""
+    return load_model(folder, **options).state_dict()
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layouts_give_the_same_weights(tmp_path, family):
+    base = weights_of(make_checkpoint(family, tmp_path / "a"))
+    for number, options in enumerate(({"shards": 3}, {"nested_names": True}, {"nested_names": False})):
+        assert_same(weights_of(make_checkpoint(family, tmp_path / str(number), **options)), base)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_weights_hold_the_parts_in_order(tmp_path, family):
+    folder = make_checkpoint(family, tmp_path)
+    stored, loaded = load_file(folder / "model.safetensors"), weights_of(folder)
+    attention, mlp = LAYER[family] + "self_attn.", LAYER[family] + "mlp."
+    qkv = torch.cat([stored[f"{attention}{part}_proj.weight"] for part in "qkv"])
+    assert torch.equal(loaded["language_model.layers.1.self_attn.qkv_proj.weight"], qkv)
+    gate_up = torch.cat([stored[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")])
+    assert torch.equal(loaded["language_model.layers.1.mlp.gate_up_proj.weight"], gate_up)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_checkpoints_of_any_dtype_load_into_any(tmp_path, dtype):
+    folder = make_checkpoint("qwen3_vl", tmp_path, dtype=dtype)
+    own = load_model(folder)
+    assert own.dtype == own.config.dtype == getattr(torch, dtype)
+    for target in (torch.float32, torch.bfloat16, torch.float16):
+        model = load_model(folder, dtype=target)
+        assert model.dtype == target
+        assert {parameter.dtype for parameter in model.parameters()} == {target}
+        for name, value in own.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value.to(target)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tied_and_untied_heads(tmp_path, family):
+    tied = load_model(make_checkpoint(family, tmp_path / "tied", tied=True))
+    untied = load_model(make_checkpoint(family, tmp_path / "untied", tied=False))
+    hidden = torch.randn(3, tied.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    embedding = tied.language_model.embed_tokens.weight
+    torch.testing.assert_close(tied.compute_logits(hidden), hidden @ embedding.t())
+    torch.testing.assert_close(untied.compute_logits(hidden), hidden @ untied.lm_head.weight.t())
+    assert not torch.equal(untied.lm_head.weight, untied.language_model.embed_tokens.weight)
+
+
+def test_a_tied_checkpoint_may_carry_its_head_and_old_constants(tmp_path):
+    folder = make_checkpoint("qwen2_vl", tmp_path)
+    base = weights_of(folder)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+    edit_weights(folder, add)
+    assert_same(weights_of(folder), base)
+
+
+def test_no_weight_requires_a_gradient_or_is_left_on_meta(tmp_path):
+    model = load_model(make_checkpoint("qwen2_5_vl", tmp_path))
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
+    assert not model.training
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t, layer: t.pop(f"{layer}mlp.down_proj.weight"),
+            r"1 missing: language_model\.layers\.1\.mlp\.down_proj",
+        ),
+        (
+            lambda t, layer: t.pop(f"{layer}self_attn.k_proj.weight"),
+            r"1 missing: language_model\.layers\.1\.self_attn\.k_proj\.weight \(though q_proj, v_proj is there\)",
+        ),
+        (
+            lambda t, layer: t.pop(f"{layer}mlp.gate_proj.weight"),
+            r"gate_proj\.weight \(though up_proj is there\)",
+        ),
+        (
+            lambda t, layer: t.update({f"{layer}mlp.gate_proj.weight": torch.zeros(96, 65)}),
+            r"1 of the wrong shape: \S+gate_proj\.weight is \[96, 65\], not \[96, 64\]",
+        ),
+        (lambda t, layer: t.update({"model.surprise": torch.zeros(1)}), r"1 unexpected: model\.surprise"),
+        (
+            lambda t, layer: t.update({f"{layer.replace('1', '3')}mlp.down_proj.weight": torch.zeros(64, 96)}),
+            r"1 unexpected: \S+layers\.3\.mlp",
+        ),
+        (
+            lambda t, layer: t.update(
+                {f"model.language_model.{n}norm.weight": torch.zeros(64) for n in ("", "x")}
+                | {"model.norm.weight": torch.zeros(64)}
+            ),
+            r"1 unexpected: model\.language_model\.xnorm\.weight\. 1 given twice: .*norm\.weight = ",
+        ),
+    ],
+    ids=["missing", "no-k", "no-gate", "shape", "unexpected", "layer-too-many", "twice"],
+)
+def test_every_tensor_is_accounted_for(tmp_path, family, change, message):
+    folder = make_checkpoint(family, tmp_path)
+    edit_weights(folder, lambda tensors: change(tensors, LAYER[family]))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
+
+
+def test_vision_tensors_are_accounted_for_too(tmp_path):
+    folder = make_checkpoint("qwen2_5_vl", tmp_path)
+    edit_weights(
+        folder,
+        lambda tensors: (
+            tensors.pop("visual.blocks.2.mlp.up_proj.bias"),
+            tensors.update({"visual.patch_embed.proj.weight": torch.zeros(32, 3 * 2 * 14 * 14)}),
+        ),
+    )
+    with pytest.raises(CheckpointError) as error:
+        load_model(folder)
+    assert "visual.blocks.2.mlp.up_proj.bias (though gate_proj is there)" in str(error.value)
+    assert "visual.patch_embed.proj.weight is [32, 1176], not [32, 3, 2, 14, 14]" in str(error.value)
+
+
+def test_an_untied_checkpoint_without_its_head_is_refused(tmp_path):
+    folder = make_checkpoint("qwen3_vl", tmp_path, tied=False)
+    edit_weights(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"1 missing: lm_head\.weight"):
+        load_model(folder)
+
+
+def test_unknown_families_are_refused(tmp_path):
+    folder = make_checkpoint("qwen3_vl", tmp_path)
+    edit_config(folder, model_type="llava", architectures=["Llava"])
+    with pytest.raises(
+        CheckpointError, match=r"'llava' \(architectures .*supported are qwen2_vl, qwen2_5_vl, qwen3_vl"
+    ):
+        load_model(folder)
+
+
+def test_the_architecture_is_enough_to_know_a_family(tmp_path):
+    folder = make_checkpoint("qwen2_vl", tmp_path)
+    edit_config(folder, model_type=None)
+    assert load_config(folder).family == "qwen2_vl"
+    load_model(folder)
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        load_model(tmp_path)
+    with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
+        load_model(tmp_path / "absent")
+
+
+def test_published_configurations_are_read(tmp_path):
+    config = load_config(make_checkpoint("qwen2_5_vl", tmp_path, dtype="bfloat16"))
+    assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == ("qwen2_5_vl", 3, 4, 2)
+    assert (config.hidden_size, config.head_dim, config.vocab_size) == (64, 16, 448)
+    assert config.max_position_embeddings == 4096
+    assert config.dtype == torch.bfloat16
+    assert config.eos_token_ids == (402, 400)
+    assert (config.image_token_id, config.video_token_id) == (412, 413)
+    assert (config.vision_start_token_id, config.vision_end_token_id) == (409, 410)
+    assert config.mrope_section == (2, 3, 3)
+    assert config.rope_theta == 500.0
+    assert not config.tie_word_embeddings
+
+
+def test_both_forms_of_rotary_parameters_are_read(tmp_path):
+    folder = make_checkpoint("qwen3_vl", tmp_path)
+    hf_config = json.loads((folder / "config.json").read_text())
+    text = hf_config["text_config"]
+    old = load_config(folder)
+    rope = text.pop("rope_scaling") | {"rope_theta": text.pop("rope_theta")}
+    edit_config(folder, text_config=text | {"rope_parameters": rope})
+    assert load_config(folder) == old
+
+
+DEFAULTS = ModelDefaults(rope_theta=1e6, mrope_section=(2, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}}, "sum of half a head"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": -5}, "vocab_size is -5"),
+        ({"torch_dtype": "int8"}, "'int8'"),
+        ({"eos_token_id": "end"}, "eos_token_id is 'end'"),
+    ],
+)
+def test_impossible_and_unsupported_configurations_are_refused(tmp_path, change, message):
+    folder = make_checkpoint("qwen2_vl", tmp_path)
+    hf_config = json.loads((folder / "config.json").read_text()) | change
+    with pytest.raises(CheckpointError, match=message):
+        read_model_config(hf_config, {}, DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": None}, "no vision_config"),
+        ({"hidden_act": "swish7"}, "'swish7'"),
+    ],
+)
+def test_impossible_models_are_refused(tmp_path, change, message):
+    folder = make_checkpoint("qwen2_vl", tmp_path)
+    edit_config(folder, **change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
+
+
+def test_a_tower_of_another_width_is_refused(tmp_path):
+    folder = make_checkpoint("qwen3_vl", tmp_path)
+    hf_config = json.loads((folder / "config.json").read_text())
+    edit_config(folder, vision_config=hf_config["vision_config"] | {"out_hidden_size": 60})
+    with pytest.raises(CheckpointError, match="rows have 60 elements, the decoder's hidden_size is 64"):
+        load_model(folder)
+
+
+def test_axes_of_the_frequencies():
+    assert contiguous_axes((2, 3, 3)).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert interleaved_axes((4, 2, 2)).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
