@@ -56,7 +56,7 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
 def refuse_invalid(error: ValidationError, raw: Any) -> BadRequestError:
     """The first problem of a request body, with the path of the field in it as the client wrote it."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    path = _path_in(raw, problem["loc"])
+    path = _path_in(raw, problem["loc"], absent=problem["type"] == "missing")
     where = path or "the request body"
     if problem["type"] == "missing":
         message = f"{where} is missing"
@@ -87,14 +87,17 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, on_disconnect)
 
 
-def _path_in(raw: Any, loc: tuple[int | str, ...]) -> str:
-    """A pydantic location as a path like messages[0].content[1].text, without the tags of unions in it."""
+def _path_in(raw: Any, loc: tuple[int | str, ...], *, absent: bool) -> str:
+    """A pydantic location as a path like messages[0].content[1].text, without the tags of unions in it.
+
+    absent: its last step is a field that is not there.
+    """
     path, value = "", raw
     for place, step in enumerate(loc):
-        last = place == len(loc) - 1
+        missing = absent and place == len(loc) - 1
         if isinstance(step, int) and isinstance(value, list) and step < len(value):
             path, value = f"{path}[{step}]", value[step]
-        elif isinstance(step, str) and isinstance(value, dict) and (step in value or last):
+        elif isinstance(step, str) and isinstance(value, dict) and (step in value or missing):
             path, value = f"{path}.{step}" if path else step, value.get(step)
     return path
 

@@ -1,0 +1,263 @@
+"""Requests that must be refused: each with its own status and an OpenAI error object that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.vlmserve.server.fake_engine import CONTEXT, MODEL, png_url
+
+URL = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """A good request, with fields changed; one given as ... is left out."""
+    whole = {"model": MODEL, "messages": HI, "max_tokens": 4, **fields}
+    return {key: value for key, value in whole.items() if value is not ...}
+
+
+def error_of(reply, status: int) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    assert set(reply.json()) == {"error"}
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    return error
+
+
+def part(value: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [value]}]}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [*HI, fields]}
+
+
+REFUSED = [
+    ({"model": ...}, "model"),
+    ({"model": 3}, "model"),
+    ({"messages": ...}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    (message(role="robot", content="hi"), "messages[1]"),
+    (message(content="hi"), "messages[1]"),
+    (message(role="user"), "messages[1].content"),
+    (message(role="user", content=None), "messages[1].content"),
+    (message(role="user", content=42), "messages[1].content"),
+    (message(role="user", content=[]), "messages[1].content"),
+    (message(role="user", content="x", colour="red"), "messages[1].colour"),
+    (message(role="assistant"), "messages[1]"),
+    (message(role="assistant", tool_calls=[{"id": "1", "type": "function"}]), "messages[1].tool_calls[0].function"),
+    (message(role="tool", content="x"), "messages[1].tool_call_id"),
+    (part({"type": "hologram", "hologram": {"url": "x"}}), "messages[0].content[0]"),
+    (part({"text": "x"}), "messages[0].content[0]"),
+    (part("x"), "messages[0].content[0]"),
+    (part({"type": "text"}), "messages[0].content[0].text"),
+    (part({"type": "text", "text": 3}), "messages[0].content[0].text"),
+    (part({"type": "image_url"}), "messages[0].content[0].image_url"),
+    (part({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url.url"),
+    (part({"type": "image_url", "image_url": {"url": 5}}), "messages[0].content[0].image_url.url"),
+    (
+        part({"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}),
+        "messages[0].content[0].image_url.detail",
+    ),
+    (
+        {"messages": [{"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"temperature": -0.5}, "temperature"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 2.0}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_tokens"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
+    ({"logprobs": "yes"}, "logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logit_bias": {"abc": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"512": 5}}, "logit_bias"),
+    ({"logit_bias": {"99999999999999": 5}}, "logit_bias"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"logit_bias": {"5": "much"}}, "logit_bias.5"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [1, 2]}, "stop[0]"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop_token_ids": [512]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
+    ({"stream": "yes"}, "stream"),
+    ({"response_format": {"type": "poem"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": "all"}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"no_such_field": True}, "no_such_field"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),  # the template's own rule
+    ({"messages": [{"role": "user", "content": "What is <|image_pad|> for?"}]}, "messages[0].content"),
+    (part({"type": "text", "text": "<|video_pad|>"}), "messages[0].content[0].text"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused_with_the_name_of_the_field(client, fields, param):
+    error = error_of(client.post(URL, json=body(**fields)), 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+UNSUPPORTED = [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+        "response_format",
+    ),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x", "format": "wav"}}, "modalities"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    (part({"type": "video_url", "video_url": {"url": "http://x/"}}), "messages[0].content[0]"),
+    (part({"type": "video", "video": ["http://x/", "http://y/"]}), "messages[0].content[0]"),
+    (part({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0].content[0]"),
+    (part({"type": "file", "file": {"file_id": "x"}}), "messages[0].content[0]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), UNSUPPORTED, ids=lambda value: str(value)[:60])
+def test_what_is_not_supported_yet_says_so(client, fields, param):
+    error = error_of(client.post(URL, json=body(**fields)), 400)
+    assert "not supported yet" in error["message"]
+    assert error["param"] == param
+
+
+ACCEPTED = [
+    {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"},
+    {"prompt_cache_key": "x", "parallel_tool_calls": True, "verbosity": "low", "reasoning_effort": "low"},
+    {"response_format": {"type": "text"}, "modalities": ["text"]},
+    {"temperature": 0, "top_p": 0, "top_k": 5, "min_p": 0.1, "presence_penalty": -2, "frequency_penalty": 2},
+    {"temperature": None, "stop": None, "tools": None, "stream": None, "logit_bias": None, "max_tokens": None},
+    {"stop": [], "logit_bias": {}, "tools": [], "stop_token_ids": []},
+    {"tools": [TOOL], "tool_choice": "none"},
+    {"stream": False, "n": 1, "seed": -1, "ignore_eos": False, "skip_special_tokens": False},
+]
+
+
+@pytest.mark.parametrize("fields", ACCEPTED, ids=str)
+def test_accepted(client, fields):
+    reply = client.post(URL, json=body(**fields))
+    assert reply.status_code == 200, reply.text
+
+
+def test_a_returned_answer_may_be_sent_back(client):
+    answer = client.post(URL, json=body()).json()["choices"][0]["message"]
+    whole = {**answer, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    assert client.post(URL, json=body(messages=[*HI, whole, *HI])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"model": ', b"", b"[1, 2]", b'"x"', b"\xff\xfe", b'{"temperature": NaN}', b"[" * 9999]
+)
+def test_a_body_that_is_no_json_object_is_refused(client, raw):
+    assert error_of(client.post(URL, content=raw), 400)["code"] == "invalid_json"
+
+
+def test_half_a_surrogate_pair_is_refused(client):
+    raw = json.dumps(body(messages=[{"role": "user", "content": "\ud83d"}]))
+    assert "\\ud83d" in raw
+    error_of(client.post(URL, content=raw), 400)
+
+
+def test_a_wrong_model_is_404(client):
+    error = error_of(client.post(URL, json=body(model="no-such-model")), 404)
+    assert error["code"] == "model_not_found"
+    assert error["param"] == "model"
+
+
+def test_a_prompt_over_the_context_is_refused(client, served):
+    for words in (CONTEXT, 1000 * CONTEXT):  # refused by its ids; by its length alone
+        error = error_of(client.post(URL, json=body(messages=[{"role": "user", "content": "q " * words}])), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert str(CONTEXT) in error["message"]
+        assert "--max-model-len" in error["message"]
+    assert served.scheduler.requests == []
+
+
+def test_prompt_and_answer_together_must_fit(client, served):
+    used = client.post(URL, json=body(max_tokens=1)).json()["usage"]["prompt_tokens"]
+    assert client.post(URL, json=body(max_tokens=CONTEXT - used)).status_code == 200
+    error = error_of(client.post(URL, json=body(max_tokens=CONTEXT - used + 1)), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "max_tokens"
+    assert "--max-model-len" in error["message"]
+    served.scheduler.script = lambda request, index: 65
+    whole = client.post(URL, json=body(max_tokens=...)).json()
+    assert whole["usage"]["total_tokens"] == CONTEXT
+    assert whole["choices"][0]["finish_reason"] == "length"
+
+
+BAD_PICTURES = [
+    "data:image/png;base64,@@@",
+    "data:image/png;base64,",
+    "::::",
+    "",
+    "/etc/hostname",
+    "file:///etc/hostname",
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("url", BAD_PICTURES)
+def test_a_bad_picture_is_refused_by_its_place(client, url, stream):
+    content = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": url}}]
+    reply = client.post(URL, json=body(messages=[{"role": "user", "content": content}], stream=stream))
+    assert error_of(reply, 400)["param"] == "messages[0].content[1]"
+
+
+def test_too_many_pictures_are_refused(client):
+    content = [{"type": "image_url", "image_url": {"url": png_url()}}] * 65
+    error = error_of(client.post(URL, json=body(messages=[{"role": "user", "content": content}])), 400)
+    assert "--max-images-per-request" in error["message"]
+
+
+def test_a_bad_streaming_request_gets_a_status(client):
+    error_of(client.post(URL, json=body(stream=True, temperature=-1)), 400)

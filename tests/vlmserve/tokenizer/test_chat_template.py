@@ -1,0 +1,150 @@
+"""Chat templates: where they are found, what they may do, and OpenAI messages on their way into them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.vlmserve.tiny_tokenizer import TEMPLATE
+from vlmserve.common.errors import BadRequestError, CheckpointError
+from vlmserve.tokenizer.chat_messages import ImageRef, to_template_messages
+from vlmserve.tokenizer.chat_template import ChatTemplate, load_chat_template
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_the_places_of_a_template_in_order(tmp_path):
+    with pytest.raises(CheckpointError, match="no chat template"):
+        load_chat_template(tmp_path)
+    config = {"chat_template": "config {{ eos_token }}", "eos_token": {"content": "<end>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_chat_template(tmp_path).render(HI) == "config <end>"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert load_chat_template(tmp_path).render(HI) == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert load_chat_template(tmp_path).render(HI) == "jinja"
+
+
+def test_a_template_of_its_own_for_tools(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = load_chat_template(tmp_path)
+    assert (template.render(HI), template.render(HI, tools=[{"x": 1}])) == ("plain", "tools")
+
+
+def test_as_transformers_renders():
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from tests import hf_env  # noqa: F401
+
+    messages = [
+        {"role": "system", "content": "é"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<b>'日'"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "ü & <x>"}}]
+    for add in (False, True):
+        (expected,), _ = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=TEMPLATE,
+            add_generation_prompt=add,
+            enable_thinking=False,
+        )
+        ours = ChatTemplate(TEMPLATE).render(
+            messages, tools=tools, add_generation_prompt=add, kwargs={"enable_thinking": False}
+        )
+        assert ours == expected
+
+
+def test_a_broken_template_is_the_checkpoints_fault():
+    with pytest.raises(CheckpointError, match="line 2"):
+        ChatTemplate("{% if x %}\n{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no such order') }}",
+        "{{ messages[5].content.x }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_what_a_template_cannot_do_is_the_requests_fault(source):
+    with pytest.raises(BadRequestError, match="chat template") as caught:
+        ChatTemplate(source).render(HI)
+    assert caught.value.param == "messages"
+
+
+def test_template_kwargs_cannot_replace_ours():
+    with pytest.raises(BadRequestError) as caught:
+        ChatTemplate("x").render(HI, kwargs={"tools": []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_continuing_the_last_message():
+    template = ChatTemplate(TEMPLATE)
+    messages = [*HI, {"role": "assistant", "content": "It is "}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nIt is")
+    for refused in (HI, [*HI, {"role": "assistant", "content": " "}]):
+        with pytest.raises(BadRequestError):
+            template.render(refused, add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(BadRequestError):
+        template.render(messages, continue_final_message=True)
+
+
+def test_messages_on_their_way_to_the_template():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    cut = {"id": "2", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
+    result = to_template_messages(
+        [
+            {"role": "developer", "content": "d"},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": "u1", "detail": "low"}},
+                    {"type": "text", "text": "t"},
+                    {"type": "image_url", "image_url": "u2"},
+                    {"type": "image", "image": "u3"},
+                ],
+                "name": "me",
+            },
+            {"role": "assistant", "content": None, "tool_calls": [call, cut], "refusal": None},
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "r"}]},
+        ]
+    )
+    image, text = {"type": "image"}, {"type": "text", "text": "t"}
+    assert result.messages[0] == {"role": "system", "content": "d"}
+    assert result.messages[1] == {"role": "user", "content": [image, text, image, image], "name": "me"}
+    assert result.messages[2]["content"] == ""
+    assert [c["function"]["arguments"] for c in result.messages[2]["tool_calls"]] == [{"x": 1}, '{"x": ']
+    assert call["function"]["arguments"] == '{"x": 1}', "the caller's messages stay as they are"
+    assert result.messages[3] == {"role": "tool", "content": [{"type": "text", "text": "r"}], "tool_call_id": "1"}
+    assert result.images == [
+        ImageRef(source="u1", detail="low", param="messages[1].content[0]"),
+        ImageRef(source="u2", param="messages[1].content[2]"),
+        ImageRef(source="u3", param="messages[1].content[3]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "robot", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].image_url"),
+        ({"role": "user", "content": [{"type": "video", "video": "x"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "hologram"}]}, "messages[0].content[0].type"),
+        ({"role": "system", "content": [{"type": "image", "image": "x"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": "a <pad> b"}, "messages[0].content"),
+    ],
+)
+def test_bad_messages(message, param):
+    with pytest.raises(BadRequestError) as caught:
+        to_template_messages([message], reserved=["<pad>"])
+    assert caught.value.param == param
