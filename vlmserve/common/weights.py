@@ -54,7 +54,7 @@ def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules
 
     Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors; then nothing is loaded.
     """
-    targets = dict(_targets(module))
+    targets = dict(stored_tensors(module))
     found: dict[str, StoredTensor] = {}
     unexpected, doubled, misshaped = [], [], []
     for name, stored in reader.tensors.items():
@@ -85,7 +85,8 @@ def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules
     reader.read_into((stored, targets[name]) for name, stored in found.items())
 
 
-def _targets(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters of `module` as a checkpoint has them: names, and views of the stored shape."""
     for name, child in module.named_modules():
         if isinstance(child, StoresParametersOtherwise):
             yield from child.stored_parameters(name)

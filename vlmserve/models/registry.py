@@ -65,17 +65,17 @@ def load_model(
     config = _model_config(folder, hf_config, family)
     dtype = dtype or config.dtype
     reader = CheckpointReader(folder)
-    model = _make_model(hf_config, config, family, torch.device(device), dtype)
+    model = make_model(hf_config, config, torch.device(device), dtype)
     load_weights(model, reader, model.weight_rules())
     return model
 
 
-def _make_model(
-    hf_config: Mapping[str, Any], config: ModelConfig, family: Family, device: torch.device, dtype: torch.dtype
+def make_model(
+    hf_config: Mapping[str, Any], config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> VisionLanguageModel:
-    """An uninitialised model. Its memory is committed as it is filled."""
+    """An uninitialised model of a known family. On a CPU, its memory is committed as it is filled."""
     with torch.device("meta"):
-        decoder = family.decoder(config, dtype)
+        decoder = FAMILIES[config.family].decoder(config, dtype)
         model = VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype).to(dtype)
     model = model.to_empty(device=device).eval()
     # one buffer for the tower and one for the rest
