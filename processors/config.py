@@ -67,7 +67,7 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
     source, raw = _read_settings(folder)
     try:
         return _parse(raw, hf_config)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: unusable picture settings: {error}") from error
 
 

@@ -85,7 +85,7 @@ class HttpGetter:
             raise GetError(f"{where}a {parsed.scheme or 'relative'} URL, only http and https are followed")
         if not parsed.host:
             raise GetError(f"{where}a URL without a host")
-        if "%" in parsed.host or not 0 < (parsed.port or _DEFAULT_PORTS[parsed.scheme]) < 65536:
+        if "%" in parsed.host or (parsed.port is not None and not 0 < parsed.port < 65536):
             raise GetError(f"{where}a malformed URL: no such host or port")
         if parsed.userinfo:
             raise GetError(f"{where}a URL with a user name or password, which is not supported")

@@ -113,6 +113,7 @@ def test_orientation_of_a_pillow_picture():
     assert image.info["exif"], "the caller's picture is left as it was"
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_unreadable_exif_is_ignored():
     data = encoded(picture(40, 30), "JPEG", exif=b"Exif\0\0MM\0\x2a\xff\xff\xff\xff")
     assert decode_image(data, LIMITS).size == (40, 30)
@@ -172,6 +173,7 @@ NOT_PICTURES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize("name", NOT_PICTURES)
 def test_refuses_what_is_no_picture(name):
     with pytest.raises(BadRequestError, match="picture") as caught:

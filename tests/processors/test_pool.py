@@ -1,0 +1,330 @@
+"""The worker pool and its cache: order, limits, errors, cancelling, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from processors.base import ImageKnobs, ProcessedImage
+from processors.cache import ProcessorCache
+from processors.fetching import FetchSettings, MediaFetcher
+from processors.pool import ImageRequest, PoolSettings, ProcessorPool
+from tests import hf_env  # noqa: F401
+from tests.processors.helpers import encoded, picture, tiny_processor
+from tests.processors.web import serve
+from vlmserve.common.errors import BadRequestError
+
+
+@pytest.fixture
+def processor(tmp_path):
+    return tiny_processor(tmp_path, "qwen2_vl")
+
+
+@pytest.fixture
+def make_pool(processor, tmp_path):
+    pools = []
+
+    def make(**settings):
+        fetcher = MediaFetcher(
+            FetchSettings(allow_private_media=True, timeout_s=20, allowed_local_media_path=str(tmp_path))
+        )
+        pools.append(ProcessorPool(processor, fetcher, PoolSettings(**settings)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+class Gate:
+    """Holds every `process_image` until opened; counts who came in."""
+
+    def __init__(self, processor, monkeypatch):
+        self.arrived = threading.Semaphore(0)
+        self.opened = threading.Event()
+        self.calls = 0
+        real = processor.process_image
+
+        def gated(image, knobs=None):
+            self.calls += 1
+            self.arrived.release()
+            assert self.opened.wait(20)
+            return real(image, knobs)
+
+        monkeypatch.setattr(processor, "process_image", gated)
+
+    async def someone_arrived(self):
+        assert await asyncio.to_thread(self.arrived.acquire, timeout=20)
+
+
+def data_url(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def serve_picture(server, image):
+    """Let the server answer /picture with `image`."""
+    body = encoded(image)
+    server.RequestHandlerClass = type(
+        "Handler", (server.RequestHandlerClass,), {"get_picture": lambda self, _: self.answer(200, body)}
+    )
+
+
+def test_every_kind_of_source_in_order(make_pool, processor, tmp_path):
+    images = [picture(40 + 20 * n, 60, n) for n in range(5)]
+    (tmp_path / "x.png").write_bytes(encoded(images[3]))
+    with serve() as server:
+        serve_picture(server, images[4])
+        sources = [
+            data_url(encoded(images[0])),
+            encoded(images[1]),
+            images[2],
+            f"file://{tmp_path}/x.png",
+            server.url("/picture"),
+        ]
+        requests = [ImageRequest(source=source) for source in sources]
+        pool = make_pool()
+        loaded = [pool.load_sync(requests), asyncio.run(pool.load(requests))]
+    for results in loaded:
+        assert [result.digest for result in results] == [processor.process_image(image).digest for image in images]
+        assert [result.source_size for result in results] == [image.size for image in images]
+    assert pool.in_pool == 0
+
+
+def test_no_pictures(make_pool):
+    assert asyncio.run(make_pool().load([])) == []
+    assert make_pool().load_sync([]) == []
+
+
+def test_knobs_count(make_pool, processor):
+    data, knobs = encoded(picture(300, 310)), ImageKnobs(max_pixels=9 * 784)
+    requests = [ImageRequest(source=data), ImageRequest(source=data, knobs=knobs), ImageRequest(source=data)]
+    results = make_pool().load_sync(requests)
+    full, small = processor.num_image_tokens(310, 300), processor.num_image_tokens(310, 300, knobs)
+    assert small <= 9 < 40 < full
+    assert [result.num_tokens for result in results] == [full, small, full]
+
+
+def test_one_pillow_picture_given_many_times(make_pool):
+    """Opened lazily by the caller: two threads must not decode it at once."""
+    image = Image.open(io.BytesIO(encoded(picture(400, 400))))
+    results = make_pool(max_workers=4).load_sync([ImageRequest(source=image)] * 12)
+    assert len({result.digest for result in results}) == 1
+
+
+BAD_SOURCES = [b"no picture", data_url(b"no picture"), "data:nonsense", "/etc/hostname", picture(401, 2)]
+
+
+@pytest.mark.parametrize("source", BAD_SOURCES, ids=["bytes", "data", "nonsense", "path", "ratio"])
+def test_errors_name_the_request_field(make_pool, source):
+    pool = make_pool()
+    request = ImageRequest(source=source, param="messages[0].content[1]")
+    for load in (pool.load_sync, lambda requests: asyncio.run(pool.load(requests))):
+        with pytest.raises(BadRequestError) as caught:
+            load([ImageRequest(source=encoded(picture(30, 30))), request])
+        assert caught.value.param == "messages[0].content[1]"
+        assert caught.value.status == 400
+    assert pool.in_pool == 0
+
+
+def test_a_failure_calls_off_the_rest(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+
+    async def scenario():
+        pool = make_pool(max_workers=1)
+        bad = ImageRequest(source="ftp://x")  # fails in a download thread, while the only worker is held
+        rest = [ImageRequest(source=encoded(picture(30, 30, n))) for n in range(5)]
+        with pytest.raises(BadRequestError, match="ftp"):
+            await pool.load([*rest, bad])
+        assert pool.in_pool == 0
+        gate.opened.set()
+
+    asyncio.run(scenario())
+    assert gate.calls <= 1, "what was queued was never begun"
+
+
+def test_a_full_pool_refuses(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+
+    async def scenario():
+        pool = make_pool(max_workers=1, max_queued=3)
+        one = [ImageRequest(source=encoded(picture(30, 30)))]
+        with pytest.raises(BadRequestError, match="4 pictures in one request, the limit is 3") as caught:
+            await pool.load(one * 4)
+        assert caught.value.status == 400
+        running = asyncio.create_task(pool.load(one * 2))
+        await gate.someone_arrived()
+        assert pool.in_pool == 2
+        with pytest.raises(BadRequestError, match="2 pictures are being processed and 2 more came") as caught:
+            await pool.load(one * 2)
+        assert caught.value.status == 429
+        last = asyncio.create_task(pool.load(one))
+        gate.opened.set()
+        assert len(await running) == 2
+        assert len(await last) == 1
+        assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_frees_the_queue(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+
+    async def scenario():
+        pool = make_pool(max_workers=1, max_queued=8)
+        task = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(30, 30, n))) for n in range(8)]))
+        await gate.someone_arrived()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert pool.in_pool == 0
+        gate.opened.set()
+        result = await pool.load([ImageRequest(source=encoded(picture(30, 30, 99)))])
+        assert len(result) == 1
+
+    asyncio.run(scenario())
+    assert gate.calls == 2, "the seven that waited were never begun"
+
+
+def test_the_event_loop_stays_free(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+
+    async def scenario():
+        task = asyncio.create_task(make_pool().load([ImageRequest(source=data_url(encoded(picture(30, 30))))]))
+        await gate.someone_arrived()  # a worker is busy and this coroutine runs
+        gate.opened.set()
+        await task
+
+    asyncio.run(scenario())
+
+
+def test_hosts_that_stall_do_not_hold_up_others(make_pool):
+    async def scenario():
+        pool = make_pool(max_workers=1, max_downloads=2)
+        with serve() as server:
+            stuck = [asyncio.create_task(pool.load([ImageRequest(source=server.url("/stall"))])) for _ in range(4)]
+            assert await asyncio.to_thread(server.stalled.wait, 20)
+            assert await pool.load([ImageRequest(source=encoded(picture(30, 30)))])
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_close_breaks_off_and_refuses(make_pool):
+    async def scenario():
+        pool = make_pool()
+        with serve() as server:
+            stuck = asyncio.create_task(pool.load([ImageRequest(source=server.url("/stall"))]))
+            assert await asyncio.to_thread(server.stalled.wait, 20)
+            await asyncio.to_thread(pool.close)
+            with pytest.raises(BadRequestError):
+                await stuck
+        for source in ("http://127.0.0.1:1/", encoded(picture(30, 30))):
+            with pytest.raises(BadRequestError, match="shutting down") as caught:
+                await pool.load([ImageRequest(source=source)])
+            assert caught.value.status == 503
+        assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_is_not_the_clients_fault(make_pool, processor, monkeypatch):
+    def broken(image, knobs=None):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(processor, "process_image", broken)
+    with serve() as server:
+        serve_picture(server, picture(30, 30))
+        for source in (encoded(picture(30, 30)), server.url("/picture")):
+            with pytest.raises(RuntimeError, match="a bug"):
+                make_pool().load_sync([ImageRequest(source=source)])
+
+
+def test_torchs_thread_count_is_left_alone(make_pool):
+    before = torch.get_num_threads()
+    make_pool(max_workers=4).load_sync([ImageRequest(source=encoded(picture(300, 200, n))) for n in range(8)])
+    assert torch.get_num_threads() == before
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_a_picture_sent_again_is_not_processed_again(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    gate.opened.set()
+    pool = make_pool()
+    data = encoded(picture(60, 60))
+    first = pool.load_sync([ImageRequest(source=data)])[0]
+    again = pool.load_sync([ImageRequest(source=data_url(data))])[0]
+    assert again is first
+    assert gate.calls == 1
+    other = pool.load_sync([ImageRequest(source=data, knobs=ImageKnobs(max_pixels=784 * 4))])[0]
+    assert other.grid_thw == first.grid_thw
+    assert gate.calls == 2, "other knobs, another entry"
+    stats = pool.cache_stats()
+    assert (stats.hits, stats.misses, stats.entries) == (1, 2, 2)
+    assert stats.bytes == first.feature.nbytes + other.feature.nbytes
+
+
+def test_no_cache(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    gate.opened.set()
+    pool = make_pool(cache_mib=0)
+    pool.load_sync([ImageRequest(source=encoded(picture(60, 60)))] * 2)
+    assert gate.calls == 2
+    assert pool.cache_stats().entries == 0
+
+
+def processed(size, mark=0):
+    feature = np.full(size // 4, mark, np.float32)
+    return ProcessedImage(digest=bytes([mark]), grid_thw=(1, 2, 2), feature=feature, num_tokens=1, source_size=(1, 1))
+
+
+def test_the_least_recently_used_goes_first():
+    cache = ProcessorCache(400)
+    for name in (b"a", b"b", b"c"):
+        cache.put(name, processed(100))
+    assert cache.get(b"a") is not None
+    cache.put(b"d", processed(200))
+    assert [cache.get(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    assert cache.stats().bytes == 400
+
+
+def test_replacing_and_oversized_entries_keep_the_books():
+    cache = ProcessorCache(400)
+    cache.put(b"a", processed(100))
+    cache.put(b"a", processed(300, 7))
+    assert cache.stats().bytes == 300
+    assert cache.get(b"a").digest == b"\7"
+    cache.put(b"b", processed(404))
+    assert cache.stats().entries == 1
+
+
+def test_many_threads_keep_the_books():
+    cache = ProcessorCache(4000)
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(300):
+            key = bytes([rng.integers(40)])
+            if cache.get(key) is None:
+                cache.put(key, processed(int(rng.integers(1, 100)) * 4))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stats = cache.stats()
+    assert stats.hits + stats.misses == 1800
+    assert stats.bytes <= 4000
+    held = [cache.get(bytes([n])) for n in range(40)]
+    assert sum(image.feature.nbytes for image in held if image) == stats.bytes

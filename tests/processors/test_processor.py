@@ -1,0 +1,334 @@
+"""From checkpoint folder, prompt and pictures to engine input; knobs, budgets and bad requests."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from processors.base import ImageKnobs, ProcessorLimits
+from processors.decoding import DecodeLimits
+from processors.hashing import digest_fields, media_digest
+from processors.inputs import Modality
+from processors.registry import make_processor
+from tests import hf_env  # noqa: F401
+from tests.processors.helpers import (
+    FAMILIES,
+    IMAGE_PAD,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+    hf_config,
+    picture,
+    preprocessor_config,
+    tiny_processor,
+    write_checkpoint,
+)
+from vlmserve.common.errors import BadRequestError, CheckpointError
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def processor(request, tmp_path_factory):
+    return tiny_processor(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def qwen2(tmp_path):
+    return tiny_processor(tmp_path, "qwen2_vl", min_pixels=4 * 784, max_pixels=64 * 784)
+
+
+# ---------------------------------------------------------------- expansion
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.integers(0, 4), min_size=1, max_size=5), marks=st.booleans(), data=st.data())
+def test_expansion(processor, texts, marks, data):
+    """Each placeholder becomes h*w/4 pads, everything else stays, offsets point at the pads."""
+    prompt, images = [], []
+    for index, text in enumerate(texts):
+        prompt += [7 + index] * text
+        if index < len(texts) - 1:
+            prompt += [VISION_START, IMAGE_PAD, VISION_END] if marks else [IMAGE_PAD]
+            side = data.draw(st.sampled_from([28, 60, 100]))
+            images.append(picture(side, 64, index))
+    ids, media = processor.process(prompt, images)
+    assert ids.dtype == np.int64
+    assert [x for x in ids.tolist() if x != IMAGE_PAD] == [x for x in prompt if x != IMAGE_PAD]
+    if not images:
+        assert media is None
+        return
+    covered = np.zeros(len(ids), bool)
+    for item, image in zip(media.items, images, strict=True):
+        alone = processor.process_image(image)
+        ((start, end),) = item.offsets
+        assert item.modality is Modality.IMAGE
+        assert item.grid_thw == alone.grid_thw
+        assert end - start == item.num_tokens == alone.num_tokens == item.feature.shape[0] // 4
+        assert item.digest == alone.digest
+        assert np.array_equal(item.feature, alone.feature)
+        covered[start:end] = True
+    assert np.array_equal(covered, ids == IMAGE_PAD)
+    assert media.mrope_positions.shape == (3, len(ids))
+    assert media.mrope_positions.dtype == np.int64
+    assert media.mrope_position_delta == media.mrope_positions.max() + 1 - len(ids)
+
+
+def test_positions_of_a_small_prompt(processor):
+    ids, media = processor.process([5, VISION_START, IMAGE_PAD, VISION_END, 6], [picture(64, 64)])
+    h = w = media.items[0].grid_thw[1] // 2
+    assert (h, w) == (2, 2)
+    assert media.mrope_positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 4, 5],
+        [0, 1, 2, 2, 3, 3, 4, 5],
+        [0, 1, 2, 3, 2, 3, 4, 5],
+    ]
+    assert media.mrope_position_delta == -2
+    assert len(ids) == 8
+
+
+def test_a_text_only_prompt(processor):
+    ids, media = processor.process([1, 2, 3])
+    assert media is None
+    assert ids.tolist() == [1, 2, 3]
+    assert ids.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("placeholders", "pictures", "match"),
+    [
+        (0, 1, "contains 0 image placeholders but the request has 1 picture:"),
+        (1, 0, "contains 1 image placeholder but the request has 0 pictures:"),
+        (2, 1, "contains 2 image placeholders but the request has 1 picture:"),
+        (1, 3, "contains 1 image placeholder but the request has 3 pictures:"),
+    ],
+)
+def test_placeholders_and_pictures_must_match(processor, placeholders, pictures, match):
+    with pytest.raises(BadRequestError, match=match) as caught:
+        processor.process([1, *[IMAGE_PAD] * placeholders], [picture(56, 56)] * pictures)
+    assert caught.value.status == 400
+
+
+def test_video_is_refused(processor):
+    with pytest.raises(BadRequestError, match="video is not supported yet"):
+        processor.process([1, VIDEO_PAD], [])
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_equal_pictures_have_equal_digests_and_others_do_not(processor):
+    image = picture(70, 70)
+    other = image.copy()
+    other.putpixel((35, 35), tuple(255 - level for level in image.getpixel((35, 35))))
+    digest = processor.process_image(image).digest
+    assert len(digest) == 32
+    assert processor.process_image(image.copy()).digest == digest
+    assert processor.process_image(other).digest != digest
+
+
+def test_digests_frame_every_field():
+    feature = np.zeros((16, 6), np.float32)
+    base = media_digest(Modality.IMAGE, (1, 4, 4), feature)
+    others = [
+        media_digest(Modality.VIDEO, (1, 4, 4), feature),
+        media_digest(Modality.IMAGE, (1, 2, 8), feature),
+        media_digest(Modality.IMAGE, (1, 4, 4), feature.reshape(8, 12)),
+        media_digest(Modality.IMAGE, (1, 4, 4), feature.view(np.int32)),
+        media_digest(Modality.IMAGE, (1, 4, 4), feature - np.float32(1e-30)),
+    ]
+    assert len({base, *others}) == 6
+    assert digest_fields([b"ab", b"c"]) != digest_fields([b"a", b"bc"])
+    assert digest_fields([b"", b"a"]) != digest_fields([b"a", b""])
+    assert media_digest(Modality.IMAGE, (1, 4, 4), np.asfortranarray(feature)) == base
+
+
+def test_features_are_shared_and_therefore_read_only(processor):
+    feature = processor.process_image(picture(56, 56)).feature
+    with pytest.raises(ValueError, match="read-only"):
+        feature[0, 0] = 1
+
+
+# ---------------------------------------------------------------- sizes and knobs
+
+
+def test_knobs_are_transformers_budget(qwen2):
+    from transformers import Qwen2VLImageProcessor
+
+    image = picture(300, 200)
+    low, high = 4 * 784, 20 * 784
+    reference = Qwen2VLImageProcessor(**preprocessor_config("qwen2_vl", low, high))
+    expected = reference(images=[image], return_tensors="pt")["pixel_values"].numpy()
+    ours = qwen2.process_image(image, ImageKnobs(max_pixels=high))
+    assert np.array_equal(ours.feature, expected)
+    assert ours.num_tokens <= 20 < qwen2.process_image(image).num_tokens
+
+
+def test_min_pixels_enlarges(qwen2):
+    assert qwen2.num_image_tokens(60, 60) == 4
+    assert qwen2.num_image_tokens(60, 60, ImageKnobs(min_pixels=30 * 784)) >= 30
+
+
+def test_a_small_max_pixels_pushes_the_default_minimum_aside(qwen2):
+    assert qwen2.num_image_tokens(60, 60, ImageKnobs(max_pixels=784)) == 1
+
+
+def test_resized_size(qwen2):
+    assert qwen2.resized_size(500, 300, ImageKnobs(resized_height=100, resized_width=60)) == (112, 56)
+    assert qwen2.resized_size(10, 10, ImageKnobs(resized_height=3000, resized_width=3000)) == (224, 224)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "match"),
+    [
+        ({"max_pixels": 0}, "max_pixels 0 is not a positive integer"),
+        ({"min_pixels": -5}, "min_pixels -5 is not"),
+        ({"max_pixels": True}, "max_pixels True is not"),
+        ({"max_pixels": 1000.5}, "1000.5 is not"),
+        ({"max_pixels": 64 * 784 + 1}, "50177 exceeds the server's limit of 50176 pixels"),
+        ({"min_pixels": 64 * 784 + 1}, "exceeds the server's limit"),
+        ({"min_pixels": 2000, "max_pixels": 1000}, "min_pixels 2000 exceeds max_pixels 1000"),
+        ({"resized_height": 100}, "together"),
+        ({"resized_height": 10**9, "resized_width": 1}, "exceeds the server's limit"),
+        ({"resized_height": 1, "resized_width": 300}, "aspect ratio"),
+    ],
+)
+def test_bad_knobs(qwen2, knobs, match):
+    with pytest.raises(BadRequestError, match=match):
+        qwen2.process_image(picture(64, 64), ImageKnobs(**knobs))
+
+
+def test_the_server_can_lower_the_budget(tmp_path):
+    processor = tiny_processor(tmp_path, "qwen2_vl", ProcessorLimits(max_pixels=10 * 784))
+    assert processor.num_image_tokens(1000, 1000) <= 10
+    with pytest.raises(BadRequestError, match="limit of 7840 pixels"):
+        processor.num_image_tokens(64, 64, ImageKnobs(max_pixels=20 * 784))
+
+
+def test_detail(tmp_path):
+    processor = tiny_processor(tmp_path, "qwen2_vl", min_pixels=3136, max_pixels=1280 * 784)
+    for word in (None, "auto", "high"):
+        assert processor.knobs_for_detail(word) is None
+    low = processor.knobs_for_detail("low")
+    assert processor.num_image_tokens(2000, 2000, low) * 784 <= 512 * 512
+    assert processor.num_image_tokens(2000, 2000) > 1200
+    with pytest.raises(BadRequestError, match="detail 'medium' is none of"):
+        processor.knobs_for_detail("medium")
+
+
+def test_low_detail_stays_within_any_checkpoints_budget(tmp_path):
+    for low, high in [(3136, 50176), (600 * 784, 1280 * 784)]:
+        processor = tiny_processor(tmp_path, "qwen2_vl", min_pixels=low, max_pixels=high)
+        assert processor.num_image_tokens(900, 900, processor.knobs_for_detail("low")) * 784 <= max(high, 512 * 512)
+
+
+def test_the_pixel_limit_covers_pillow_pictures(tmp_path):
+    limits = ProcessorLimits(decode=DecodeLimits(max_image_pixels=1000))
+    with pytest.raises(BadRequestError, match="40x30 = 1200 pixels; the limit is 1000"):
+        tiny_processor(tmp_path, "qwen2_vl", limits).process_image(picture(40, 30))
+
+
+# ---------------------------------------------------------------- checkpoint settings
+
+
+def settings_of(folder, raw, family="qwen2_vl", name="preprocessor_config.json", **changes):
+    (folder / name).write_text(json.dumps(raw) if not isinstance(raw, str) else raw)
+    return make_processor(folder, {**hf_config(family), **changes}).config
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"min_pixels": 1568, "max_pixels": 39200},
+        {"size": {"shortest_edge": 1568, "longest_edge": 39200}},
+        {"size": {"min_pixels": 1568, "max_pixels": 39200}},
+        {"min_pixels": 1568, "size": {"shortest_edge": 99, "longest_edge": 39200}},
+        {"min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 1568, "longest_edge": 39200}},
+    ],
+)
+def test_budget_in_every_spelling(tmp_path, raw):
+    config = settings_of(tmp_path, raw)
+    assert (config.min_pixels, config.max_pixels) == (1568, 39200)
+
+
+@pytest.mark.parametrize("raw", [{}, {"min_pixels": 1568}, preprocessor_config("qwen2_vl")])
+def test_settings_are_those_transformers_loads(tmp_path, raw):
+    from transformers import Qwen2VLImageProcessor
+
+    config = settings_of(tmp_path, raw)
+    reference = Qwen2VLImageProcessor.from_pretrained(tmp_path)
+    assert config.min_pixels == reference.size["shortest_edge"]
+    assert config.max_pixels == reference.size["longest_edge"]
+    assert list(config.patches.mean) == list(reference.image_mean)
+    assert list(config.patches.std) == list(reference.image_std)
+    for name in ("patch_size", "merge_size", "temporal_patch_size", "rescale_factor"):
+        assert getattr(config.patches, name) == getattr(reference, name)
+
+
+def test_a_checkpoint_saved_by_transformers(tmp_path):
+    from transformers import Qwen2VLImageProcessor
+
+    Qwen2VLImageProcessor(**preprocessor_config("qwen3_vl")).save_pretrained(tmp_path)
+    config = make_processor(tmp_path, hf_config("qwen3_vl")).config
+    assert (config.min_pixels, config.max_pixels, config.patches.patch_size) == (3136, 50176, 16)
+    assert config.patches.mean == (0.5, 0.5, 0.5)
+
+
+def test_settings_nested_in_processor_config_come_first(tmp_path):
+    write_checkpoint(tmp_path, "qwen2_vl")
+    config = settings_of(tmp_path, {"image_processor": {"max_pixels": 7840}}, name="processor_config.json")
+    assert config.max_pixels == 7840
+    config = settings_of(tmp_path, {"processor_class": "x"}, name="processor_config.json")
+    assert config.max_pixels == 50176
+
+
+def test_token_ids_come_from_the_config_or_are_the_published_ones(tmp_path):
+    assert settings_of(tmp_path, {}, image_token_id=3).token_ids.image_pad == 3
+    write_checkpoint(tmp_path, "qwen2_vl")
+    ids = make_processor(tmp_path, {"model_type": "qwen2_vl"}).token_ids
+    assert (ids.vision_start, ids.vision_end, ids.image_pad, ids.video_pad) == (151652, 151653, 151655, 151656)
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        ("{broken", "cannot be read"),
+        ("[]", "not a JSON object"),
+        ({"do_normalize": False}, "do_normalize false is not supported"),
+        ({"do_resize": False}, "do_resize false"),
+        ({"resample": 1}, "resample 1, supported are"),
+        ({"min_pixels": 100, "max_pixels": 50}, "no range"),
+        ({"min_pixels": 0}, "no range"),
+        ({"image_mean": [0.5]}, "three values"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "none of std zero"),
+        ({"patch_size": 16}, "patch_size is 16 here but 14 in config.json"),
+        ({"merge_size": 4}, "merge_size is 4 here but 2"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size is 1 here but 2"),
+        ({"patch_size": "big"}, "unusable picture settings"),
+        ({"size": 5}, "unusable picture settings"),
+    ],
+)
+def test_unusable_settings_are_named(tmp_path, raw, match):
+    with pytest.raises(CheckpointError, match=match) as caught:
+        settings_of(tmp_path, raw)
+    assert "preprocessor_config.json" in str(caught.value)
+
+
+def test_a_folder_without_settings(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no preprocessor_config\.json"):
+        make_processor(tmp_path, hf_config("qwen2_vl"))
+
+
+@pytest.mark.parametrize("model_type", ["llama", None, ["qwen2_vl"]])
+def test_an_unknown_family(tmp_path, model_type):
+    write_checkpoint(tmp_path, "qwen2_vl")
+    with pytest.raises(CheckpointError, match=r"not supported, only \['qwen2_5_vl', 'qwen2_vl', 'qwen3_vl'\]"):
+        make_processor(tmp_path, {"model_type": model_type})
+
+
+def test_qwen2_5_vl_needs_tokens_per_second(tmp_path):
+    write_checkpoint(tmp_path, "qwen2_5_vl")
+    with pytest.raises(CheckpointError, match="tokens_per_second"):
+        make_processor(tmp_path, {"model_type": "qwen2_5_vl"})
