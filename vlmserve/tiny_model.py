@@ -140,7 +140,9 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> None:
         ("video_preprocessor_config.json", _video_processor_config()),
     ):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    save_file(dict(_tensors(ids, np.random.default_rng(seed))), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        dict(_tensors(vocabulary, np.random.default_rng(seed))), folder / "model.safetensors", metadata={"format": "pt"}
+    )
 
 
 def _make_tokenizer() -> Tokenizer:
@@ -191,7 +193,7 @@ def _config(ids: dict[str, int]) -> dict[str, Any]:
         "video_token_id": ids["<|video_pad|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "text_config": {
             "model_type": "qwen3_vl_text",
             "vocab_size": _VOCABULARY,
@@ -211,7 +213,7 @@ def _config(ids: dict[str, int]) -> dict[str, Any]:
             "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
             "bos_token_id": ids["<|endoftext|>"],
             "eos_token_id": ids["<|im_end|>"],
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": False,
             "dtype": "float32",
             "use_cache": True,
         },
@@ -266,35 +268,44 @@ def _video_processor_config() -> dict[str, Any]:
     }
 
 
-def _tensors(ids: dict[str, int], rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor by its published name, float32. Matrices keep the size of what goes through them, so that the
-    answer depends on every part of the input (the usual 0.02 would answer the same to any picture)."""
+def _silent_ids(vocabulary: dict[str, int]) -> list[int]:
+    """Tokens made unlikely in answers: those of prompts, and parts of characters. <|im_end|> stays, so answers end."""
+    return [
+        index
+        for token, index in vocabulary.items()
+        if token != "<|im_end|>" and (token in _SPECIAL_TOKENS or not token.replace("Ġ", " ").isascii())
+    ]
 
-    def linear(name: str, rows: int, columns: int, *, bias: bool) -> Iterator[tuple[str, np.ndarray]]:
-        yield f"{name}.weight", rng.normal(0, 1 / math.sqrt(columns), (rows, columns)).astype(np.float32)
+
+def _tensors(vocabulary: dict[str, int], rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor by its published name, float32. Matrices keep the size of what goes through them, so that the
+    answer depends on every part of the input (the usual 0.02 would answer the same to any picture), and attention is
+    sharp and loud, so that answers do not fall into repeating one token."""
+
+    def linear(name: str, rows: int, columns: int, *, bias: bool, gain: float = 1) -> Iterator[tuple[str, np.ndarray]]:
+        yield f"{name}.weight", rng.normal(0, gain / math.sqrt(columns), (rows, columns)).astype(np.float32)
         if bias:
             yield f"{name}.bias", rng.normal(0, 0.02, rows).astype(np.float32)
 
-    def norm(name: str, size: int, *, bias: bool) -> Iterator[tuple[str, np.ndarray]]:
-        yield f"{name}.weight", rng.normal(1, 0.1, size).astype(np.float32)
+    def norm(name: str, size: int, *, bias: bool, mean: float = 1) -> Iterator[tuple[str, np.ndarray]]:
+        yield f"{name}.weight", rng.normal(mean, 0.1, size).astype(np.float32)
         if bias:
             yield f"{name}.bias", rng.normal(0, 0.02, size).astype(np.float32)
 
     text = "model.language_model"
-    embedding = rng.normal(0, 0.3, (_VOCABULARY, _HIDDEN)).astype(np.float32)
-    # Tokens that belong to prompts are made unlikely in answers; <|im_end|> is not, so that answers end.
-    silent = [index for token, index in ids.items() if token in _SPECIAL_TOKENS and token != "<|im_end|>"]
-    embedding[silent] *= 0.2
-    yield f"{text}.embed_tokens.weight", embedding
+    yield f"{text}.embed_tokens.weight", rng.normal(0, 1, (_VOCABULARY, _HIDDEN)).astype(np.float32)
+    head = rng.normal(0, 0.3, (_VOCABULARY, _HIDDEN)).astype(np.float32)
+    head[_silent_ids(vocabulary)] *= 0.2
+    yield "lm_head.weight", head
     for index in range(_LAYERS):
         layer = f"{text}.layers.{index}"
         yield from norm(f"{layer}.input_layernorm", _HIDDEN, bias=False)
         yield from linear(f"{layer}.self_attn.q_proj", _HEADS * _HEAD_DIM, _HIDDEN, bias=False)
         yield from linear(f"{layer}.self_attn.k_proj", _KV_HEADS * _HEAD_DIM, _HIDDEN, bias=False)
         yield from linear(f"{layer}.self_attn.v_proj", _KV_HEADS * _HEAD_DIM, _HIDDEN, bias=False)
-        yield from linear(f"{layer}.self_attn.o_proj", _HIDDEN, _HEADS * _HEAD_DIM, bias=False)
-        yield from norm(f"{layer}.self_attn.q_norm", _HEAD_DIM, bias=False)
-        yield from norm(f"{layer}.self_attn.k_norm", _HEAD_DIM, bias=False)
+        yield from linear(f"{layer}.self_attn.o_proj", _HIDDEN, _HEADS * _HEAD_DIM, bias=False, gain=3)
+        yield from norm(f"{layer}.self_attn.q_norm", _HEAD_DIM, bias=False, mean=1.6)
+        yield from norm(f"{layer}.self_attn.k_norm", _HEAD_DIM, bias=False, mean=1.6)
         yield from norm(f"{layer}.post_attention_layernorm", _HIDDEN, bias=False)
         yield from linear(f"{layer}.mlp.gate_proj", _MLP, _HIDDEN, bias=False)
         yield from linear(f"{layer}.mlp.up_proj", _MLP, _HIDDEN, bias=False)

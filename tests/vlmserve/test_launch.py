@@ -2,117 +2,39 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
+from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, gone
 
 
-class FakeServer:
-    """A running `fake_server`; `log` is its stderr so far."""
-
-    def __init__(self, folder: Path, *flags: str, port: int = 0, **environment: str) -> None:
-        self.runtime = folder / "run"
-        self.runtime.mkdir(exist_ok=True)
-        words = [sys.executable, "-m", "tests.vlmserve.fake_server", str(folder), "--port", str(port), *flags]
-        self.process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), **environment},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.log: list[str] = []
-        self._logged = threading.Condition()
-        self._reader = threading.Thread(target=self._read_log)
-        self._reader.start()
-
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            with self._logged:
-                self.log.append(line)
-                self._logged.notify_all()
-
-    def await_log(self, pattern: str) -> re.Match[str]:
-        """Wait until the log holds the pattern."""
-
-        def found() -> re.Match[str] | None:
-            return re.search(pattern, "".join(self.log))
-
-        with self._logged:
-            assert self._logged.wait_for(found, PATIENCE_S), "".join(self.log)
-            match = found()
-        assert match is not None
-        return match
-
-    def port(self) -> int:
-        return int(self.await_log(r"ready: http://127\.0\.0\.1:(\d+)").group(1))
-
-    def get(self, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port(), timeout=PATIENCE_S)
-        try:
-            connection.request("GET", "/" + path)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        finally:
-            connection.close()
-
-    def children(self) -> dict[str, int]:
-        """Pids of the child processes by name, from their command lines (the resource tracker is left out)."""
-        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        pids = [int(pid) for pid in found if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-        return dict(zip(("scheduler", "detokenizer"), sorted(pids), strict=True))
-
-    def wait(self) -> int:
-        status = self.process.wait(PATIENCE_S)
-        self._reader.join(PATIENCE_S)
-        return status
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.wait()
-
-    def directories(self) -> list[Path]:
-        """The private directories that the launcher holds open: one for sockets, one for shared memory."""
-        targets = [Path(os.readlink(fd)) for fd in Path(f"/proc/{self.process.pid}/fd").iterdir()]
-        return [target for target in targets if target.name.startswith("vlmserve-") and target.is_dir()]
+def _fake_server(folder: Path, *flags: str, port: int = 0, **environment: str) -> ServerProcess:
+    words = [sys.executable, "-m", "tests.vlmserve.fake_server", str(folder), "--port", str(port), *flags]
+    return ServerProcess(words, folder / "run", **environment)
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[type[FakeServer]]:
-    servers: list[FakeServer] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    servers: list[ServerProcess] = []
 
-    def make(*flags: str, **options: object) -> FakeServer:
-        servers.append(FakeServer(tmp_path, *flags, **options))
+    def make(*flags: str, **options: Any) -> ServerProcess:
+        servers.append(_fake_server(tmp_path, *flags, **options))
         return servers[-1]
 
     yield make
     for server in servers:
         server.end()
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def _await(condition: object, seconds: float = PATIENCE_S) -> None:
@@ -137,7 +59,7 @@ def test_serves_and_stops_in_order(start, tmp_path) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert "frontend closed" in "".join(server.log)
-    assert all(_gone(pid) for pid in children.values())
+    assert all(gone(pid) for pid in children.values())
     assert not any(path.exists() for path in directories)
 
 
@@ -191,7 +113,7 @@ def test_a_dead_child_fails_pending_requests_and_ends_the_server(start, victim: 
     assert noticed < 5, "it is noticed by an event, not by a timeout"
     assert server.get("hello")[0] == 503
     assert server.wait() == 1
-    assert all(_gone(pid) for pid in children.values())
+    assert all(gone(pid) for pid in children.values())
     assert len(directories) == 2
     assert not any(path.exists() for path in directories)
 
@@ -201,7 +123,7 @@ def test_children_die_with_a_killed_launcher_and_the_next_start_clears_up(start)
     server.port()
     children, directories = server.children(), server.directories()
     server.process.kill()
-    _await(lambda: all(_gone(pid) for pid in children.values()))
+    _await(lambda: all(gone(pid) for pid in children.values()))
     server.wait()
     assert all(path.is_dir() for path in directories)
     for path in directories:
@@ -241,7 +163,7 @@ def test_a_signal_while_starting_ends_it(start) -> None:
     children = server.children()
     os.killpg(server.process.pid, signal.SIGINT)
     assert server.wait() == 0
-    assert all(_gone(pid) for pid in children.values())
+    assert all(gone(pid) for pid in children.values())
     assert not list(server.runtime.iterdir())
     assert "Traceback" not in "".join(server.log)
 

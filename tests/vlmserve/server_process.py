@@ -1,0 +1,95 @@
+"""A server in a process of its own, watched from the outside."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+
+
+class ServerProcess:
+    """A running command that logs like the launcher; `log` is its stderr so far. runtime: where its sockets go."""
+
+    def __init__(self, words: Sequence[str], runtime: Path, **environment: str) -> None:
+        self.runtime = runtime
+        self.runtime.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), **environment},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.log: list[str] = []
+        self._logged = threading.Condition()
+        self._reader = threading.Thread(target=self._read_log)
+        self._reader.start()
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._logged:
+                self.log.append(line)
+                self._logged.notify_all()
+
+    def await_log(self, pattern: str) -> re.Match[str]:
+        """Wait until the log holds the pattern."""
+
+        def found() -> re.Match[str] | None:
+            return re.search(pattern, "".join(self.log))
+
+        with self._logged:
+            assert self._logged.wait_for(found, PATIENCE_S), "".join(self.log)
+            match = found()
+        assert match is not None
+        return match
+
+    def port(self) -> int:
+        return int(self.await_log(r"ready: http://127\.0\.0\.1:(\d+)").group(1))
+
+    def get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port(), timeout=PATIENCE_S)
+        try:
+            connection.request("GET", "/" + path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def children(self) -> dict[str, int]:
+        """Pids of the child processes by name, from their command lines (the resource tracker is left out)."""
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        pids = [int(pid) for pid in found if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return dict(zip(("scheduler", "detokenizer"), sorted(pids), strict=True))
+
+    def wait(self) -> int:
+        status = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return status
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
+
+    def directories(self) -> list[Path]:
+        """The private directories that the launcher holds open: one for sockets, one for shared memory."""
+        targets = [Path(os.readlink(fd)) for fd in Path(f"/proc/{self.process.pid}/fd").iterdir()]
+        return [target for target in targets if target.name.startswith("vlmserve-") and target.is_dir()]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

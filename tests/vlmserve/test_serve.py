@@ -1,0 +1,159 @@
+"""`vlmserve serve` as a user starts it, with nothing but the built-in model: all three real processes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
+
+FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
+
+
+def _serve(folder: Path, *flags: str) -> ServerProcess:
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", *FLAGS.split(), *flags]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
+    return ServerProcess(words, folder / "run", **environment, XDG_CACHE_HOME=str(folder / "cache"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = _serve(tmp_path_factory.mktemp("serve"))
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port()}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def _question(picture: str | None = "shapes.png", text: str = "What is in this picture?") -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    if picture is not None:
+        encoded = base64.b64encode((ROOT / "assets" / picture).read_bytes()).decode()
+        content.insert(0, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}})
+    return [{"role": "user", "content": content}]
+
+
+def _answer(client: openai.OpenAI, messages: list[dict[str, Any]], **options: Any) -> Any:
+    return client.chat.completions.create(
+        model="tiny", messages=messages, **{"max_tokens": 12, "temperature": 0, **options}
+    )
+
+
+def _tokens(answer: Any) -> list[str]:
+    return [entry.token for entry in answer.choices[0].logprobs.content]
+
+
+def _figures(server: ServerProcess) -> dict[str, float]:
+    status, text = server.get("metrics")
+    assert status == 200
+    lines = re.findall(r"^vlmserve:(\w+)(?:\{[^}]*\})? ([\d.e+-]+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
+def test_says_that_the_model_is_random(server: ServerProcess) -> None:
+    server.await_log("RANDOM weights.*gibberish")
+    assert server.get("health")[0] == 200
+
+
+def test_answers_about_a_picture_the_same_way_streamed_or_not(client: openai.OpenAI) -> None:
+    whole = _answer(client, _question())
+    assert whole.usage.prompt_tokens > 140, "a 448x320 picture is 14 x 10 tokens"
+    assert whole.choices[0].finish_reason in ("stop", "length")
+    stream = _answer(client, _question(), stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_the_picture_matters_and_batch_mates_do_not(client: openai.OpenAI) -> None:
+    questions = [_question("shapes.png"), _question("receipt.png"), _question(None), _question("shapes.png", "Why?")]
+    alone = [_tokens(_answer(client, question, logprobs=True)) for question in questions]
+    assert len({tuple(tokens) for tokens in alone}) == len(questions)
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda q: _tokens(_answer(client, q, logprobs=True)), questions * 2))
+    assert together == alone * 2
+
+
+def test_a_bad_request_is_its_own_sender_s_problem(client: openai.OpenAI) -> None:
+    messages = _question()
+    messages[0]["content"][0]["image_url"]["url"] = "data:image/png;base64,AAAA"
+    with pytest.raises(openai.BadRequestError):
+        _answer(client, messages)
+    with pytest.raises(openai.BadRequestError):
+        _answer(client, _question(None, "word " * 9000))
+    assert _answer(client, _question(None)).choices
+
+
+def test_a_client_that_goes_away_frees_its_request(client: openai.OpenAI, server: ServerProcess) -> None:
+    stream = _answer(client, _question(), stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert _figures(server)["num_requests_running"] == 1
+    stream.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while (figures := _figures(server))["num_requests_running"]:
+        assert time.monotonic() < deadline
+    assert figures["kv_cache_free_tokens"] + figures["kv_cache_reusable_tokens"] == figures["kv_cache_tokens"] == 4096
+
+
+def test_stops_in_order_and_leaves_nothing(server: ServerProcess) -> None:  # the last one of those that share `server`
+    server.port()
+    children, directories = server.children(), server.directories()
+    assert len(directories) == 2
+    assert not any(os.listdir(path) for path in directories if "/shm/" in str(path)), "no array is left behind"
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait() == 0
+    assert all(gone(pid) for pid in children.values())
+    assert not any(path.exists() for path in directories)
+    assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.slow
+def test_a_dead_scheduler_fails_requests_with_openai_s_body(tmp_path: Path) -> None:
+    server = _serve(tmp_path)
+    port = server.port()
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    with client, ThreadPoolExecutor(1) as pool:
+        options: dict[str, Any] = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}, "stream": True}
+        stream = iter(_answer(client, _question(None), **options))
+        next(stream)
+        pending = pool.submit(list, stream)
+        os.kill(server.children()["scheduler"], signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="killed by SIGKILL"):
+            pending.result(PATIENCE_S)
+    assert server.get("health")[0] == 503
+    assert server.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "neither a folder nor a hub id"), ('{"model_type": "llama"}', "llama")],
+)
+def test_a_checkpoint_that_cannot_be_served_is_one_line(tmp_path: Path, content: str | None, complaint: str) -> None:
+    folder = tmp_path / "model"
+    if content is not None:
+        folder.mkdir()
+        (folder / "config.json").write_text(content)
+    server = _serve(tmp_path, "--model", str(folder))
+    assert server.wait() == 1
+    assert complaint in server.log[-1]
+    assert server.log[-1].startswith("vlmserve: error: ")
+    assert "Traceback" not in "".join(server.log)
+    assert json.dumps(str(folder))[1:-1] in server.log[-1]
