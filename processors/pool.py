@@ -48,7 +48,7 @@ class PoolSettings:
 
     max_workers: int = 2
     max_downloads: int = 16
-    max_queued: int = 256
+    max_queued: int = 1024
     cache_mib: int = 256
 
 

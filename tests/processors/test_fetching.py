@@ -301,7 +301,7 @@ def test_proxies_of_the_environment_are_ignored(web, monkeypatch):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "[::ffff:127.0.0.1]"])
 def test_this_machine_is_refused_by_default(web, host):
     before = len(web.paths)
-    refused(web.url("/good", host=host), "private or reserved address.*allow-private-media", allow_private_media=False)
+    refused(web.url("/good", host=host), "private or reserved address.*allow_private_media", allow_private_media=False)
     assert len(web.paths) == before, "not even connected to"
 
 
