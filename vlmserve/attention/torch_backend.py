@@ -139,7 +139,7 @@ def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         return parts[0][0]
     weights = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)
     merged = sum(out.float() * weight[..., None] for (out, _), weight in zip(parts, weights, strict=True))
-    return merged.to(parts[0][0].dtype)  # type: ignore[union-attr]
+    return merged.to(parts[0][0].dtype)
 
 
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> torch.Tensor:

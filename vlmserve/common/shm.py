@@ -33,7 +33,7 @@ class SharedArrays:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
             with os.fdopen(fd, "wb") as file:
-                file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+                file.write(np.ascontiguousarray(array).data.cast("B"))
         except BaseException:
             path.unlink(missing_ok=True)
             raise

@@ -33,7 +33,7 @@ class WireCodec:
 
     def __init__(self, types: Iterable[type], shared: SharedArrays | None = None) -> None:
         self._shared = shared
-        self._decoders = {
+        self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
             cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=self._decode_array, strict=True) for cls in types
         }
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
@@ -82,7 +82,7 @@ class WireCodec:
             block = self._shared.put(value)
             self._put.append(block)
             return [*head, block]
-        self._frames.append(memoryview(np.ascontiguousarray(value)).cast("B") if value.size else b"")
+        self._frames.append(np.ascontiguousarray(value).data.cast("B") if value.size else b"")
         return [*head, len(self._frames) - 1]
 
     def _decode_array(self, cls: type, value: Any) -> np.ndarray:

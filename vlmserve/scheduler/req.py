@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from processors.inputs import MultimodalDataItem
+from vlmserve.memory.base_prefix_cache import PrefixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 
 
@@ -45,7 +46,7 @@ class Req:
         self.kv_len = 0
         self.extend_input_len = 0
         self.protected_len = 0
-        self.last_node: object | None = None
+        self.last_node: PrefixNode | None = None
         self.row_is_new = False
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
