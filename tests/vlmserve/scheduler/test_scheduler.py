@@ -152,7 +152,9 @@ def requests(draw):
     rows=st.integers(1, 6),
     conservativeness=st.sampled_from([0.0, 1.0]),
     gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
-    aborts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20), st.booleans()), max_size=3),
+    aborts=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 20), st.booleans()), max_size=3, unique_by=lambda abort: abort[0]
+    ),
 )
 def test_answers_do_not_depend_on_the_schedule(
     messages, page, pages, chunk, mixed, radix, policy, rows, conservativeness, gaps, aborts
