@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,6 +103,8 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], *, absent: bool) -> str:
     return path
 
 
-def _shorten(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+def _shorten(value: Any) -> str:
+    # The value may be megabytes of a client's; its whole repr would cost as much again.
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = 80
+    return shortener.repr(value)

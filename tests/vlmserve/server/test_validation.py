@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
-from tests.vlmserve.server.fake_engine import CONTEXT, MODEL, png_url
+from tests.vlmserve.server.fake_engine import CONTEXT, MODEL, Served, make_served, png_url
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint_folder: Path) -> Iterator[Served]:
+    """One for all of this file: a refused request leaves nothing behind."""
+    served = make_served(checkpoint_folder)
+    yield served
+    asyncio.run(served.frontend.close())
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[TestClient]:
+    with TestClient(served.app, raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(served: Served) -> Iterator[None]:
+    served.scheduler.requests.clear()
+    yield
+    served.assert_idle()
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -137,10 +162,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:60])
-def test_refused_with_the_name_of_the_field(client, fields, param):
+def test_refused_with_the_name_of_the_field(client, served, fields, param):
     error = error_of(client.post(URL, json=body(**fields)), 400)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+    assert served.scheduler.requests == []
 
 
 UNSUPPORTED = [
@@ -222,14 +248,14 @@ def test_a_prompt_over_the_context_is_refused(client, served):
     assert served.scheduler.requests == []
 
 
-def test_prompt_and_answer_together_must_fit(client, served):
+def test_prompt_and_answer_together_must_fit(client, served, monkeypatch):
     used = client.post(URL, json=body(max_tokens=1)).json()["usage"]["prompt_tokens"]
     assert client.post(URL, json=body(max_tokens=CONTEXT - used)).status_code == 200
     error = error_of(client.post(URL, json=body(max_tokens=CONTEXT - used + 1)), 400)
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "max_tokens"
     assert "--max-model-len" in error["message"]
-    served.scheduler.script = lambda request, index: 65
+    monkeypatch.setattr(served.scheduler, "script", lambda request, index: 65)  # never ends by itself
     whole = client.post(URL, json=body(max_tokens=...)).json()
     assert whole["usage"]["total_tokens"] == CONTEXT
     assert whole["choices"][0]["finish_reason"] == "length"
