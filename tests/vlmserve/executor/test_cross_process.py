@@ -1,0 +1,96 @@
+"""`ModelWorkerBatch` really crosses a boundary: a runner in another process runs encoded steps to the same tokens."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_checkpoints import make_checkpoint
+from tests.vlmserve.reference import conversations
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.common.wire import WireCodec
+from vlmserve.engine import build_runner
+from vlmserve.engine_args import EngineArgs
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
+
+SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+
+
+def work(pipe, args: EngineArgs) -> None:
+    """The other process: decodes a step, runs it, encodes the result."""
+    runner, _ = build_runner(args)
+    codec = WireCodec([ModelWorkerBatch, ModelWorkerResult])
+    while (frames := receive(pipe)) is not None:
+        send(pipe, codec.encode(runner.forward(codec.decode(frames))))
+
+
+def send(pipe, frames) -> None:
+    pipe.send_bytes(str(len(frames)).encode())
+    for frame in frames:
+        pipe.send_bytes(bytes(frame))
+
+
+def receive(pipe):
+    try:
+        return [pipe.recv_bytes() for _ in range(int(pipe.recv_bytes()))]
+    except EOFError:
+        return None
+
+
+class RemoteWorker:
+    def __init__(self, args: EngineArgs) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, args))
+        self.process.start()
+        theirs.close()
+        self.codec = WireCodec([ModelWorkerBatch, ModelWorkerResult])
+        self.steps = 0
+
+    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
+        send(self.pipe, self.codec.encode(batch))
+        frames = receive(self.pipe)
+        assert frames is not None, "the worker process is gone"
+        self.steps += 1
+        return self.codec.decode(frames)
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.join(30)
+        assert self.process.exitcode == 0
+
+
+@pytest.mark.parametrize("hide_ids", [False, True], ids=["ids-sent", "ids-known-to-the-worker"])
+def test_a_worker_in_another_process_gives_the_same_answers(tmp_path: Path, hide_ids: bool):
+    folder = make_checkpoint("qwen3_vl", tmp_path / "model")
+    settings = {"num_threads": 1, "chunked_prefill_size": 32, "page_size": 4, "max_total_tokens": 2048}
+    asked = conversations()[:6]
+    with LLM(str(folder), **settings) as llm:
+        here = llm.chat_batch(asked, SAMPLING, num_logprobs=2)
+        remote = RemoteWorker(EngineArgs(model=str(folder), **settings))
+        try:
+            llm.flush_cache()
+            llm._scheduler._worker = WithoutIds(remote) if hide_ids else remote
+            there = llm.chat_batch(asked, SAMPLING, num_logprobs=2)
+        finally:
+            remote.close()
+    assert remote.steps > 8
+    for ours, theirs in zip(here, there, strict=True):
+        assert theirs.token_ids == ours.token_ids
+        for a, b in zip(theirs.logprobs, ours.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
+            assert a.top_ids == b.top_ids
+
+
+class WithoutIds:
+    """Names every token that is fed back by its request row only, as a scheduler does that runs ahead of the device."""
+
+    def __init__(self, worker: RemoteWorker) -> None:
+        self.worker = worker
+
+    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
+        from vlmserve.executor.forward_batch import ForwardMode
+
+        if batch.forward_mode == ForwardMode.DECODE:
+            batch.input_ids[:] = -1
+        return self.worker.forward(batch)

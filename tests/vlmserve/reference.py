@@ -1,0 +1,99 @@
+"""What `transformers` answers on the same checkpoint: the truth for whole requests."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests import hf_env  # noqa: F401
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt_tokens: int
+    token_ids: list[int]
+    logprobs: list[float]
+    margins: list[float]
+
+
+class Reference:
+    def __init__(self, folder: Path) -> None:
+        self.processor = AutoProcessor.from_pretrained(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def answer(self, messages: list[dict], max_tokens: int) -> Answer:
+        """messages as `LLM.chat` takes them, pictures as PIL images."""
+        parts = [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        plain = [
+            {**m, "content": [{"type": "image"} if p["type"] == "image" else p for p in m["content"]]}
+            if isinstance(m["content"], list)
+            else m
+            for m in messages
+        ]
+        text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
+        self.model.model.rope_deltas = None
+        out = self.model.generate(
+            **inputs,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        prompt = inputs["input_ids"].shape[1]
+        ids = out.sequences[0, prompt:].tolist()
+        rows = [torch.log_softmax(row[0].float(), -1) for row in out.logits]
+        best = [row.topk(2).values for row in rows]
+        return Answer(
+            prompt,
+            ids,
+            [float(row[i]) for row, i in zip(rows, ids, strict=True)],
+            [float(a - b) for a, b in best],
+        )
+
+
+def picture(seed: int, width: int, height: int) -> Image.Image:
+    """A smooth picture of a few coloured blobs."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def ask(*parts) -> list[dict]:
+    """One user message of texts and pictures."""
+    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    return [{"role": "user", "content": content}]
+
+
+def conversations() -> list[list[dict]]:
+    """Text, pictures of awkward sizes, several of them, several turns, a system prompt, one picture twice."""
+    a, b, c = picture(1, 96, 64), picture(2, 77, 131), picture(3, 200, 50)
+    return [
+        [{"role": "user", "content": "Name a colour."}],
+        ask(a, "What is this?"),
+        ask("Look:", b, "Describe it in detail, please."),
+        ask(a, b, c, "Which is the widest?"),
+        ask(c, b, a, "Which is the widest?"),
+        ask(a, a, "Are these equal?"),
+        [*ask(a, "What is this?"), {"role": "assistant", "content": "A disc."}, *ask("And this?", c)],
+        [{"role": "system", "content": "Be brief."}, *ask(picture(4, 33, 300), "What now?")],
+        ask(picture(5, 300, 300), "How many shapes are in the image on the left side of the blue square? " * 4),
+    ]
+
+
+def assert_equal_answers(got, want: Answer, tolerance: float = 1e-4) -> None:
+    """`got` is a `Completion`: same prompt length, tokens (but for ties) and logprobs."""
+    assert got.prompt_tokens == want.prompt_tokens
+    for i, (ours, theirs) in enumerate(zip(got.token_ids, want.token_ids, strict=True)):
+        if ours != theirs:
+            assert want.margins[i] < 1e-3, f"token {i} is {ours}, not {theirs} (margin {want.margins[i]})"
+            return
+        assert abs(got.logprobs[i].logprob - want.logprobs[i]) < tolerance
