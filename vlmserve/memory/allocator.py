@@ -135,6 +135,7 @@ class TokenToKVPoolAllocator:
         while need:
             start, length = self._find(need, room)
             count = self._open.take_front(start, min(need, length))
+            assert count, "the caller has counted the free pages"
             runs.append((start, count))
             need -= count
         start, count = runs[-1]

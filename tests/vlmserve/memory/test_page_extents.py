@@ -32,7 +32,6 @@ def test_equals_a_set(steps):
             taken = min(count, runs.get(start, 0))
             assert extents.take_front(start, count) == taken
             model -= set(range(start, start + taken))
-        before = extents.copy()
         runs = runs_of(model)
         assert extents.runs() == runs
         assert (extents.total, len(extents)) == (len(model), len(runs))
@@ -41,6 +40,9 @@ def test_equals_a_set(steps):
             fitting = [(length, at) for at, length in runs if length >= wanted]
             assert extents.best_fit(wanted) == (min(fitting)[::-1] if fitting else None)
         assert all(extents.length_at(page) == dict(runs).get(page, 0) for page in range(30))
+        copy, shortest = extents.copy(), extents.best_fit(1)
         extents.add(100, 1)
-        assert before.runs() == runs
+        assert (copy.runs(), copy.total, copy.best_fit(1)) == (runs, len(model), shortest)
         extents.remove(100)
+        copy.add(100, 1)
+        assert (extents.runs(), extents.best_fit(1)) == (runs, shortest)
