@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -117,7 +116,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # not a number is not in between either
         raise _refusal(name, value, f"between {low} and {high}")
 
 

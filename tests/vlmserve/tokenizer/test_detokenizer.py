@@ -132,6 +132,30 @@ def test_stop_strings_as_in_a_naive_search(ids, stops, cuts):
     assert manager.num_active == 0
 
 
+@settings(deadline=None, max_examples=300)
+@given(
+    st.text(alphabet="ab", max_size=30),
+    st.lists(st.text(alphabet="ab", min_size=3, max_size=8), min_size=1, max_size=3),
+    st.integers(1, 5),
+)
+def test_stop_strings_that_overlap_themselves(text, stops, size):
+    """Two letters, so that almost every stop string begins again within itself and near misses abound."""
+    matcher, shown, matched = StopMatcher(stops), "", None
+    for start in range(0, len(text), size):
+        piece, matched = matcher.feed(text[start : start + size])
+        shown += piece
+        if matched is not None:
+            break
+        held = text[len(shown) : start + size]
+        assert all(not s.startswith(text[i : start + size]) for s in stops for i in range(len(shown)))
+        assert not held or any(s.startswith(held) for s in stops)
+    shown += matcher.flush()
+    ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
+    end, _, stop = min(ends, default=(len(text), 0, None))
+    assert matched == stop
+    assert shown == text[: end - len(stop or "")]
+
+
 def test_text_that_may_begin_a_stop_string_is_held_back():
     ids = [byte_id(b) for b in b"xabaabcz"]
     texts, aborts, _ = run(ids, range(len(ids)), stop=("abc",))
