@@ -201,7 +201,9 @@ class _PinnedBackend(httpcore2.NetworkBackend):
     ) -> httpcore2.NetworkStream:
         addresses = resolve(self._resolver, host, port, self._remaining())
         if not self._allow_private and not all(is_public_address(address) for address in addresses):
-            raise GetError(f"{host!r} is at a private or reserved address, which is refused (setting allow_private_media)")
+            raise GetError(
+                f"{host!r} is at a private or reserved address, which is refused (setting allow_private_media)"
+            )
         failure: Exception | None = None
         for place, address in enumerate(addresses):
             # Later addresses get their share of the time, should earlier ones swallow packets.

@@ -172,7 +172,8 @@ def test_min_pixels_enlarges(qwen2):
 
 
 def test_a_small_max_pixels_pushes_the_default_minimum_aside(qwen2):
-    assert qwen2.num_image_tokens(60, 60, ImageKnobs(max_pixels=784)) == 1
+    for side in (20, 28, 60):
+        assert qwen2.num_image_tokens(side, side, ImageKnobs(max_pixels=784)) == 1
 
 
 def test_resized_size(qwen2):
