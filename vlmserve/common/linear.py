@@ -43,7 +43,9 @@ class Workspace(threading.local):
 @functools.cache
 def has_native_products(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of a 16-bit dtype in hardware (or is of a kind that was not measured)."""
-    flags = torch.cpu.get_capabilities()
+    # newer than the oldest torch we run with; without it, torch's own products are right, if slow
+    probe = getattr(torch.cpu, "get_capabilities", dict)
+    flags: Mapping[str, object] = probe()
     if flags.get("architecture") != "x86_64":
         return True
     suffix = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
