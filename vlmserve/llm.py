@@ -93,7 +93,7 @@ class LLM:
         *,
         num_logprobs: int | None = None,
     ) -> Completion:
-        """The answer to one conversation, in OpenAI's message form; a picture may be a PIL image, bytes or Path, too."""
+        """The answer to one conversation, in OpenAI's message form; a picture may be a PIL image, bytes or Path."""
         return self.chat_batch([messages], sampling, num_logprobs=num_logprobs)[0]
 
     def chat_batch(

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from processors.base import MultimodalProcessor, ProcessedImage
-from processors.inputs import MultimodalInputs
+from processors.base import ExpandedPrompt, MultimodalProcessor, ProcessedImage
 from processors.pool import ImageRequest, ProcessorPool
 from vlmserve.common.errors import BadRequestError
 from vlmserve.tokenizer.chat_messages import ImageRef
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpandedPrompt:
-    """input_ids int64 [L] with the pad tokens of all media, and the media; None for text alone."""
-
-    input_ids: np.ndarray
-    mm_inputs: MultimodalInputs | None
-
-
 class RequestMedia:
-    """Loads what `ImageRef`s name through a processor pool, and expands prompts: the `MediaLoader` and
-    `PromptExpander` of the tokenizer stage."""
+    """Loads what `ImageRef`s name through a processor pool, and expands prompts."""
 
     def __init__(self, processor: MultimodalProcessor, pool: ProcessorPool) -> None:
         self._processor = processor
@@ -41,8 +28,7 @@ class RequestMedia:
 
     def process(self, prompt_ids: Sequence[int], images: Sequence[ProcessedImage]) -> ExpandedPrompt:
         """Put the pictures at their placeholders. BadRequestError if they do not match up."""
-        input_ids, mm_inputs = self._processor.expand(prompt_ids, images)
-        return ExpandedPrompt(input_ids=input_ids, mm_inputs=mm_inputs)
+        return self._processor.expand(prompt_ids, images)
 
     def close(self) -> None:
         """End the pool's threads."""

@@ -58,7 +58,7 @@ class PrefillAdder:
         return None if req.completes else req
 
     def add_one_req(self, req: Req) -> AddReqResult:
-        """Try to admit a waiting request (without a row so far); admitted, it is in `can_run` with slots for its chunk."""
+        """Try to admit a waiting request, which has no row yet; then it is in `can_run`, with slots for its chunk."""
         if self._rem_input <= 0 or (self._rem_chunk is not None and self._rem_chunk <= 0):
             return AddReqResult.OTHER
         if not self.kv.start(req):

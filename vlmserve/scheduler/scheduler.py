@@ -336,10 +336,9 @@ class Scheduler:
         problems = []
         if stats.kv_locked_tokens:
             problems.append(f"{stats.kv_locked_tokens} KV slots are locked")
-        if stats.kv_free_tokens + stats.kv_cached_tokens != stats.kv_total_tokens:
-            problems.append(
-                f"{stats.kv_free_tokens} free + {stats.kv_cached_tokens} cached KV slots are not {stats.kv_total_tokens}"
-            )
+        free, cached, total = stats.kv_free_tokens, stats.kv_cached_tokens, stats.kv_total_tokens
+        if free + cached != total:
+            problems.append(f"{free} free + {cached} cached KV slots are not {total}")
         if stats.req_rows_free != stats.req_rows_total:
             problems.append(f"{stats.req_rows_free} of {stats.req_rows_total} request rows are free")
         if problems:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from processors.base import ProcessedImage
+from processors.base import ExpandedPrompt, ProcessedImage
 from vlmserve.common.errors import BadRequestError
-from vlmserve.media import ExpandedPrompt, RequestMedia
+from vlmserve.media import RequestMedia
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
 from vlmserve.tokenizer.chat_messages import ImageRef, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate
