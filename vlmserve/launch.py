@@ -98,6 +98,8 @@ def launch_server(
     does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
     """
     configure_logging(settings.log_level, "api")
+    if settings.port_file:
+        Path(settings.port_file).unlink(missing_ok=True)  # whoever waits for it must not read an older server's
     with ExitStack() as stack:
         stack.enter_context(_stop_signals_raise())
         try:
@@ -167,15 +169,15 @@ class _Serving:
                 loop.add_signal_handler(number, self._on_signal, server, frontend, number)
             for child in self._children:
                 loop.add_reader(child.sentinel, self._on_death, child, frontend, server)
-            receiving = asyncio.create_task(self._receive(receiver, frontend, server))
+            receiving = asyncio.create_task(self._receive(receiver, frontend))
+            receiving.add_done_callback(lambda task: self._on_receiving_ended(task, frontend, server))
             try:
                 await server.serve(sockets=[self._listener])
             finally:
                 for child in self._children:
                     loop.remove_reader(child.sentinel)
                 receiving.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await receiving
+                await asyncio.wait([receiving])
             if self._failure is None:
                 logger.info("stopped")
                 return 0
@@ -245,7 +247,11 @@ class _Serving:
         loop.call_later(_FAREWELL_S, setattr, server, "should_exit", True)
         loop.call_later(2 * _FAREWELL_S, setattr, server, "force_exit", True)
 
-    async def _receive(self, receiver: Any, frontend: Frontend, server: uvicorn.Server) -> None:
+    def _on_receiving_ended(self, task: asyncio.Task[None], frontend: Frontend, server: uvicorn.Server) -> None:
+        if not task.cancelled():
+            self._fail(f"the socket from the engine broke: {task.exception()}", frontend, server)
+
+    async def _receive(self, receiver: Any, frontend: Frontend) -> None:
         while True:
             message = await receiver.recv()
             try:

@@ -46,6 +46,7 @@ def _await(condition: object, seconds: float = PATIENCE_S) -> None:
 
 def test_serves_and_stops_in_order(start, tmp_path) -> None:
     port_file = tmp_path / "port"
+    port_file.write_text("an older server's")
     server = start("--port-file", str(port_file), "--served-model-name", "fake")
     assert server.get("hello") == (200, "hello")
     assert int(port_file.read_text()) == server.port()
