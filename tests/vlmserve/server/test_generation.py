@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.server.fake_engine import MODEL, ids_of, png_url
-from vlmserve.messages import AbortReq, FinishReason
+from vlmserve.messages import AbortReq, FinishReason, TextOutput
+from vlmserve.server.answers import Usage
 from vlmserve.tokenizer.sampling import choice_seed
+from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -187,6 +189,28 @@ def test_several_choices(client, served):
         assert finishes(chunks, index) == ["length"]
         first = next(c for x in chunks for c in x["choices"] if c["index"] == index)
         assert first["delta"]["role"] == "assistant"
+
+
+def test_usage_counts_the_prompt_once():
+    """Later choices find the prompt of the first in the cache, which is no news to who pays for it."""
+    usage = Usage()
+    for index, done, cached in ((0, 1, 3), (1, 1, 16), (0, 4, 3), (1, 5, 16)):
+        output = TextOutput(
+            rid=str(index),
+            text="",
+            token_ids=(1,),
+            finish_reason=None,
+            prompt_tokens=17,
+            completion_tokens=done,
+            cached_tokens=cached,
+        )
+        usage.add(ChoiceOutput(index=index, output=output))
+    assert usage.as_json() == {
+        "prompt_tokens": 17,
+        "completion_tokens": 9,
+        "total_tokens": 26,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
 
 
 def test_logprobs(client, served):

@@ -140,6 +140,39 @@ def test_a_body_that_is_too_large(make_client):
         assert client.post(URL, json=BODY).status_code == 200
 
 
+@pytest.mark.parametrize(("headers", "parts_read"), [([(b"content-length", b"99999999")], 0), ([], 2)])
+def test_no_more_of_a_large_body_is_read_than_allowed(make_client, headers, parts_read):
+    """The client goes on for ever; only an early answer ends this."""
+    served, _ = make_client(max_body_mib=1.5)
+    read, sent = [], []
+
+    async def receive():
+        assert len(read) <= parts_read, "reads on"
+        read.append(1)
+        return {"type": "http.request", "body": bytes(2**20), "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": URL,
+        "raw_path": URL.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+    asyncio.run(served.app(scope, receive, send))
+    assert sent[0]["status"] == 413
+    assert len(read) == parts_read
+
+
 def test_a_large_body_is_answered(client):
     padded = {**BODY, "metadata": {"x": "y" * 200_000}}
     assert client.post(URL, json=padded).status_code == 200

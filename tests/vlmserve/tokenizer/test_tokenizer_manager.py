@@ -286,6 +286,27 @@ def test_a_text_prompt_needs_no_template():
     run(scenario)
 
 
+@pytest.mark.parametrize("wanted", [None, 1])
+def test_a_prompt_must_leave_room_for_one_token(wanted):
+    async def scenario(house: House) -> None:
+        builder = house.manager.builder
+        sampling = SamplingOverrides(max_new_tokens=wanted)
+
+        def build(length: int) -> TokenizedGenerateReqInput:
+            prompt = TextPrompt(text="<|im_start|>" * length)
+            request = GenerateReqInput(request_id="r", prompt=prompt, sampling=sampling)
+            tokenized = builder.tokenize(request)
+            return builder.build(request, tokenized, builder.expand(tokenized, []))[0]
+
+        assert build(99).sampling_params.max_new_tokens == 1
+        with pytest.raises(BadRequestError) as caught:
+            build(100)
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.param == "messages"
+
+    run(scenario)
+
+
 def test_an_empty_prompt_is_refused():
     async def scenario(house: House) -> None:
         with pytest.raises(BadRequestError, match="empty"):
