@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import hf_env  # noqa: F401  (before transformers)
+
+# isort: split
 import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
-
-from tests import hf_env  # noqa: F401
 
 
 @dataclass(frozen=True)
