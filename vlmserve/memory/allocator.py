@@ -76,7 +76,7 @@ class TokenToKVPoolAllocator:
         need = self.pages_needed(prefix_len, seq_len)
         if need > self._open.total + self._rooms.total:
             return None
-        rest = min(-prefix_len % size, seq_len - prefix_len)
+        rest = -prefix_len % size  # of its last page
         runs = [np.arange(last_loc + 1, last_loc + 1 + rest, dtype=np.int64)] if rest else []
         if need:
             room_pages = self.pages_needed(seq_len, seq_len + room)

@@ -225,23 +225,46 @@ def test_a_request_longer_than_any_gap_takes_the_longest_first():
     assert allocator.alloc_extend(0, 11, -1).tolist() == [*range(11, 21), 36]
 
 
+def test_the_largest_room_is_halved_where_that_gives_more_than_open_space_does():
+    allocator = TokenToKVPoolAllocator(100, 1)
+    allocator.alloc_extend(0, 4, -1, room=80)  # the room is 5..84, open 85..100
+    assert allocator.alloc_extend(0, 4, -1, room=60)[0] == 45
+    allocator = TokenToKVPoolAllocator(100, 1)
+    allocator.alloc_extend(0, 4, -1, room=56)  # the room is 5..60, open 61..100
+    assert allocator.alloc_extend(0, 4, -1, room=60)[0] == 61
+
+
+def test_a_room_is_topped_up_as_its_request_grows():
+    allocator = TokenToKVPoolAllocator(32, 1)
+    slots = allocator.alloc_extend(0, 4, -1, room=8)  # 5..12
+    allocator.alloc_extend(4, 5, int(slots[-1]), room=8)  # 6..13
+    assert allocator.alloc_extend(0, 1, -1)[0] == 14
+
+
 def test_a_room_ends_with_its_request():
-    allocator = TokenToKVPoolAllocator(32, 4)
-    kept = allocator.alloc_extend(0, 8, -1, room=100)
-    allocator.release_room(int(kept[-1]))
-    allocator.release_room(-1)
-    assert allocator.alloc_extend(0, 24, -1)[0] == 12  # right behind, in one run
-    allocator = TokenToKVPoolAllocator(32, 4)
-    ended = allocator.alloc_extend(0, 5, -1, room=8)
-    allocator.free(ended[4:])  # its last page
-    assert allocator.alloc_extend(0, 28, -1).tolist() == list(range(8, 36))
+    for freed in (False, True):
+        allocator = TokenToKVPoolAllocator(32, 1)
+        slots = allocator.alloc_extend(0, 4, -1, room=8)  # 5..12
+        assert allocator.alloc_extend(0, 4, -1).tolist() == [13, 14, 15, 16]
+        if freed:
+            allocator.free(slots[3:])
+        else:
+            allocator.release_room(-1)
+            allocator.release_room(int(slots[-1]))
+        # open: 5..12 (or 4..12) and 17..32; the shorter one fits, so it is taken
+        assert allocator.alloc_extend(0, 8, -1)[0] == (4 if freed else 5)
 
 
 def test_what_cannot_be_freed_changes_nothing():
     allocator = TokenToKVPoolAllocator(32, 4)
     slots = allocator.alloc_extend(0, 8, -1)
-    for bad in ([4, 12], [0, 4], [4, 36], [-1, 4]):
-        with pytest.raises(EngineError):
+    for bad, complaint in (
+        ([4, 12], "page 3, which nobody holds"),
+        ([0, 4], r"slot 0: outside of 4\.\.35"),
+        ([4, 36], "slot 36: outside"),
+        ([-1, 4], "slot -4: outside"),
+    ):
+        with pytest.raises(EngineError, match=complaint):
             allocator.free(np.array(bad))
         assert allocator.available_size() == 24
     allocator.free(np.empty(0, dtype=np.int64))

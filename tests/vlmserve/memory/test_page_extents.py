@@ -43,6 +43,7 @@ def test_equals_a_set(steps):
         copy, shortest = extents.copy(), extents.best_fit(1)
         extents.add(100, 1)
         assert (copy.runs(), copy.total, copy.best_fit(1)) == (runs, len(model), shortest)
+        copy.add(101, 1)  # does not touch a run of its own
+        assert copy.runs() == [*runs, (101, 1)]
         extents.remove(100)
-        copy.add(100, 1)
         assert (extents.runs(), extents.best_fit(1)) == (runs, shortest)

@@ -252,6 +252,14 @@ def test_a_shared_prefix_outlives_its_branches():
     assert harness.allocator.available_size() == 64
 
 
+def test_a_node_matched_in_part_does_not_lead_to_its_children():
+    harness = Harness()
+    harness.add([1, 2, 3, 4, 5])
+    harness.add([1, 2, 3, 4, 6])
+    assert (harness.cached([1, 2, 5]), harness.cached([1, 2, 6])) == (2, 2)
+    assert len(harness.cache.match_prefix(np.array([1, 2, 5])).indices) == 2
+
+
 def test_at_equal_times_what_came_first_goes_first():
     harness = Harness(clock=lambda: 0.0)
     for first in (1, 2, 3):

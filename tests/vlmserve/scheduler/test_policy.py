@@ -87,6 +87,8 @@ def test_a_short_common_prefix_is_computed_twice(shared, page_size, ahead):
     queue = requests(0, 0)
     queue[1].key = np.concatenate([np.arange(shared), np.full(100, -1)])
     assert SchedulePolicy("fcfs", cached, in_batch(page_size)).calc_priority(queue) == ahead
+    queue[0].key = queue[1].key = np.arange(shared)
+    assert SchedulePolicy("fcfs", cached, in_batch(page_size)).calc_priority(queue) == ahead
 
 
 def test_only_what_is_not_cached_counts_and_all_before_it_must_be_equal():
@@ -99,6 +101,10 @@ def test_only_what_is_not_cached_counts_and_all_before_it_must_be_equal():
     assert order(queue) == "012"
     queue[1].key = queue[0].key
     assert SchedulePolicy("fcfs", cached, in_batch()).calc_priority(queue) == 1
+    # inside a picture all tokens are alike: the same next tokens, but from different offsets on
+    queue = requests(40, 50)
+    queue[0].key = queue[1].key = np.full(100, -1)
+    assert SchedulePolicy("fcfs", cached, in_batch()).calc_priority(queue) == 2
 
 
 def test_requests_beyond_the_lookahead_are_left_alone():
