@@ -19,7 +19,7 @@ from vlmserve.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
 from vlmserve.models.qwen3 import QWEN3_DEFAULTS, Qwen3Decoder
-from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def load_model(
     dtype = dtype or config.dtype
     reader = CheckpointReader(folder)
     model = make_model(hf_config, config, torch.device(device), dtype)
-    load_weights(model, reader, model.weight_rules())
+    load_weights(model, reader, WEIGHT_RULES)
     return model
 
 

@@ -13,16 +13,18 @@ from vlmserve.executor.forward_batch import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 
-# Both published layouts: `visual.*`, `model.*` (Qwen2-VL, Qwen2.5-VL) and `model.visual.*`, `model.language_model.*`
-# (Qwen3-VL, and all families saved anew by later versions of transformers). The longer prefixes come first.
-_PREFIXES = (
-    ("model.language_model.", "language_model."),
-    ("model.visual.", "visual."),
-    ("model.", "language_model."),
+WEIGHT_RULES = WeightRules(
+    # Both published layouts: `visual.*`, `model.*` (Qwen2-VL, Qwen2.5-VL) and `model.visual.*`,
+    # `model.language_model.*` (Qwen3-VL, and all families saved anew by later versions of transformers).
+    prefixes=(
+        ("model.language_model.", "language_model."),
+        ("model.visual.", "visual."),
+        ("model.", "language_model."),
+    ),
+    # Constants that old versions of transformers saved along, and the head of a tied model, which is its embedding
+    # (that of an untied one is a parameter, and so never ignored).
+    ignored=(r"\brotary_emb\.inv_freq$", r"\brotary_pos_emb\.inv_freq$", r"^lm_head\.weight$"),
 )
-# Constants that old versions of transformers saved along.
-_IGNORED = (r"\brotary_emb\.inv_freq$", r"\brotary_pos_emb\.inv_freq$")
-_TIED_HEAD = r"^lm_head\.weight$"
 
 
 class VisionLanguageModel(nn.Module):
@@ -48,11 +50,6 @@ class VisionLanguageModel(nn.Module):
         self.language_model = decoder
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self._head_workspace = Workspace()
-
-    def weight_rules(self) -> WeightRules:
-        """How checkpoints name the tensors, and which of them are not needed."""
-        ignored = (*_IGNORED, _TIED_HEAD) if self.lm_head is None else _IGNORED
-        return WeightRules(prefixes=_PREFIXES, ignored=ignored)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids int64 [N] -> [N, hidden]."""
