@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
@@ -329,6 +330,7 @@ def _stop_signals_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stop_signals_held() -> Iterator[None]:
+    resource_tracker.ensure_running()  # starting it inside, as the first child would, lets the signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield

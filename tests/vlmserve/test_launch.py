@@ -79,6 +79,19 @@ def test_running_requests_finish_after_a_signal_to_the_whole_group(start) -> Non
     assert server.wait() == 0
 
 
+def test_children_never_see_the_signals_that_stop_the_server(start) -> None:
+    """Held from birth, not only ignored once they run: Ctrl-C must not hit a child that is still importing."""
+    server = start()
+    server.port()
+    for pid in server.children().values():
+        status = Path(f"/proc/{pid}/status").read_text()
+        held = int(re.search(r"^SigBlk:\s*(\w+)$", status, re.MULTILINE).group(1), 16)
+        ignored = int(re.search(r"^SigIgn:\s*(\w+)$", status, re.MULTILINE).group(1), 16)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert held >> (number - 1) & 1
+            assert ignored >> (number - 1) & 1
+
+
 def _accepts(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
