@@ -15,10 +15,9 @@ _AT_LEAST_ONE = (
     "max_running_requests",
     "max_prefill_tokens",
     "max_queued_requests",
-    "encoder_max_patches",
     "max_mm_workers",
 )
-_AT_LEAST_ONE_IF_SET = ("max_model_len", "max_total_tokens", "num_threads")
+_AT_LEAST_ONE_IF_SET = ("encoder_max_patches", "max_model_len", "max_total_tokens", "num_threads")
 
 
 def flag(name: str) -> str:

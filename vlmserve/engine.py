@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 
 from vision.encoder import VisionEncoder, VisionEncoderLimits
 from vlmserve.attention.torch_backend import TorchAttentionBackend
+from vlmserve.common.cpus import available_cpus
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -54,9 +54,16 @@ def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
     return config.dtype if name == "auto" else getattr(torch, name)
 
 
+def resolve_max_patches(args: EngineArgs, device: torch.device) -> int:
+    """The `--encoder-max-patches` setting. A CPU gains nothing by large batches, and the first answers come sooner."""
+    if args.encoder_max_patches is not None:
+        return args.encoder_max_patches
+    return 1024 if device.type == "cpu" else 65536
+
+
 def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError."""
-    torch.set_num_threads(args.num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(args.num_threads or available_cpus())
     device = resolve_device(args.device)
     model = load_model(args.model, device=device, dtype=None if args.dtype == "auto" else getattr(torch, args.dtype))
     config = model.config
@@ -71,7 +78,9 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         model=model,
         encoder=VisionEncoder(
             model.visual,
-            VisionEncoderLimits(max_patches=args.encoder_max_patches, cache_bytes=args.encoder_cache_mib * 1024**2),
+            VisionEncoderLimits(
+                max_patches=resolve_max_patches(args, device), cache_bytes=args.encoder_cache_mib * 1024**2
+            ),
             device,
         ),
         kv_cache=KVCache(
@@ -118,7 +127,7 @@ def build_scheduler(
             max_prefill_tokens=args.max_prefill_tokens,
             chunk_size=None if args.chunked_prefill_size <= 0 else args.chunked_prefill_size,
             enable_mixed_chunk=args.enable_mixed_chunk,
-            max_patches=args.encoder_max_patches,
+            max_patches=resolve_max_patches(args, runner.device),
             eos_token_ids=frozenset(runner.model.config.eos_token_ids),
             check_pools_when_idle=args.check_pools_when_idle,
         ),

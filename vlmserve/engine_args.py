@@ -38,7 +38,11 @@ class EngineArgs:
     schedule_conservativeness: float = _arg(1.0, "above 1 admits fewer requests, below 1 more (and retracts more)")
     attention_backend: Literal["torch"] = _arg("torch", "attention kernels")
     encoder_cache_mib: int = _arg(512, "limit of the in-memory image embedding cache, in MiB")
-    encoder_max_patches: int = _arg(65536, "patches the vision tower encodes in one batch at the most")
+    encoder_max_patches: int | None = _arg(
+        None,
+        "vision patches encoded in one step at the most (one larger picture goes alone); default: 1024 on a CPU, "
+        "65536 on a GPU",
+    )
     max_mm_workers: int = _arg(2, "threads that decode and resize media")
     num_threads: int | None = _arg(None, "CPU threads of the model; default: all cores")
     random_seed: int = _arg(0, "seed of requests that bring none (offline LLM only; the server draws one each)")

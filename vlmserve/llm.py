@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from processors.base import ProcessorLimits
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.pool import PoolSettings, ProcessorPool
-from processors.registry import make_processor
+from processors.fetching import FetchSettings
 from vlmserve.checks import check_engine_args
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
-from vlmserve.media import RequestMedia
 from vlmserve.messages import BatchTokenOutput, SchedulerStats, TextOutput, TokenLogprobs
 from vlmserve.model_path import resolve_model
-from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
-from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, RequestBuilder, RequestLimits, TextPrompt
-from vlmserve.tokenizer.sampling import SamplingOverrides, load_sampling_defaults
-from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
+from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
+from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve.tokenizer.stage import StageLimits, make_tokenizer_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +58,12 @@ class LLM:
         args = EngineArgs(model=model, **settings)
         check_engine_args(args)
         self.args = args = replace(args, model=str(resolve_model(model)))
-        folder = Path(args.model)
         self._runner, self.info = build_runner(args)
         self._scheduler = build_scheduler(args, self._runner, self.info, self._take)
-        tokenizer = load_text_tokenizer(folder)
-        self._detokenizer = DetokenizerManager(tokenizer)
-        processor = make_processor(folder, read_json(folder / "config.json"), ProcessorLimits())
-        self._media = RequestMedia(
-            processor,
-            ProcessorPool(
-                processor, MediaFetcher(fetch or FetchSettings()), PoolSettings(max_workers=args.max_mm_workers)
-            ),
-        )
-        self.builder = RequestBuilder(
-            tokenizer=tokenizer,
-            template=load_chat_template(folder),
-            expander=self._media,
-            limits=RequestLimits(max_model_len=self.info.max_req_len, vocab_size=self._runner.model.config.vocab_size),
-            defaults=load_sampling_defaults(folder, args.sampling_defaults),
-        )
+        limits = StageLimits(fetch=fetch or FetchSettings())
+        stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len)
+        self._media, self.builder = stage.media, stage.builder
+        self._detokenizer = DetokenizerManager(stage.tokenizer)
         self._pending: dict[str, _Pending] = {}
         self._requests = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import re
@@ -83,7 +84,10 @@ class ServerProcess:
 
     def directories(self) -> list[Path]:
         """The private directories that the launcher holds open: one for sockets, one for shared memory."""
-        targets = [Path(os.readlink(fd)) for fd in Path(f"/proc/{self.process.pid}/fd").iterdir()]
+        targets = []
+        for fd in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # a connection that was closed meanwhile
+                targets.append(Path(os.readlink(fd)))
         return [target for target in targets if target.name.startswith("vlmserve-") and target.is_dir()]
 
 

@@ -14,11 +14,14 @@ from typing import Any
 
 from vlmserve.bench.load import BenchRequest, Timing, make_requests
 from vlmserve.bench.processes import own_peak_memory
+from vlmserve.bench.torchvision_shim import make_torchvision_importable
 
 
 def run_baseline(model_path: Path, plan: dict[str, int]) -> dict[str, Any]:
     """plan: count, side, output_tokens, seed of `make_requests`, and num_threads. Returns timings, seconds, bytes."""
     import torch
+
+    make_torchvision_importable()
     from transformers import AutoModelForImageTextToText
 
     torch.set_num_threads(plan.pop("num_threads"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from vlmserve.bench.load import LoadResult, Timing, make_requests, run_load
 from vlmserve.bench.processes import MIB, BenchServer
+from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
 
 
@@ -58,9 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests-alone", type=int, default=3, help="requests sent one at a time")
     parser.add_argument("--output-tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--image-size", type=int, default=256, help="side of the pictures, in pixels")
-    parser.add_argument(
-        "--num-threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each side"
-    )
+    parser.add_argument("--num-threads", type=int, default=available_cpus(), help="CPU threads of each side")
     parser.add_argument("--seed", type=int, default=0, help="seed of the pictures")
     parser.add_argument("--no-baseline", action="store_true", help="leave transformers out")
     parser.add_argument(

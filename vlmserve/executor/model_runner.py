@@ -63,8 +63,8 @@ class ModelRunner:
         seq_lens, prefix_lens = batch.seq_lens.tolist(), batch.prefix_lens.tolist()
         extend_lens = [seq - prefix for seq, prefix in zip(seq_lens, prefix_lens, strict=True)]
         rows = batch.rows.tolist()
-        for row, prefix, slots in zip(rows, prefix_lens, out_cache_loc.split(extend_lens), strict=True):
-            pool.write(row, prefix, slots)
+        positions = [np.arange(prefix, seq) for prefix, seq in zip(prefix_lens, seq_lens, strict=True)]
+        pool.write_tokens(np.repeat(batch.rows, extend_lens), np.concatenate(positions), out_cache_loc)
         req_pool_indices = self._tensor(batch.rows)
         input_ids = self._tensor(batch.input_ids)
         if (batch.input_ids < 0).any():

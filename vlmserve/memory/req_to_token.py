@@ -24,6 +24,15 @@ class ReqToTokenPool:
         _check_range(row, start, start + len(slots), self.size, self.max_context_len)
         self.req_to_token[row, start : start + len(slots)] = torch.as_tensor(slots, device=self.req_to_token.device)
 
+    def write_tokens(self, rows: np.ndarray, positions: np.ndarray, slots: torch.Tensor) -> None:
+        """Set the slots (int [n], on the device) of tokens `positions` (int64 [n]) of `rows` (int64 [n]) at once."""
+        if len(rows):
+            for row, end in ((int(rows.min()), 0), (int(rows.max()), int(positions.max()) + 1)):
+                _check_range(row, 0, end, self.size, self.max_context_len)
+        index = (torch.from_numpy(rows), torch.from_numpy(positions))
+        device = self.req_to_token.device
+        self.req_to_token[tuple(part.to(device) for part in index)] = slots.to(self.req_to_token.dtype)
+
 
 class ReqRowAllocator:
     """Hands out request rows and knows the slots of each on the host, where they are planned and freed."""

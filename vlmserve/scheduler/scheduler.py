@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from vlmserve.common.errors import EngineError
 from vlmserve.executor.model_worker_batch import EncoderStats, ModelWorkerBatch, ModelWorkerResult
 from vlmserve.memory.media_keys import MediaKeyTable, radix_key
@@ -85,6 +87,7 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._decode_is_due = False
+        self._trim_media_keys_at = media_keys.max_keys
         self._encoder = EncoderStats()
         self._prompt_tokens = self._cached_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
@@ -110,6 +113,8 @@ class Scheduler:
             arrival=self._arrivals,
         )
         self._arrivals += 1
+        if len(self._media_keys) > self._trim_media_keys_at:
+            self._trim_media_keys(req)
         self._prompt_tokens += req.prompt_len
         self.waiting_queue.append(req)
 
@@ -129,10 +134,7 @@ class Scheduler:
         return None
 
     def _abort(self, message: AbortReq) -> None:
-        everyone = [*self.waiting_queue, *self.running_batch.reqs]
-        if self.chunked_req is not None and self.chunked_req not in everyone:
-            everyone.append(self.chunked_req)
-        for req in everyone:
+        for req in self._requests():
             if req.rid == message.rid:
                 break
         else:
@@ -326,6 +328,19 @@ class Scheduler:
 
     # ------------------------------------------------------------ state
 
+    def _requests(self) -> list[Req]:
+        """Everyone in the house, once each."""
+        chunked = [] if self.chunked_req is None else [self.chunked_req]
+        return [*self.waiting_queue, *self.running_batch.reqs, *chunked]
+
+    def _trim_media_keys(self, newcomer: Req) -> None:
+        """Forget media that neither a cached prefix nor a request holds. Seldom enough to cost next to nothing."""
+        live = self.kv.prefix_cache.live_keys()
+        for req in [newcomer, *self._requests()]:
+            live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
+        self._media_keys.retain(live)
+        self._trim_media_keys_at = max(self._media_keys.max_keys, 2 * len(self._media_keys))
+
     def flush_cache(self) -> None:
         """Forget every cached prefix that no request uses."""
         self.kv.prefix_cache.reset()
@@ -343,8 +358,6 @@ class Scheduler:
             problems.append(f"{stats.req_rows_free} of {stats.req_rows_total} request rows are free")
         if problems:
             raise EngineError("idle, but " + "; ".join(problems))
-        if len(self._media_keys) > self._media_keys.max_keys:
-            self._media_keys.retain(self.kv.prefix_cache.live_keys())
 
     def stats(self) -> SchedulerStats:
         """Plain figures of this moment."""

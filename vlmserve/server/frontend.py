@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 from fastapi import FastAPI
 
-from processors.base import ProcessorLimits
 from processors.decoding import DecodeLimits
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.pool import PoolSettings, ProcessorPool
-from processors.registry import make_processor
+from processors.fetching import FetchSettings
 from vlmserve.media import RequestMedia
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
 from vlmserve.settings import ServerSettings
-from vlmserve.tokenizer.chat_template import load_chat_template
-from vlmserve.tokenizer.request_builder import RequestBuilder, RequestLimits
-from vlmserve.tokenizer.sampling import load_sampling_defaults
-from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
+from vlmserve.tokenizer.stage import StageLimits, make_tokenizer_stage
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 
 
@@ -53,38 +46,23 @@ def make_frontend(
 
     Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor.
     """
+    fetch = FetchSettings(
+        allow_private_media=settings.allow_private_media,
+        allowed_local_media_path=settings.allowed_local_media_path,
+        max_bytes=settings.media_max_bytes,
+        timeout_s=settings.media_timeout_s,
+        max_redirects=settings.media_max_redirects,
+    )
+    limits = StageLimits(
+        fetch=fetch,
+        decode=DecodeLimits(max_image_pixels=settings.max_image_pixels),
+        max_images=settings.max_images_per_request,
+    )
     engine = settings.engine
-    folder = Path(engine.model)
-    config = read_json(folder / "config.json")
-    decode = DecodeLimits(max_image_pixels=settings.max_image_pixels)
-    processor = make_processor(folder, config, ProcessorLimits(decode=decode))
-    fetcher = MediaFetcher(
-        FetchSettings(
-            allow_private_media=settings.allow_private_media,
-            allowed_local_media_path=settings.allowed_local_media_path,
-            max_bytes=settings.media_max_bytes,
-            timeout_s=settings.media_timeout_s,
-            max_redirects=settings.media_max_redirects,
-        )
-    )
-    pool = ProcessorPool(processor, fetcher, PoolSettings(max_workers=engine.max_mm_workers))
-    media = RequestMedia(processor, pool)
-    vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    tokenizer = load_text_tokenizer(folder)
-    builder = RequestBuilder(
-        tokenizer=tokenizer,
-        template=load_chat_template(folder),
-        expander=media,
-        limits=RequestLimits(
-            max_model_len=max_model_len,
-            vocab_size=vocab_size or tokenizer.num_ids,
-            max_images=settings.max_images_per_request,
-        ),
-        defaults=load_sampling_defaults(folder, engine.sampling_defaults),
-    )
+    stage = make_tokenizer_stage(engine, limits, max_model_len=max_model_len)
     manager = TokenizerManager(
-        builder=builder,
-        media=media,
+        builder=stage.builder,
+        media=stage.media,
         send=send,
         max_pending=engine.max_running_requests + engine.max_queued_requests,
     )
@@ -92,4 +70,4 @@ def make_frontend(
         api_keys=(settings.api_key,) if settings.api_key else (),
         max_body_bytes=int(settings.max_body_mib * 2**20),
     )
-    return ApiFrontend(manager, media, build_app(manager, [model_name], api))
+    return ApiFrontend(manager, stage.media, build_app(manager, [model_name], api))

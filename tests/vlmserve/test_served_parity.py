@@ -1,0 +1,83 @@
+"""Through HTTP, the three processes and the `openai` client: every family answers as `transformers` does."""
+
+import base64
+import io
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vlmserve.reference import Reference, conversations
+from tests.vlmserve.server_process import ServerProcess
+
+NEW = 12
+# the second half also sees what the first left in the caches
+ROUNDS = 2
+
+
+def as_openai(messages: list[dict]) -> list[dict]:
+    """PIL pictures to data: URLs."""
+
+    def part_of(part: dict) -> dict:
+        if part["type"] != "image":
+            return part
+        file = io.BytesIO()
+        part["image"].save(file, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    return [
+        {**m, "content": [part_of(p) for p in m["content"]]} if isinstance(m["content"], list) else m for m in messages
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--chunked-prefill-size 16 --page-size 1",
+        "--chunked-prefill-size 16 --page-size 16 --enable-mixed-chunk",
+        "--chunked-prefill-size 64 --page-size 16 --disable-radix-cache",
+        "--chunked-prefill-size -1 --page-size 1 --schedule-policy lpm",
+    ],
+)
+def test_served_answers_equal_transformers(family: str, flags: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path / "model")
+    reference = Reference(folder)
+    asked = conversations()
+    wanted = [reference.answer(messages, NEW) for messages in asked]
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder), "--port", "0", "--num-threads", "1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
+    server = ServerProcess([*words, *flags.split(), "--served-model-name", "m"], tmp_path / "run", **environment)
+    try:
+        url = f"http://127.0.0.1:{server.port()}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(8) as pool:
+
+            def ask(messages: list[dict]):
+                return client.chat.completions.create(
+                    model="m",
+                    messages=as_openai(messages),
+                    max_tokens=NEW,
+                    temperature=0,
+                    logprobs=True,
+                    extra_body={"ignore_eos": True},
+                )
+
+            answers = list(pool.map(ask, asked * ROUNDS))
+    finally:
+        server.end()
+    tokenizer = reference.processor.tokenizer
+    for answer, want in zip(answers, wanted * ROUNDS, strict=True):
+        assert answer.usage.prompt_tokens == want.prompt_tokens
+        content = answer.choices[0].logprobs.content
+        assert len(content) == NEW
+        for i, entry in enumerate(content):
+            if entry.token != tokenizer.decode([want.token_ids[i]]):
+                assert want.margins[i] < 1e-3, (i, entry.token, want.margins[i])
+                break
+            assert abs(entry.logprob - want.logprobs[i]) < 1e-4

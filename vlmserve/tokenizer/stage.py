@@ -1,0 +1,61 @@
+"""Puts the tokenizer stage of a checkpoint together: the same one for the server and for the offline `LLM`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from processors.base import ProcessorLimits
+from processors.decoding import DecodeLimits
+from processors.fetching import FetchSettings, MediaFetcher
+from processors.pool import PoolSettings, ProcessorPool
+from processors.registry import make_processor
+from vlmserve.engine_args import EngineArgs
+from vlmserve.media import RequestMedia
+from vlmserve.tokenizer.chat_template import load_chat_template
+from vlmserve.tokenizer.request_builder import RequestBuilder, RequestLimits
+from vlmserve.tokenizer.sampling import load_sampling_defaults
+from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer, read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLimits:
+    """fetch, decode: what pictures may reach and cost. max_images: most pictures in a request."""
+
+    fetch: FetchSettings = field(default_factory=FetchSettings)
+    decode: DecodeLimits = field(default_factory=DecodeLimits)
+    max_images: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerStage:
+    """Everything between a request and its `TokenizedGenerateReqInput`. Close `media` when done."""
+
+    tokenizer: TextTokenizer
+    media: RequestMedia
+    builder: RequestBuilder
+
+
+def make_tokenizer_stage(args: EngineArgs, limits: StageLimits, *, max_model_len: int) -> TokenizerStage:
+    """args.model: the checkpoint folder; max_model_len: prompt and answer of one request together, in tokens.
+
+    Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor.
+    """
+    folder = Path(args.model)
+    config = read_json(folder / "config.json")
+    processor = make_processor(folder, config, ProcessorLimits(decode=limits.decode))
+    media = RequestMedia(
+        processor,
+        ProcessorPool(processor, MediaFetcher(limits.fetch), PoolSettings(max_workers=args.max_mm_workers)),
+    )
+    tokenizer = load_text_tokenizer(folder)
+    # the model's vocabulary may be padded beyond the tokenizer's
+    vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids
+    builder = RequestBuilder(
+        tokenizer=tokenizer,
+        template=load_chat_template(folder),
+        expander=media,
+        limits=RequestLimits(max_model_len=max_model_len, vocab_size=vocab_size, max_images=limits.max_images),
+        defaults=load_sampling_defaults(folder, args.sampling_defaults),
+    )
+    return TokenizerStage(tokenizer=tokenizer, media=media, builder=builder)
