@@ -45,8 +45,9 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("cpu_kv_cache_gib", "above 0")
     if not args.schedule_conservativeness > 0:
         refuse("schedule_conservativeness", "above 0")
-    if args.encoder_cache_mib < 0:
-        refuse("encoder_cache_mib", "0 (no cache) or more")
+    for name in ("encoder_cache_mib", "processor_cache_mib"):
+        if getattr(args, name) < 0:
+            refuse(name, "0 (no cache) or more")
     if not 0 <= args.random_seed < 2**63:
         refuse("random_seed", "between 0 and 2**63 - 1")
     chunk, page = args.chunked_prefill_size, args.page_size

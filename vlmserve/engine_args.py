@@ -25,7 +25,7 @@ class EngineArgs:
     mem_fraction_static: float = _arg(
         0.8, "part of the free memory that weights and KV cache may take (CPU: never more than --cpu-kv-cache-gib)"
     )
-    cpu_kv_cache_gib: float = _arg(4.0, "upper limit of the KV cache on a CPU, in GiB")
+    cpu_kv_cache_gib: float = _arg(2.0, "upper limit of the KV cache on a CPU, in GiB")
     chunked_prefill_size: int = _arg(2048, "prompt tokens computed in one step at the most; -1: whole prompts")
     enable_mixed_chunk: bool = _arg(False, "let prompt chunks and decoding share a step")
     max_running_requests: int = _arg(64, "requests computed together at the most")
@@ -37,12 +37,13 @@ class EngineArgs:
     )
     schedule_conservativeness: float = _arg(1.0, "above 1 admits fewer requests, below 1 more (and retracts more)")
     attention_backend: Literal["torch"] = _arg("torch", "attention kernels")
-    encoder_cache_mib: int = _arg(512, "limit of the in-memory image embedding cache, in MiB")
+    encoder_cache_mib: int = _arg(256, "limit of the in-memory image embedding cache, in MiB")
     encoder_max_patches: int | None = _arg(
         None,
         "vision patches encoded in one step at the most (one larger picture goes alone); default: 1024 on a CPU, "
         "65536 on a GPU",
     )
+    processor_cache_mib: int = _arg(128, "limit of the cache of decoded and resized pictures, in MiB")
     max_mm_workers: int = _arg(2, "threads that decode and resize media")
     num_threads: int | None = _arg(None, "CPU threads of the model; default: all cores")
     random_seed: int = _arg(0, "seed of requests that bring none (offline LLM only; the server draws one each)")

@@ -94,6 +94,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_mm_workers",
         "encoder_max_patches",
         "encoder_cache_mib",
+        "processor_cache_mib",
     ),
     "memory": ("mem_fraction_static", "cpu_kv_cache_gib", "max_total_tokens", "page_size", "disable_radix_cache"),
     "scheduling": (

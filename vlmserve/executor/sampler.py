@@ -14,6 +14,8 @@ import torch
 
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 
+# Below, logits divided by it may overflow, and the choice is the greedy one anyway.
+MIN_TEMPERATURE = 1e-5
 _M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9, the multipliers of SplitMix64's finalizer (Steele et al. 2014)
 _M2 = -7723592293110705685  # 0x94D049BB133111EB
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -34,7 +36,7 @@ def sample(logits: torch.Tensor, info: SamplingBatchInfo) -> SamplerOutput:
     raw = logits
     logits = _adjust(logits, info)
     tokens = logits.argmax(dim=-1)
-    random_rows = np.flatnonzero(info.temperatures > 0)
+    random_rows = np.flatnonzero(info.temperatures >= MIN_TEMPERATURE)
     if len(random_rows):
         index = torch.from_numpy(random_rows).to(logits.device)
         tokens[index] = _sample_random(logits[index], info, random_rows)

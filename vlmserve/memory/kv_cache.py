@@ -9,8 +9,8 @@ class KVCache:
     """Keys and values of every layer by slot: per layer [num_slots, num_kv_heads, head_dim], page-major.
 
     A run of consecutive slots is a plain slice of these tensors, which is what lets attention read a request's
-    history without gathering it. A slot that was never written is never read, so nothing is cleared: on a CPU the
-    system commits the memory as slots are first used.
+    history without gathering it. Cleared at the start, so that the memory is committed then and a server
+    that starts does not run out of it later.
     """
 
     def __init__(
@@ -24,8 +24,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (num_slots, num_kv_heads, head_dim)
-        self.k = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

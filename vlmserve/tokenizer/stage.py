@@ -44,10 +44,8 @@ def make_tokenizer_stage(args: EngineArgs, limits: StageLimits, *, max_model_len
     folder = Path(args.model)
     config = read_json(folder / "config.json")
     processor = make_processor(folder, config, ProcessorLimits(decode=limits.decode))
-    media = RequestMedia(
-        processor,
-        ProcessorPool(processor, MediaFetcher(limits.fetch), PoolSettings(max_workers=args.max_mm_workers)),
-    )
+    pool = PoolSettings(max_workers=args.max_mm_workers, cache_mib=args.processor_cache_mib)
+    media = RequestMedia(processor, ProcessorPool(processor, MediaFetcher(limits.fetch), pool))
     tokenizer = load_text_tokenizer(folder)
     # the model's vocabulary may be padded beyond the tokenizer's
     vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids

@@ -104,6 +104,12 @@ def test_greedy_rows_beside_random_ones():
     assert out.next_token_ids[2] == rows[2].argmax()
 
 
+def test_temperatures_too_small_to_divide_by_are_greedy():
+    row = logits()
+    for temperature in (1e-4, 1e-6, 1e-30, 1e-45):
+        assert set(draw(row, 20, temperatures=np.float32(temperature)).tolist()) == {int(row.argmax())}
+
+
 def test_bias_and_penalties_change_the_choice_and_not_the_logprobs():
     row = logits()
     best = int(row.argmax())
