@@ -209,7 +209,7 @@ class MultimodalProcessor(ABC):
                 raise BadRequestError(f"{name} {value!r} is not a positive integer", code="invalid_value")
             if value is not None and value > self.max_pixels:
                 raise BadRequestError(
-                    f"{name} {value} exceeds the server's limit of {self.max_pixels} pixels (setting max_pixels)",
+                    f"{name} {value} exceeds the server's limit of {self.max_pixels} pixels (setting --max-pixels)",
                     code="invalid_value",
                 )
         if (knobs.resized_height is None) != (knobs.resized_width is None):

@@ -147,10 +147,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:
     """16-bit grey (modes I;16*, and I as long as its values fit), 0..65535 to 0..255, rounded."""
-    wide = np.asarray(image).astype(np.int64)
+    wide = np.asarray(image)
     if wide.min() < 0 or wide.max() > 0xFFFF:
         raise BadRequestError("pictures with more than 16 bits a channel are not supported", code=_CODE)
-    grey = ((wide + 128) // 257).astype(np.uint8)
+    grey = np.empty(wide.shape, np.uint8)
+    for row, line in zip(grey, wide, strict=True):  # line by line: a whole picture in wider numbers is large
+        row[:] = (line.astype(np.int32) + 128) // 257
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         grey[wide == transparent] = 255

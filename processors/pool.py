@@ -117,14 +117,14 @@ class ProcessorPool:
         limit = self._settings.max_queued
         if count > limit:
             raise BadRequestError(
-                f"{count} pictures in one request, the limit is {limit} (setting max_queued_media)",
+                f"{count} pictures in one request, the limit is {limit} (setting --max-queued-media)",
                 code="too_many_media",
             )
         with self._lock:
             if self._in_pool + count > limit:
                 raise BadRequestError(
                     f"{self._in_pool} pictures are being processed and {count} more came, the limit is {limit} "
-                    "(setting max_queued_media); try again later",
+                    "(setting --max-queued-media); try again later",
                     code="server_busy",
                     status=429,
                 )

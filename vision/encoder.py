@@ -47,6 +47,8 @@ class VisionEncoder:
         self._limits = limits
         self._device = device
         self.cache = EmbeddingCache(limits.cache_bytes)
+        # Whatever the cache's limit: the next chunk of a picture comes with the next call.
+        self._latest: dict[bytes, torch.Tensor] = {}
         self.items_encoded = 0
         self.cache_hits = 0
 
@@ -56,6 +58,8 @@ class VisionEncoder:
         missing: dict[bytes, EncodableItem] = {}
         for item in items:
             rows = self.cache.get(item.digest)
+            if rows is None:
+                rows = self._latest.get(item.digest)
             if rows is not None:
                 found[item.digest] = rows
                 self.cache_hits += 1
@@ -67,6 +71,7 @@ class VisionEncoder:
             for item, rows in zip(batch, self._run(batch), strict=True):
                 found[item.digest] = rows
                 self.cache.put(item.digest, rows)
+        self._latest = found
         return [found[item.digest] for item in items]
 
     def _packed(self, items: list[EncodableItem]) -> list[list[EncodableItem]]:

@@ -16,8 +16,9 @@ _AT_LEAST_ONE = (
     "max_prefill_tokens",
     "max_queued_requests",
     "max_mm_workers",
+    "max_queued_media",
 )
-_AT_LEAST_ONE_IF_SET = ("encoder_max_patches", "max_model_len", "max_total_tokens", "num_threads")
+_AT_LEAST_ONE_IF_SET = ("max_pixels", "encoder_max_patches", "max_model_len", "max_total_tokens", "num_threads")
 
 
 def flag(name: str) -> str:
@@ -55,8 +56,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("chunked_prefill_size", "-1 (whole prompts), or a positive multiple of --page-size")
     elif chunk > 0 and page >= 1 and chunk % page:
         refuse("chunked_prefill_size", f"-1 (whole prompts), or a multiple of --page-size, which is {page}")
-    if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < page:
-        refuse("max_total_tokens", f"at least one page (--page-size is {page})")
+    if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < 2 * page:
+        refuse("max_total_tokens", f"at least two pages (--page-size is {page})")
     return problems
 
 

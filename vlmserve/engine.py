@@ -11,6 +11,7 @@ import torch
 from vision.encoder import VisionEncoder, VisionEncoderLimits
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.common.cpus import available_cpus
+from vlmserve.common.errors import EngineError
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -68,7 +69,11 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     model = load_model(args.model, device=device, dtype=None if args.dtype == "auto" else getattr(torch, args.dtype))
     config = model.config
     per_token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
-    max_model_len = min(args.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    max_model_len = args.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise EngineError(
+            f"--max-model-len is {max_model_len}; the model was made for {config.max_position_embeddings} tokens"
+        )
     tokens = kv_cache_size(args, bytes_per_token=per_token, max_model_len=max_model_len, device=device)
     max_req_len = min(max_model_len, tokens - args.page_size)
     info = EngineInfo(

@@ -23,7 +23,9 @@ class EngineArgs:
     page_size: int = _arg(16, "KV cache slots in a page")
     max_total_tokens: int | None = _arg(None, "KV cache slots in all; default: sized from --mem-fraction-static")
     mem_fraction_static: float = _arg(
-        0.8, "part of the free memory that weights and KV cache may take (CPU: never more than --cpu-kv-cache-gib)"
+        0.8,
+        "GPU: part of its memory for weights and KV cache; CPU: part of what the weights leave for the KV cache, "
+        "never more than --cpu-kv-cache-gib",
     )
     cpu_kv_cache_gib: float = _arg(2.0, "upper limit of the KV cache on a CPU, in GiB")
     chunked_prefill_size: int = _arg(2048, "prompt tokens computed in one step at the most; -1: whole prompts")
@@ -43,6 +45,10 @@ class EngineArgs:
         "vision patches encoded in one step at the most (one larger picture goes alone); default: 1024 on a CPU, "
         "65536 on a GPU",
     )
+    max_pixels: int | None = _arg(
+        None, "largest area in pixels that pictures are resized to; default: the checkpoint's own maximum"
+    )
+    max_queued_media: int = _arg(1024, "pictures being fetched and processed above which requests are answered 429")
     processor_cache_mib: int = _arg(128, "limit of the cache of decoded and resized pictures, in MiB")
     max_mm_workers: int = _arg(2, "threads that decode and resize media")
     num_threads: int | None = _arg(None, "CPU threads of the model; default: all cores")

@@ -12,7 +12,15 @@ from vlmserve.checks import check_engine_args
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
-from vlmserve.messages import BatchTokenOutput, SchedulerStats, TextOutput, TokenLogprobs
+from vlmserve.messages import (
+    AbortReq,
+    BatchTokenOutput,
+    FinishReason,
+    SchedulerStats,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    TokenLogprobs,
+)
 from vlmserve.model_path import resolve_model
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
@@ -41,6 +49,11 @@ class _Pending:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     last: TextOutput | None = None
 
+    @property
+    def last_reason(self) -> FinishReason | None:
+        """Why the answer ended, None while it has not."""
+        return None if self.last is None else self.last.finish_reason
+
 
 class LLM:
     """A model loaded into this process.
@@ -65,6 +78,7 @@ class LLM:
         self._media, self.builder = stage.media, stage.builder
         self._detokenizer = DetokenizerManager(stage.tokenizer)
         self._pending: dict[str, _Pending] = {}
+        self._max_waiting = min(args.max_running_requests, args.max_queued_requests)
         self._requests = 0
 
     def chat(
@@ -121,35 +135,46 @@ class LLM:
     def _run(
         self, prompts: Sequence[ChatPrompt | TextPrompt], sampling: SamplingOverrides | None, num_logprobs: int | None
     ) -> list[Completion]:
-        messages = []
-        for prompt in prompts:
-            request = GenerateReqInput(
-                request_id=f"offline-{self._requests}",
-                prompt=prompt,
-                sampling=sampling or SamplingOverrides(),
-                num_logprobs=num_logprobs,
-            )
-            tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
-            self._requests += 1
-            images = self._media.load_sync(tokenized.images)
-            messages += self.builder.build(request, tokenized, self.builder.expand(tokenized, images))
-        for message in messages:
-            self._pending[message.rid] = _Pending()
-            self._scheduler.handle(message)
+        rids = []
         try:
+            for prompt in prompts:
+                for message in self._build(prompt, sampling, num_logprobs):
+                    # only so many wait at a time, pictures and all
+                    while len(self._scheduler.waiting_queue) >= self._max_waiting:
+                        self._scheduler.step()
+                    rids.append(message.rid)
+                    self._pending[message.rid] = _Pending()
+                    self._scheduler.handle(message)
             while self._scheduler.step():
                 pass
-            return [_completion(self._pending[message.rid], num_logprobs is not None) for message in messages]
+            return [_completion(self._pending[rid], num_logprobs is not None) for rid in rids]
         finally:
-            for message in messages:
-                del self._pending[message.rid]
+            for rid in rids:
+                if self._pending.pop(rid).last_reason is None:  # an exception came first
+                    self._scheduler.handle(AbortReq(rid=rid))
+
+    def _build(
+        self, prompt: ChatPrompt | TextPrompt, sampling: SamplingOverrides | None, num_logprobs: int | None
+    ) -> list[TokenizedGenerateReqInput]:
+        request = GenerateReqInput(
+            request_id=f"offline-{self._requests}",
+            prompt=prompt,
+            sampling=sampling or SamplingOverrides(),
+            num_logprobs=num_logprobs,
+        )
+        tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
+        self._requests += 1
+        images = self._media.load_sync(tokenized.images)
+        return self.builder.build(request, tokenized, self.builder.expand(tokenized, images))
 
     def _take(self, batch: BatchTokenOutput) -> None:
         texts, aborts = self._detokenizer.process(batch)
         for abort in aborts:
             self._scheduler.handle(abort)
         for output in texts.outputs:
-            pending = self._pending[output.rid]
+            pending = self._pending.get(output.rid)
+            if pending is None:  # given up
+                continue
             pending.text.append(output.text)
             pending.token_ids.extend(output.token_ids)
             pending.logprobs.extend(output.logprobs or ())

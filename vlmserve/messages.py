@@ -19,6 +19,7 @@ class SamplingParams:
 
     max_new_tokens: None means up to the context length. temperature 0 is greedy. top_k -1 (or 0) is off.
     seed: sampling noise is a function of (seed, output index) only. logit_bias: token id -> added to the logit.
+    repetition_penalty: logits of all tokens of prompt and answer so far are divided by it (negative ones multiplied).
     stop: strings that end the answer and are not part of it (found by the detokenizer).
     stop_token_ids: ids that end the answer, besides the model's own (unless ignore_eos).
     """
@@ -34,6 +35,7 @@ class SamplingParams:
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
 
@@ -50,6 +52,13 @@ class TokenizedGenerateReqInput:
     sampling_params: SamplingParams
     mm_inputs: MultimodalInputs | None = None
     num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchTokenizedGenerateReqInput:
+    """Several answers to one prompt, sent together so that the arrays they share travel once."""
+
+    requests: tuple[TokenizedGenerateReqInput, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +179,6 @@ class SchedulerStats:
     forward_steps_total: int
 
 
-SchedulerInput: TypeAlias = TokenizedGenerateReqInput | AbortReq | GetStatsReq
+SchedulerInput: TypeAlias = TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | AbortReq | GetStatsReq
 DetokenizerInput: TypeAlias = BatchTokenOutput | SchedulerStats
 TokenizerManagerInput: TypeAlias = BatchTextOutput | SchedulerStats

@@ -46,7 +46,7 @@ class ServerSettings:
     startup_timeout_s: float = _arg(1800.0, "seconds that loading the model may take")
     max_body_mib: float = _arg(64.0, "largest request body, in MiB (inline pictures included)")
     max_images_per_request: int = _arg(64, "most pictures in one request")
-    max_image_pixels: int = _arg(89_478_485, "largest picture, in pixels; larger ones are refused before decoding")
+    max_image_pixels: int = _arg(64_000_000, "largest picture, in pixels; larger ones are refused before decoding")
     media_max_bytes: int = _arg(64 * 2**20, "largest picture file, in bytes")
     media_timeout_s: float = _arg(20.0, "seconds that fetching one picture may take, redirects included")
     media_max_redirects: int = _arg(3, "redirects followed when fetching a picture")
@@ -91,6 +91,8 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "media_max_redirects",
         "allow_private_media",
         "allowed_local_media_path",
+        "max_pixels",
+        "max_queued_media",
         "max_mm_workers",
         "encoder_max_patches",
         "encoder_cache_mib",
@@ -248,7 +250,9 @@ def _server_problems(settings: ServerSettings) -> list[str]:
     for name in ("max_image_pixels", "media_max_bytes"):
         if getattr(settings, name) < 1:
             refuse(name, "1 or more")
+    if settings.api_key == "":
+        refuse("api_key", "a key, or left out")
     local = settings.allowed_local_media_path
-    if local is not None and not Path(local).is_dir():
+    if local is not None and not (local and Path(local).is_dir()):
         refuse("allowed_local_media_path", "an existing folder")
     return problems

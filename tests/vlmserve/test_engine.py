@@ -1,6 +1,7 @@
 """The whole engine, offline, against `transformers`: every family, whatever chunks, pages, caches and batches."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -102,3 +103,38 @@ def test_a_picture_that_differs_in_one_corner_is_another_picture(family):
         a, b = (llm.chat(ask("Look closely.", image), GREEDY, num_logprobs=0) for image in (first, second))
         assert b.cached_tokens <= 16
         assert a.logprobs != b.logprobs
+
+
+def test_more_prompts_than_may_wait(family):
+    folder, asked, wanted = family
+    with LLM(str(folder), num_threads=1, max_queued_requests=2, max_running_requests=2) as llm:
+        check(llm, asked, wanted)
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(family, monkeypatch):
+    folder, asked, wanted = family
+    with LLM(str(folder), num_threads=1) as llm:
+        forward, steps = llm._runner.forward, []
+
+        def interrupted(batch):
+            steps.append(batch)
+            if len(steps) == 3:
+                raise KeyboardInterrupt
+            return forward(batch)
+
+        monkeypatch.setattr(llm._runner, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.chat_batch(asked, GREEDY)
+        assert (llm.stats().num_running_reqs, llm.stats().num_waiting_reqs) == (0, 0)
+        check(llm, asked, wanted)
+
+
+def test_the_checkpoint_s_repetition_penalty_applies(tmp_path):
+    folder = make_checkpoint("qwen2_5_vl", tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.4}))
+    asked = conversations()[:4]
+    reference = Reference(folder)
+    with LLM(str(folder), num_threads=1) as llm:
+        for got, messages in zip(llm.chat_batch(asked, GREEDY), asked, strict=True):
+            assert list(got.token_ids) == reference.answer(messages, NEW).token_ids

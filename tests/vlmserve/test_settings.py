@@ -104,7 +104,7 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"chunked_prefill_size": "0"}, "--chunked-prefill-size is 0; it must be -1 (whole prompts), or a positive"),
         ({"chunked_prefill_size": "-2"}, "--chunked-prefill-size is -2; it must be -1"),
         ({"chunked_prefill_size": "24"}, "it must be -1 (whole prompts), or a multiple of --page-size, which is 16"),
-        ({"max_total_tokens": "8"}, "--max-total-tokens is 8; it must be at least one page (--page-size is 16)"),
+        ({"max_total_tokens": "8"}, "--max-total-tokens is 8; it must be at least two pages (--page-size is 16)"),
         ({"mem_fraction_static": "1.5"}, "--mem-fraction-static is 1.5; it must be above 0 and at most 1"),
         ({"mem_fraction_static": "nan"}, "--mem-fraction-static is nan; it must be above 0 and at most 1"),
         ({"mem_fraction_static": "lots"}, "--mem-fraction-static is 'lots'; it must be a number"),

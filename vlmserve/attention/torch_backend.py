@@ -145,12 +145,16 @@ def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
     """q [T, H, D] as the last T of the S tokens of k, v [S, Hkv, D] -> [T, H, D]; any device."""
     length, total = q.shape[0], k.shape[0]
-    mask = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
+    # no mask where none is needed: fused kernels take none
+    mask = None
+    if 1 < length < total:
+        mask = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
         v.transpose(0, 1)[None],
         attn_mask=mask,
+        is_causal=1 < length == total,
         scale=layer.scaling,
         enable_gqa=True,
     )

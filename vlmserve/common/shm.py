@@ -1,19 +1,21 @@
 """Hand-over of large arrays between processes on one machine: one file per array in a private tmpfs directory.
 
-Plain files rather than `multiprocessing.shared_memory`: the receiver unlinks as soon as it has mapped (the pages live
-on until the array is dropped), no tracker process guesses at ownership, and what a crash leaves behind goes with the
-directory, which belongs to the launcher. A file has exactly one owner: the sender until `put` returns, then the
-message that names it, then whoever calls `take` or `discard`.
+Plain files rather than `multiprocessing.shared_memory`: the receiver unlinks as soon as it has opened, no tracker
+process guesses at ownership, and what a crash leaves behind goes with the directory, which belongs to the launcher.
+A file has exactly one owner: the sender until `put` returns, then the message that names it, then whoever calls
+`take` or `discard`.
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
+import re
 from pathlib import Path
 
 import numpy as np
+
+_BLOCK_NAME = re.compile(r"\d+-\d+")
 
 
 class SharedArrays:
@@ -40,16 +42,30 @@ class SharedArrays:
         return name
 
     def take(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """Map a block and unlink it: from here on the memory lives as long as the returned (writable) array."""
+        """Move a block into a fresh (writable) array and free it. ValueError if it is not as large as that array.
+
+        A copy rather than a mapping: a mapping would hold a file descriptor for as long as the array lives.
+        """
         path = self._path(name)
-        with open(path, "r+b") as file:
-            mapped = mmap.mmap(file.fileno(), 0)
-        path.unlink()
-        return np.frombuffer(mapped, dtype=dtype).reshape(shape)
+        with open(path, "rb", buffering=0) as file:
+            path.unlink()
+            array = np.empty(shape, dtype=dtype)
+            target = array.reshape(-1).view(np.uint8).data
+            read = 0
+            while count := file.readinto(target[read:]) or 0:
+                read += count
+            if read != array.nbytes or file.read(1):
+                raise ValueError(f"shared block {name!r} does not hold {array.nbytes} bytes")
+        return array
 
     def discard(self, name: str) -> None:
         """Free a block that nobody will take."""
         self._path(name).unlink(missing_ok=True)
+
+    @staticmethod
+    def is_block_name(name: str) -> bool:
+        """Whether a text has the form of a name that `put` gives."""
+        return _BLOCK_NAME.fullmatch(name) is not None
 
     def outstanding(self) -> int:
         """Blocks that were put and not yet taken: zero when idle."""

@@ -37,15 +37,19 @@ class WireCodec:
             cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=self._decode_array, strict=True) for cls in types
         }
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
+        # Of the message in work: its frames, blocks put or still to be taken, and the arrays met so far, so that an
+        # array that stands in it several times travels once.
         self._frames: list[Frame] = []
         self._put: list[str] = []
+        self._places: dict[int, list[object]] = {}
+        self._arrays: dict[int | str, np.ndarray] = {}
 
     def encode(self, message: object) -> list[Frame]:
         """A message's frames. Raises WireError for a type this codec was not made for."""
         name = type(message).__name__
         if name not in self._decoders:
             raise WireError(f"no message type {name!r} on this channel, only {sorted(self._decoders)}")
-        self._frames, self._put = [name.encode(), b""], []
+        self._frames, self._put, self._places = [name.encode(), b""], [], {}
         try:
             body = self._encoder.encode(message)
         except BaseException:
@@ -64,26 +68,50 @@ class WireCodec:
         decoder = self._decoders.get(name)
         if decoder is None:
             raise WireError(f"no message type {name!r} on this channel, only {sorted(self._decoders)}")
-        self._frames = list(frames)
+        self._frames, self._arrays = list(frames), {}
         try:
             return decoder.decode(frames[1])
-        except msgspec.MsgspecError as error:
+        except Exception as error:
+            self._discard_blocks(frames[1])
             raise WireError(f"{name}: {error}") from error
         finally:
-            self._frames = []
+            self._frames, self._arrays = [], {}
+
+    def _discard_blocks(self, body: Frame) -> None:
+        """Free the shared blocks named in a message that cannot be decoded."""
+        if self._shared is None:
+            return
+        try:
+            todo = [msgspec.msgpack.decode(body)]
+        except msgspec.MsgspecError:
+            return
+        while todo:
+            value = todo.pop()
+            if isinstance(value, dict):
+                todo.extend(value.values())
+            elif isinstance(value, list):
+                todo.extend(value)
+            elif isinstance(value, str) and self._shared.is_block_name(value):
+                self._shared.discard(value)
 
     def _encode_array(self, value: object) -> object:
         if not isinstance(value, np.ndarray):
             raise NotImplementedError(f"cannot send a {type(value).__name__}")
         if value.dtype.kind not in _KINDS:
             raise NotImplementedError(f"cannot send an array of {value.dtype}")
-        head = [value.dtype.str, list(value.shape)]
+        if id(value) in self._places:
+            return self._places[id(value)]
+        head: list[object] = [value.dtype.str, list(value.shape)]
+        self._places[id(value)] = [*head, self._place(value)]
+        return self._places[id(value)]
+
+    def _place(self, value: np.ndarray) -> int | str:
         if self._shared is not None and value.nbytes >= SHARED_FROM_BYTES:
             block = self._shared.put(value)
             self._put.append(block)
-            return [*head, block]
+            return block
         self._frames.append(np.ascontiguousarray(value).data.cast("B") if value.size else b"")
-        return [*head, len(self._frames) - 1]
+        return len(self._frames) - 1
 
     def _decode_array(self, cls: type, value: Any) -> np.ndarray:
         if cls is not np.ndarray:
@@ -92,8 +120,13 @@ class WireCodec:
         dtype = np.dtype(dtype_name)
         if dtype.kind not in _KINDS:
             raise ValueError(f"refused an array of {dtype}")
-        if isinstance(place, str):
-            if self._shared is None:
-                raise ValueError("a shared block on a channel without shared memory")
-            return self._shared.take(place, dtype, tuple(shape))
-        return np.frombuffer(self._frames[place], dtype=dtype).reshape(shape)
+        if place not in self._arrays:
+            self._arrays[place] = self._fetch(place, dtype, tuple(shape))
+        return self._arrays[place]
+
+    def _fetch(self, place: int | str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        if isinstance(place, int):
+            return np.frombuffer(self._frames[place], dtype=dtype).reshape(shape)
+        if self._shared is None:
+            raise ValueError("a shared block on a channel without shared memory")
+        return self._shared.take(place, dtype, shape)

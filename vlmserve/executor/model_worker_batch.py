@@ -36,6 +36,8 @@ class SamplingBatchInfo:
     bias_*: [K] triples (index into the S rows, token id, value added to the logit).
     count_*: [K] triples (index into the S rows, token id, times it was produced so far) of rows with penalties.
     presence, frequency: float32 penalties.
+    seen_*: [K] pairs (index into the S rows, token id) of the tokens of prompt and answer, of rows with a repetition
+    penalty. repetition: float32, 1 is none.
     """
 
     rows: np.ndarray
@@ -54,6 +56,9 @@ class SamplingBatchInfo:
     count_values: np.ndarray
     presence: np.ndarray
     frequency: np.ndarray
+    seen_rows: np.ndarray
+    seen_ids: np.ndarray
+    repetition: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

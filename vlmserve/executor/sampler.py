@@ -45,13 +45,17 @@ def sample(logits: torch.Tensor, info: SamplingBatchInfo) -> SamplerOutput:
 
 def _adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """Penalties and logit bias, on a copy where there are any."""
-    if not len(info.bias_rows) and not len(info.count_rows):
+    if not len(info.bias_rows) and not len(info.count_rows) and not len(info.seen_rows):
         return logits
     logits = logits.clone()
 
     def to(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(logits.device)
 
+    if len(info.seen_rows):
+        index = (to(info.seen_rows), to(info.seen_ids))
+        factor, found = to(info.repetition[info.seen_rows]), logits[index]
+        logits[index] = torch.where(found > 0, found / factor, found * factor)
     if len(info.count_rows):
         counts = info.count_values.astype(np.float32)
         penalty = info.frequency[info.count_rows] * counts + info.presence[info.count_rows] * (counts > 0)

@@ -23,6 +23,9 @@ def available_host_memory() -> int:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
             used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
+                if line.startswith("inactive_file "):  # files just read, such as the weights: given back on demand
+                    used -= int(line.split()[1])
             available = min(available, int(limit) - used)
     except (OSError, ValueError):
         pass  # not Linux, or no cgroup v2: the first figure stands

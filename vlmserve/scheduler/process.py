@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.messages import AbortReq, BatchTokenOutput, GetStatsReq, SchedulerStats, TokenizedGenerateReqInput
+from vlmserve.messages import (
+    BatchTokenizedGenerateReqInput,
+    BatchTokenOutput,
+    GetStatsReq,
+    SchedulerInput,
+    SchedulerStats,
+)
 
 
 def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
@@ -18,15 +26,16 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     runner, info = build_runner(args)
     to_detokenizer = Sender(channels.detokenizer, (BatchTokenOutput, SchedulerStats))
     scheduler = build_scheduler(args, runner, info, to_detokenizer.send)
-    receiver = Receiver(
-        channels.scheduler, (TokenizedGenerateReqInput, AbortReq, GetStatsReq), shared=channels.shared_arrays()
-    )
+    receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays())
     ready(ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens))
     busy = False
     while True:
         for message in receiver.drain(timeout_s=0.0 if busy else None):
             if isinstance(message, GetStatsReq):
                 to_detokenizer.send(scheduler.stats())
+            elif isinstance(message, BatchTokenizedGenerateReqInput):
+                for request in message.requests:
+                    scheduler.handle(request)
             else:
                 scheduler.handle(message)
         busy = scheduler.step()

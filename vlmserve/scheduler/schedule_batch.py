@@ -125,6 +125,9 @@ def _sampling_info(reqs: list[Req]) -> SamplingBatchInfo:
             ids, times = np.unique(np.asarray(req.output_ids, dtype=np.int64), return_counts=True)
             counts.extend((i, token, n) for token, n in zip(ids.tolist(), times.tolist(), strict=True))
 
+    seen = [np.unique(req.fill_ids(0, req.fill_len)) for req in sampled if req.sampling_params.repetition_penalty != 1]
+    seen_of = [i for i, p in enumerate(params) if p.repetition_penalty != 1]
+
     def floats(values: list[float]) -> np.ndarray:
         return np.array(values, dtype=np.float32)
 
@@ -148,4 +151,7 @@ def _sampling_info(reqs: list[Req]) -> SamplingBatchInfo:
         count_values=ints([n for _, _, n in counts]),
         presence=floats([p.presence_penalty for p in params]),
         frequency=floats([p.frequency_penalty for p in params]),
+        seen_rows=np.repeat(ints(seen_of), [len(ids) for ids in seen]),
+        seen_ids=np.concatenate([ints([]), *seen]),
+        repetition=floats([p.repetition_penalty for p in params]),
     )

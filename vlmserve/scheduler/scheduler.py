@@ -170,10 +170,13 @@ class Scheduler:
             log.exception("step %d failed; its %d requests are answered with an error", self._steps, len(batch))
             self._fail(batch, error)
             return True
+        except BaseException as error:  # interrupted: nothing of the step may stay behind
+            self._fail(batch, error)
+            raise
         self._process(batch, result)
         return True
 
-    def _fail(self, batch: ScheduleBatch, error: Exception) -> None:
+    def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """End the requests of a step that raised; the others go on."""
         for req in batch.reqs:
             req.finish_reason = FinishReason(

@@ -53,6 +53,7 @@ def _sampling(request: ChatCompletionRequest) -> SamplingOverrides:
         ignore_eos=request.ignore_eos,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
         logit_bias=None if request.logit_bias is None else _logit_bias(request.logit_bias),
         skip_special_tokens=request.skip_special_tokens,
     )

@@ -264,6 +264,7 @@ class ChatCompletionRequest(StrictModel):
     messages: Annotated[list[Annotated[Message, WrapValidator(_keep_raw)]], Field(min_length=1)]
 
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None

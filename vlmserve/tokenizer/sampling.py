@@ -32,6 +32,7 @@ class SamplingOverrides:
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool | None = None
 
@@ -44,6 +45,7 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def apply(self, given: SamplingOverrides) -> SamplingParams:
         """The request's values, and from here what it leaves out."""
@@ -56,8 +58,8 @@ def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "m
     """The checkpoint's generation_config.json, or OpenAI's values. do_sample false means greedy."""
     config = read_json(folder / "generation_config.json") if source == "model" else {}
     if config.get("do_sample") is False:
-        return SamplingDefaults(temperature=0.0)
-    known = ("temperature", "top_p", "top_k", "min_p")
+        config = {"temperature": 0.0, "repetition_penalty": config.get("repetition_penalty")}
+    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return SamplingDefaults(**{name: config[name] for name in known if config.get(name) is not None})
 
 
@@ -71,6 +73,8 @@ def verify_sampling_params(params: SamplingParams, *, vocab_size: int) -> Sampli
     _check_range("min_p", params.min_p, 0, 1)
     _check_range("presence_penalty", params.presence_penalty, -2, 2)
     _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
+    if not 0 < params.repetition_penalty <= 2:
+        raise _refusal("repetition_penalty", params.repetition_penalty, "above 0 and at most 2")
     if not -1 <= params.top_k < 1 << 31:
         raise _refusal("top_k", params.top_k, "-1 or 0 (off) or a positive number of tokens")
     if params.max_new_tokens is not None and params.max_new_tokens < 1:

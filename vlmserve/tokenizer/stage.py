@@ -43,8 +43,10 @@ def make_tokenizer_stage(args: EngineArgs, limits: StageLimits, *, max_model_len
     """
     folder = Path(args.model)
     config = read_json(folder / "config.json")
-    processor = make_processor(folder, config, ProcessorLimits(decode=limits.decode))
-    pool = PoolSettings(max_workers=args.max_mm_workers, cache_mib=args.processor_cache_mib)
+    processor = make_processor(folder, config, ProcessorLimits(decode=limits.decode, max_pixels=args.max_pixels))
+    pool = PoolSettings(
+        max_workers=args.max_mm_workers, max_queued=args.max_queued_media, cache_mib=args.processor_cache_mib
+    )
     media = RequestMedia(processor, ProcessorPool(processor, MediaFetcher(limits.fetch), pool))
     tokenizer = load_text_tokenizer(folder)
     # the model's vocabulary may be padded beyond the tokenizer's

@@ -20,6 +20,7 @@ from vlmserve.media import RequestMedia
 from vlmserve.messages import (
     AbortReq,
     BatchTextOutput,
+    BatchTokenizedGenerateReqInput,
     GetStatsReq,
     SchedulerInput,
     SchedulerStats,
@@ -213,7 +214,7 @@ class TokenizerManager:
         for index, message in enumerate(messages):
             self._choices[message.rid] = _Choice(index=index, outputs=state.outputs, started=state.started)
             state.rids.append(message.rid)
-            self._send(message)
+        self._send(messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages)))
 
     async def _in_thread(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         def call() -> Any:

@@ -1,6 +1,7 @@
 """Messages between processes: what comes out is what went in, and nothing else is accepted."""
 
 import dataclasses
+import os
 
 import msgspec
 import numpy as np
@@ -61,6 +62,38 @@ def test_a_message_that_cannot_be_encoded_leaves_no_block_behind(tmp_path):
     big = np.zeros(SHARED_FROM_BYTES, np.uint8)
     with pytest.raises((TypeError, NotImplementedError)):
         codec.encode(Note(name="a", array=big, more=(np.array([object()]),)))
+    assert shared.outstanding() == 0
+
+
+def test_an_array_that_stands_in_a_message_twice_travels_once(tmp_path):
+    shared = SharedArrays(tmp_path)
+    codec = WireCodec([Note], shared)
+    big, small = np.ones(SHARED_FROM_BYTES, np.uint8), np.arange(3)
+    frames = codec.encode(Note(name="a", array=big, more=(big, small, big, small)))
+    assert (shared.outstanding(), len(frames)) == (1, 3)
+    back = codec.decode(frames)
+    assert shared.outstanding() == 0
+    for got, want in zip((back.array, *back.more), (big, big, small, big, small), strict=True):
+        assert np.array_equal(got, want)
+
+
+def test_arrays_hold_no_file_descriptors(tmp_path):
+    codec = WireCodec([Note], SharedArrays(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [codec.decode(codec.encode(Note(name="a", array=np.zeros(SHARED_FROM_BYTES, np.uint8)))) for _ in range(9)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(kept) == 9
+
+
+def test_a_message_that_cannot_be_decoded_leaves_no_block_behind(tmp_path):
+    shared = SharedArrays(tmp_path)
+    codec = WireCodec([Note], shared)
+    arrays = [np.full(SHARED_FROM_BYTES, i, np.uint8) for i in range(3)]
+    frames = codec.encode(Note(name="a", array=arrays[0], more=(arrays[1], arrays[2])))
+    victim = sorted(tmp_path.iterdir())[1]
+    victim.write_bytes(b"short")
+    with pytest.raises(WireError, match=victim.name):
+        codec.decode(frames)
     assert shared.outstanding() == 0
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests import hf_env  # noqa: F401
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
-from vlmserve.executor.sampler import sample
+from vlmserve.executor.sampler import _adjust, sample
 
 VOCAB = 40
 
@@ -28,6 +29,9 @@ def info(rows=1, **overrides):
         "count_values": np.zeros(0, np.int64),
         "presence": np.zeros(rows, np.float32),
         "frequency": np.zeros(rows, np.float32),
+        "seen_rows": np.zeros(0, np.int64),
+        "seen_ids": np.zeros(0, np.int64),
+        "repetition": np.ones(rows, np.float32),
     }
     return SamplingBatchInfo(**(values | {k: np.asarray(v) for k, v in overrides.items()}))
 
@@ -126,6 +130,25 @@ def test_bias_and_penalties_change_the_choice_and_not_the_logprobs():
     ):
         out = sample(row, info(1, count_rows=[0], count_ids=[best], count_values=[times], **penalty, **greedy))
         assert out.next_token_ids[0] == second
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    rows = torch.cat([logits(i) for i in range(3)])
+    seen = torch.tensor([[1, 5, 7, 5], [0, 2, 4, 39]])
+    want = RepetitionPenaltyLogitsProcessor(1.7)(seen, rows[:2].clone())
+    got = _adjust(
+        rows,
+        info(
+            3,
+            seen_rows=[0, 0, 0, 1, 1, 1, 1],
+            seen_ids=[1, 5, 7, 0, 2, 4, 39],
+            repetition=np.float32([1.7, 1.7, 1.0]),
+        ),
+    )
+    assert torch.allclose(got[:2], want)
+    assert torch.equal(got[2], rows[2])
 
 
 def test_logprobs_where_asked_for():

@@ -23,6 +23,7 @@ from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
 from vlmserve.engine_args import EngineArgs
 from vlmserve.messages import (
     AbortReq,
+    BatchTokenizedGenerateReqInput,
     BatchTokenOutput,
     FinishReason,
     GetStatsReq,
@@ -86,7 +87,10 @@ class FakeScheduler:
 
     def send(self, message: SchedulerInput) -> None:
         loop = asyncio.get_running_loop()
-        if isinstance(message, TokenizedGenerateReqInput):
+        if isinstance(message, BatchTokenizedGenerateReqInput):
+            for request in message.requests:
+                self.send(request)
+        elif isinstance(message, TokenizedGenerateReqInput):
             self._note(self.requests, message)
             self._tasks[message.rid] = loop.create_task(self._answer(message))
         elif isinstance(message, AbortReq):

@@ -15,6 +15,7 @@ from vlmserve.media import ExpandedPrompt
 from vlmserve.messages import (
     AbortReq,
     BatchTextOutput,
+    BatchTokenizedGenerateReqInput,
     FinishReason,
     GetStatsReq,
     TextOutput,
@@ -83,7 +84,7 @@ class House:
         )
 
     def send(self, message) -> None:
-        self.sent.append(message)
+        self.sent += message.requests if isinstance(message, BatchTokenizedGenerateReqInput) else [message]
         self.arrived.set()
 
     def of(self, kind) -> list:
