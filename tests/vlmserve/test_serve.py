@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
+from vlmserve.tiny_model import write_tiny_model
 
 FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
 
@@ -150,6 +151,7 @@ def test_a_checkpoint_that_cannot_be_served_is_one_line(tmp_path: Path, content:
     folder = tmp_path / "model"
     if content is not None:
         folder.mkdir()
+        write_tiny_model(folder)  # nothing else is wrong with it
         (folder / "config.json").write_text(content)
     server = _serve(tmp_path, "--model", str(folder))
     assert server.wait() == 1
