@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -79,7 +80,10 @@ class ServerProcess:
 
     def end(self) -> None:
         if self.process.poll() is None:
+            abandoned = self.directories()
             os.killpg(self.process.pid, signal.SIGKILL)
+            for path in abandoned:  # the next server would remove them; there may be none
+                shutil.rmtree(path, ignore_errors=True)
         self.wait()
 
     def directories(self) -> list[Path]:
