@@ -23,7 +23,6 @@ from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqRowAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import kv_cache_size
 from vlmserve.messages import BatchTokenOutput
-from vlmserve.models.config import ModelConfig
 from vlmserve.models.registry import load_model
 from vlmserve.scheduler.kv_owner import KVOwner
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
@@ -48,11 +47,6 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
-    """The `--dtype` setting as a torch dtype; auto is what the checkpoint declares."""
-    return config.dtype if name == "auto" else getattr(torch, name)
 
 
 def resolve_max_patches(args: EngineArgs, device: torch.device) -> int:

@@ -61,7 +61,7 @@ class WireCodec:
         return frames
 
     def decode(self, frames: Sequence[Frame]) -> Any:
-        """The message in some frames; its arrays map the frames or shared blocks without a copy."""
+        """The message in some frames; its arrays are views of the frames, or the content of shared blocks."""
         if len(frames) < 2:
             raise WireError(f"a message has at least 2 frames, got {len(frames)}")
         name = bytes(frames[0]).decode("utf-8", "replace")
