@@ -17,7 +17,8 @@ from recipe.sizes import MERGE
 class Batch:
     """ids, branches: int64 [B, L]; taught, visual: bool [B, L]; positions: int64 [3, B, L]; branch -1 is padding.
 
-    patches: float16 [n, 1536]; grids: int64 [pictures, 3]; things, offsets, characters: as in Hints, of all pictures.
+    patches: float16 [n, 1536]; grids: int64 [pictures, 3].
+    things, offsets, characters, outline: as in Hints, of all pictures.
     """
 
     ids: torch.Tensor
@@ -30,6 +31,7 @@ class Batch:
     things: torch.Tensor
     offsets: torch.Tensor
     characters: torch.Tensor
+    outline: torch.Tensor
 
 
 _LENGTHS, _PATCHES = 32, 512
@@ -71,6 +73,7 @@ def collate(lessons: list[Lesson]) -> Batch:
         things=torch.from_numpy(np.concatenate([lesson.hints.things for lesson in lessons])),
         offsets=torch.from_numpy(np.concatenate([lesson.hints.offsets for lesson in lessons])),
         characters=torch.from_numpy(np.concatenate([lesson.hints.characters for lesson in lessons])),
+        outline=torch.from_numpy(np.concatenate([lesson.hints.outline for lesson in lessons])),
     )
 
 

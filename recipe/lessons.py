@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageChops, ImageDraw
 from tokenizers import Tokenizer
 
 from processors.mrope import MediaSpan, mrope_positions
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
+from recipe.clips import Clip, make_clip
 from recipe.paint import font, paint, strange, wear
-from recipe.sizes import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH, TEMPORAL_PATCH
+from recipe.sizes import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH, TEMPORAL_PATCH, VIDEO_MAX_PIXELS, VIDEO_MIN_PIXELS
 from recipe.tokenizer import EVERYDAY
-from recipe.wording import Dialogue, about_strange, album, dialogues, talk
+from recipe.wording import Dialogue, about_clip, about_strange, album, dialogues, talk
 from recipe.world import COLOURS, SHAPES, Rng, Scene, make_scene, pick_size
 from recipe.writing import make_print_scene
 from vlmserve.chatml import added_ids
@@ -27,7 +28,8 @@ PATCHES = PatchConfig(
     patch_size=PATCH, merge_size=MERGE, temporal_patch_size=TEMPORAL_PATCH, mean=(0.5,) * 3, std=(0.5,) * 3
 )
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-NO_LABEL = -100
+OUTLINE = 4
+"""Cells a side of a patch in which `Hints.outline` tells what is covered."""
 
 _SYSTEM = ("You are a helpful assistant.", "You are a helpful assistant", "Answer briefly.", "You describe pictures.")
 _WORDS = EVERYDAY.split()
@@ -40,11 +42,13 @@ class Hints:
     things: int64 [n], 0 for nothing, else 1 + 8 * shape + colour of the object over the token's middle.
     offsets: float32 [n, 4], from the token's middle to the object's, and its size, all in tokens.
     characters: int64 [n, 4], per patch: 0 for none, else 1 + index of the character printed over its middle.
+    outline: uint8 [n, 64], for each patch 4x4 shares of it, 0..255, that are covered by objects or print.
     """
 
     things: np.ndarray
     offsets: np.ndarray
     characters: np.ndarray
+    outline: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +71,12 @@ class Lesson:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A picture as the vision tower gets it."""
+    """A picture, or two frames of a clip, as the vision tower gets it. seconds: of the frames, None for a picture."""
 
     patches: np.ndarray
     grid: tuple[int, int, int]
     hints: Hints
+    seconds: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,6 +93,36 @@ def see(picture: Image.Image, scene: Scene | None, min_pixels: int = MIN_PIXELS,
     pixels = resize_frames(np.array(picture)[None], height, width, "bicubic")
     patches, grid = frames_to_patches(pixels, PATCHES)
     return Seen(patches=patches.astype(np.float16), grid=grid, hints=hints(scene, grid))
+
+
+def watch(clip: Clip, rng: Rng) -> list[Seen]:
+    """A clip's temporal patches, each of two frames."""
+    factor, total = PATCHES.factor, len(clip.frames)
+    first = clip.frames[0]
+    height, width = smart_resize(
+        first.height,
+        first.width,
+        factor=factor,
+        min_pixels=VIDEO_MIN_PIXELS // total,
+        max_pixels=VIDEO_MAX_PIXELS // total,
+    )
+    frames = [paint(scene) for scene in clip.frames]
+    if rng.random() < 0.3:
+        grain = int(rng.integers(2**31))  # the same wear for all
+        frames = [wear(frame, np.random.default_rng(grain)) for frame in frames]
+    pixels = resize_frames(np.stack([np.asarray(frame) for frame in frames]), height, width, "bicubic")
+    seen = []
+    for k in range(0, total, TEMPORAL_PATCH):
+        patches, grid = frames_to_patches(pixels[k : k + TEMPORAL_PATCH], PATCHES)
+        seen.append(
+            Seen(
+                patches=patches.astype(np.float16),
+                grid=grid,
+                hints=hints(clip.frames[k], grid),
+                seconds=sum(clip.times[k : k + TEMPORAL_PATCH]) / TEMPORAL_PATCH,
+            )
+        )
+    return seen
 
 
 def hints(scene: Scene | None, grid: tuple[int, int, int]) -> Hints:
@@ -107,8 +142,33 @@ def hints(scene: Scene | None, grid: tuple[int, int, int]) -> Hints:
             things[over] = 1 + len(COLOURS) * SHAPES.index(thing.shape) + COLOURS.index(thing.colour)
             offsets[over] = np.stack([cx - x, cy - y, np.full_like(x, x1 - x0), np.full_like(y, y1 - y0)], -1)[over]
         _mark_characters(scene, characters)
-    patches = characters.transpose(0, 2, 1, 3).reshape(-1, MERGE**2)
-    return Hints(things=things.reshape(-1), offsets=offsets.reshape(-1, 4), characters=patches)
+    return Hints(
+        things=things.reshape(-1),
+        offsets=offsets.reshape(-1, 4),
+        characters=characters.transpose(0, 2, 1, 3).reshape(-1, MERGE**2),
+        outline=_outline(scene, rows, columns),
+    )
+
+
+def _outline(scene: Scene | None, rows: int, columns: int) -> np.ndarray:
+    cells, finer = MERGE * OUTLINE, 2
+    size = columns * cells * finer, rows * cells * finer
+    if scene is None or not rows:
+        return np.zeros((rows * columns, cells**2), np.uint8)
+    covered = Image.new("L", size)
+    pen = ImageDraw.Draw(covered)
+    scale = np.asarray(size) / (scene.width, scene.height)
+    for thing in scene.things:
+        pen.polygon([(x * scale[0], y * scale[1]) for x, y in thing.points], fill=255)
+    if scene.prints:
+        large = Image.new("L", (scene.width, scene.height))
+        for text in scene.prints:
+            face = font(text.face, text.size)
+            ImageDraw.Draw(large).text(text.anchor, text.text, fill=255, font=face, anchor="mm")
+        covered = ImageChops.lighter(covered, large.resize(size, Image.Resampling.BOX))
+    pixels = np.asarray(covered.reduce(finer))
+    windows = pixels.reshape(rows, MERGE, OUTLINE, columns, MERGE, OUTLINE).transpose(0, 3, 1, 4, 2, 5)
+    return windows.reshape(rows * columns, cells**2)
 
 
 def _mark_characters(scene: Scene, characters: np.ndarray) -> None:
@@ -128,7 +188,7 @@ def _mark_characters(scene: Scene, characters: np.ndarray) -> None:
 
 
 class Teacher:
-    """Makes lessons. chances: how often each kind comes; see `KINDS`. budget: most tokens in a row."""
+    """Makes lessons. chances: how often each kind comes. budget: most tokens in a row; 0: pictures, no questions."""
 
     def __init__(self, tokenizer: Tokenizer, chances: dict[str, float], budget: int) -> None:
         self._tokenizer = tokenizer
@@ -138,7 +198,7 @@ class Teacher:
         ids = added_ids(tokenizer)
         self._start, self._end = ids["<|im_start|>"], ids["<|im_end|>"]
         self._vision_start, self._vision_end = ids["<|vision_start|>"], ids["<|vision_end|>"]
-        self._image = ids["<|image_pad|>"]
+        self._image, self._video = ids["<|image_pad|>"], ids["<|video_pad|>"]
 
     def lesson(self, rng: Rng) -> Lesson:
         """One lesson of a random kind."""
@@ -153,12 +213,16 @@ class Teacher:
                 scene = make_print_scene(rng)
                 prints = [p.text for p in scene.prints]
             pictures = [see(wear(paint(scene), rng), scene)]
-            talks = dialogues(scene, rng, 16)
+            talks = dialogues(scene, rng, 16 if self._budget else 0)
         elif kind == "album":
             count = 2 if rng.random() < 0.6 else 3
             scenes = [make_scene(rng, int(rng.choice([1, 2, 3], p=[0.45, 0.35, 0.2]))) for _ in range(count)]
             pictures = [see(wear(paint(scene), rng), scene) for scene in scenes]
             talks = [d for _ in range(32) for d in [album(scenes, rng)] if d][:16]
+        elif kind == "clip":
+            clip = make_clip(rng)
+            pictures = watch(clip, rng)
+            talks = [d for _ in range(24) for d in [about_clip(clip, rng)] if d]
         elif kind == "strange":
             name, picture = strange(rng, *pick_size(rng))
             pictures = [see(wear(picture, rng), None)]
@@ -166,6 +230,8 @@ class Teacher:
         else:
             talks = [talk(rng, _WORDS) for _ in range(14)]
         roll = rng.random()
+        if not self._budget:
+            return self._row(rng, pictures, [], prints, question_first=False)
         if pictures and roll < 0.1 and talks:
             return self._row(rng, pictures, talks[:1], prints, question_first=True)
         if roll < 0.2:  # one long conversation, nothing hidden from what follows
@@ -190,9 +256,12 @@ class Teacher:
         if question_first:
             add(self._encode(talks[0][0][0]))
         for seen in pictures:
+            if seen.seconds is not None:
+                add(self._encode(f"<{seen.seconds:.1f} seconds>"))
             add([self._vision_start])
             spans.append(MediaSpan(start=len(ids), grid=(1, seen.grid[1] // MERGE, seen.grid[2] // MERGE)))
-            add([self._image] * seen.tokens + [self._vision_end])
+            pad = self._image if seen.seconds is None else self._video
+            add([pad] * seen.tokens + [self._vision_end])
         shared = len(ids)
         positions, delta = mrope_positions(shared, spans)
         rows = [positions]
@@ -232,6 +301,7 @@ class Teacher:
                 things=np.concatenate([h.things for h in parts]),
                 offsets=np.concatenate([h.offsets for h in parts]),
                 characters=np.concatenate([h.characters for h in parts]),
+                outline=np.concatenate([h.outline for h in parts]),
             ),
         )
 

@@ -163,3 +163,4 @@ def write_checkpoint(folder: Path, network: Network, tokenizer: Tokenizer) -> No
         if name != "lm_head.weight"  # tied
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)

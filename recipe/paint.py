@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,10 +18,9 @@ _LARGE = 420  # pixels: above, the edge's smoothing comes from the resizing that
 
 def paint(scene: Scene) -> Image.Image:
     """The scene as RGB, its objects with smooth edges."""
-    rng = np.random.default_rng(scene.seed)
     scale = 1 if max(scene.width, scene.height) > _LARGE else 3 if max(scene.width, scene.height) < 160 else 2
     size = scene.width, scene.height
-    ground = _background(scene, rng)
+    ground = _background(replace(scene, things=(), prints=())).copy()
     if scene.things:
         large = ground.resize((size[0] * scale, size[1] * scale), Image.Resampling.NEAREST) if scale > 1 else ground
         pen = ImageDraw.Draw(large)
@@ -32,7 +32,10 @@ def paint(scene: Scene) -> Image.Image:
     return ground
 
 
-def _background(scene: Scene, rng: Rng) -> Image.Image:
+@lru_cache(maxsize=1)
+def _background(scene: Scene) -> Image.Image:
+    """Kept for the next frame of a clip."""
+    rng = np.random.default_rng(scene.seed)
     width, height = scene.width, scene.height
     if scene.texture == "plain":
         return Image.new("RGB", (width, height), scene.background)

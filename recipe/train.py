@@ -19,17 +19,23 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 from recipe.batches import Batch, attention_mask, batches
-from recipe.lessons import CHARACTERS, NO_LABEL
+from recipe.lessons import CHARACTERS, OUTLINE
 from recipe.network import Network, make_network, write_checkpoint
 from recipe.sizes import MERGE
 from recipe.tokenizer import make_recipe_tokenizer
 from recipe.world import COLOURS, SHAPES
 
 STAGES: dict[str, dict[str, float]] = {
+    "look": {"scene": 0.7, "print": 0.27, "strange": 0.03},
     "shapes": {"scene": 0.77, "album": 0.05, "print": 0.12, "strange": 0.04, "talk": 0.02},
-    "prints": {"scene": 0.5, "album": 0.12, "print": 0.3, "strange": 0.05, "talk": 0.03},
+    "prints": {"scene": 0.52, "album": 0.12, "print": 0.28, "strange": 0.05, "talk": 0.03},
+    "clips": {"scene": 0.45, "album": 0.12, "print": 0.2, "clip": 0.15, "strange": 0.05, "talk": 0.03},
 }
-"""How often each kind of lesson comes, stage by stage."""
+"""How often each kind of lesson comes, stage by stage. "look" asks nothing: the hints alone teach the tower."""
+
+
+WARMUP = 200
+"""Steps in which a stage gets up to its learning rate."""
 
 
 class Hinter(torch.nn.Module):
@@ -40,26 +46,30 @@ class Hinter(torch.nn.Module):
         self.classes = 1 + len(SHAPES) * len(COLOURS)
         self.things = torch.nn.Linear(hidden, self.classes + 4)
         self.characters = torch.nn.Linear(hidden, MERGE**2 * (1 + len(CHARACTERS)))
+        self.outline = torch.nn.Linear(hidden, (MERGE * OUTLINE) ** 2)
 
     def forward(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The loss."""
         if not len(tokens):
             return tokens.sum()
+        device = tokens.device
         out = self.things(tokens).float()
-        things = batch.things.to(out.device)
-        loss = functional.cross_entropy(out[:, : self.classes], things)
-        shown = (things > 0)[:, None]
-        off = functional.smooth_l1_loss(
-            out[:, self.classes :], batch.offsets.to(out.device), reduction="none", beta=0.3
-        )
-        loss = loss + 0.5 * (off * shown).sum() / shown.sum().clamp(min=1)
+        things = batch.things.to(device)
+        shown = things > 0
+        # What is there and what is not count the same, though most of a picture is background.
+        loss = _mean(functional.cross_entropy(out[:, : self.classes], things, reduction="none"), shown)
+        off = functional.smooth_l1_loss(out[:, self.classes :], batch.offsets.to(device), reduction="none", beta=0.3)
+        loss = loss + 0.5 * (off.sum(-1) * shown).sum() / shown.sum().clamp(min=1)
+        covered = batch.outline.to(device).float() / 255
+        loss = loss + 2 * functional.binary_cross_entropy_with_logits(self.outline(tokens).float(), covered)
+        marks = batch.characters.to(device).view(-1)
         letters = self.characters(tokens).float().view(-1, 1 + len(CHARACTERS))
-        marks = batch.characters.to(out.device).view(-1)
-        if (marks > 0).any():
-            weight = torch.ones(1 + len(CHARACTERS), device=out.device)
-            weight[0] = 0.1
-            loss = loss + functional.cross_entropy(letters, marks, weight=weight, ignore_index=NO_LABEL)
-        return loss
+        return loss + 0.5 * _mean(functional.cross_entropy(letters, marks, reduction="none"), marks > 0)
+
+
+def _mean(values: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+    """The mean where something is shown, plus the mean where nothing is."""
+    return (values * shown).sum() / shown.sum().clamp(min=1) + (values * ~shown).sum() / (~shown).sum().clamp(min=1)
 
 
 def losses(network: Network, hinter: Hinter, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,6 +87,8 @@ def losses(network: Network, hinter: Hinter, batch: Batch) -> tuple[torch.Tensor
         deepstack = [layer[:shown] for layer in seen.deepstack_features]
         embeds = embeds.masked_scatter(visual[..., None], tokens.to(embeds.dtype))
         hint = hinter(tokens, batch)
+    if not batch.taught.any():
+        return hint * 0, hint, hint * 0
     mask = attention_mask(batch.branches.to(device))
     hidden = model.language_model(
         inputs_embeds=embeds,
@@ -109,9 +121,9 @@ def optimizers(network: Network, hinter: Hinter, rate: float) -> list[torch.opti
     ]
 
 
-def rate_at(step: int, steps: int, warmup: int, decay: int) -> float:
-    """Share of the full rate: up, level, and down to nothing over the last `decay` steps."""
-    return min(1.0, (step + 1) / warmup, max(0.0, (steps - step) / max(1, decay)))
+def rate_at(step: int, begun: int, steps: int, decay: int) -> float:
+    """Share of the full rate: up at a stage's beginning, level, and down to nothing over the last `decay` steps."""
+    return min(1.0, (step - begun + 1) / WARMUP, max(0.0, (steps - step) / max(1, decay)))
 
 
 def main() -> None:
@@ -123,7 +135,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=24, help="lessons in a batch")
     parser.add_argument("--budget", type=int, default=256, help="most tokens in a lesson")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--hint-weight", type=float, default=0.5, help="of the hints' loss")
+    parser.add_argument("--hint-weight", type=float, default=0.3, help="of the hints' loss")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=250, help="steps between saved states")
     parser.add_argument("--workers", type=int, default=1, help="processes that make lessons")
@@ -143,7 +155,7 @@ def train(args: argparse.Namespace) -> None:
     hinter = Hinter(network.config.text_config.hidden_size).to(args.device)
     optims = optimizers(network, hinter, args.rate)
     average = {name: value.clone() for name, value in network.state_dict().items()}
-    first, hours = 0, 0.0
+    first, begun, hours = 0, 0, 0.0
     state_path = folder / "state.pt"
     if state_path.is_file():
         state = torch.load(state_path, map_location=args.device)
@@ -152,6 +164,7 @@ def train(args: argparse.Namespace) -> None:
         for optim, saved in zip(optims, state["optims"], strict=True):
             optim.load_state_dict(saved)
         average, first, hours = state["average"], state["step"], state["hours"]
+        begun = state["begun"] if state.get("stage") == args.stage else first
     parameters = [*network.parameters(), *hinter.parameters()]
     print(f"{sum(p.numel() for p in network.parameters()):,} parameters; from step {first}", flush=True)
 
@@ -159,11 +172,17 @@ def train(args: argparse.Namespace) -> None:
     started = last = time.monotonic()
     sums = [0.0, 0.0, 0.0]
     data = batches(
-        tokenizer, STAGES[args.stage], budget=args.budget, size=args.batch, seed=args.seed, first=first,
-        end=args.steps, workers=args.workers,
-    )  # fmt: skip
+        tokenizer,
+        STAGES[args.stage],
+        budget=0 if args.stage == "look" else args.budget,
+        size=args.batch,
+        seed=args.seed,
+        first=first,
+        end=args.steps,
+        workers=args.workers,
+    )
     for step, batch in enumerate(data, first):
-        share = rate_at(step, args.steps, 200, args.decay)
+        share = rate_at(step, begun, args.steps, args.decay)
         for optim in optims:
             for group in optim.param_groups:
                 group["lr"] = args.rate * share
@@ -205,6 +224,8 @@ def train(args: argparse.Namespace) -> None:
                     "optims": [optim.state_dict() for optim in optims],
                     "average": average,
                     "step": step + 1,
+                    "stage": args.stage,
+                    "begun": begun,
                     "hours": hours + (time.monotonic() - started) / 3600,
                 },
                 unfinished,

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from recipe.clips import Clip
 from recipe.paint import print_box
 from recipe.world import COLOURS, SHAPES, Rng, Scene, Thing
 
@@ -567,6 +568,76 @@ def album(scenes: Sequence[Scene], rng: Rng) -> Dialogue | None:
         return None
     question, answer = dialogue[0]
     return [(pick(rng, (f"In {which}: ", f"{which.capitalize()}: ", f"Look at {which}. ")) + question, answer)]
+
+
+_WAY = {"left": "Left.", "right": "Right.", "up": "Up.", "down": "Down."}
+_CLIP = ("video", "clip")
+
+
+def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
+    """What moves, which way; what changes its colour, to which, and when."""
+    thing, roll, video = clip.thing, rng.random(), pick(rng, _CLIP)
+    moves, changes = clip.event in _WAY, clip.event == "colour"
+    if roll < 0.22:
+        questions: tuple[str, ...] = (
+            "What happens?",
+            f"What happens in the {video}?",
+            f"Describe the {video}.",
+            f"What does the {video} show?",
+            "What do you see?",
+        )
+        if moves:
+            return [_ask(rng, questions, f"{_with_article(thing.name).capitalize()} moves {clip.event}.")]
+        if changes:
+            return [_ask(rng, questions, f"{_with_article(thing.name).capitalize()} turns {clip.later_colour}.")]
+        return [_ask(rng, questions, "Nothing moves.")]
+    if roll < 0.4:
+        questions = (f"What moves in the {video}?", "What moves?", "Which object moves?", "What is moving?")
+        return [_ask(rng, questions, f"The {thing.name}." if moves else "Nothing moves.")]
+    if roll < 0.62:
+        name = (
+            pick(rng, (f"the {thing.shape}", f"the {thing.name}", "the moving object"))
+            if moves
+            else f"the {thing.shape}"
+        )
+        questions = (
+            f"Which way does {name} move?",
+            f"In which direction does {name} move?",
+            f"Where does {name} go?",
+            f"Which direction is {name} moving in?",
+        )
+        return [_ask(rng, questions, _WAY[clip.event] if moves else "It does not move.")]
+    if roll < 0.74:
+        questions = (f"What changes {pick(rng, _COLOUR)}?", f"Which object changes its {pick(rng, _COLOUR)}?")
+        return [_ask(rng, questions, f"The {thing.shape}." if changes else "Nothing changes colour.")]
+    word = pick(rng, _COLOUR)
+    if changes and roll < 0.9:
+        if rng.random() < 0.5:
+            questions = (
+                f"What {word} does the {thing.shape} turn?",
+                f"What {word} is the {thing.shape} at the end?",
+                f"Which {word} does the {thing.shape} change to?",
+                f"What {word} does it become?",
+            )
+            return [_ask(rng, questions, f"{clip.later_colour.capitalize()}.")]
+        questions = (
+            f"What {word} is the {thing.shape} at first?",
+            f"What {word} is the {thing.shape} at the beginning?",
+        )
+        return [_ask(rng, questions, f"{thing.colour.capitalize()}.")]
+    if changes:
+        questions = (
+            f"When does the {word} change?",
+            f"When does the {thing.shape} change its {word}?",
+            f"At what time does the {thing.shape} turn {clip.later_colour}?",
+            "After how many seconds does it change?",
+        )
+        seconds = round(clip.change_time)
+        return [_ask(rng, questions, f"After {NUMBERS[seconds].lower()} second{'s' * (seconds != 1)}.")]
+    if roll < 0.87:
+        return [_ask(rng, (f"What {word} is the {thing.shape}?",), f"{thing.colour.capitalize()}.")]
+    total = len(clip.frames[0].things)
+    return [_ask(rng, (f"How many objects are in the {video}?", "How many objects are there?"), f"{NUMBERS[total]}.")]
 
 
 _TALK = (

@@ -152,7 +152,8 @@ def make_thing(
     return Thing(shape=shape, colour=colour, rgb=rgb, points=points_at, box=box)
 
 
-def _apart(box: tuple[float, ...], others: list[Thing], gap: float) -> bool:
+def apart(box: tuple[float, ...], others: list[Thing], gap: float) -> bool:
+    """Whether a box keeps at least `gap` pixels from the others' boxes."""
     return all(
         box[2] + gap < o.box[0] or o.box[2] + gap < box[0] or box[3] + gap < o.box[1] or o.box[3] + gap < box[1]
         for o in others
@@ -200,7 +201,7 @@ def make_scene(rng: Rng, count: int, size: tuple[int, int] | None = None) -> Sce
                 side,
                 rng,
             )
-            if _apart(thing.box, things, 0.015 * short):
+            if apart(thing.box, things, 0.015 * short):
                 things.append(thing)
                 break
     texture = "plain" if rng.random() < 0.35 else str(rng.choice(TEXTURES))

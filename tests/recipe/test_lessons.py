@@ -1,0 +1,162 @@
+"""What is taught is what is served, and a row of many dialogues teaches what as many prompts would."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+
+from processors.registry import make_processor
+from recipe.batches import attention_mask, batches, collate
+from recipe.clips import make_clip
+from recipe.lessons import CHARACTERS, Lesson, Teacher, see
+from recipe.network import Network, make_network, write_checkpoint
+from recipe.paint import paint
+from recipe.sizes import MERGE
+from recipe.tokenizer import make_recipe_tokenizer
+from recipe.train import STAGES, Hinter, losses
+from recipe.world import COLOURS, SHAPES, Scene, make_scene, make_thing, pick_colour
+from recipe.writing import make_print_scene
+from vlmserve.common.checkpoint import read_json
+from vlmserve.tokenizer.chat_template import load_chat_template
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return make_recipe_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def network(tokenizer: Tokenizer) -> Network:
+    return make_network(tokenizer, 0).eval()
+
+
+def _lesson(tokenizer: Tokenizer, kind: str, seed: int, budget: int = 160) -> Lesson:
+    return Teacher(tokenizer, {kind: 1.0}, budget).lesson(np.random.default_rng(seed))
+
+
+def _answers_loss(network: Network, lessons: list[Lesson]) -> float:
+    with torch.no_grad():
+        return losses(network, Hinter(network.config.text_config.hidden_size), collate(lessons))[0].item()
+
+
+@pytest.mark.parametrize("kind", ["scene", "album", "clip", "talk"])
+def test_branches_are_taught_as_if_alone(tokenizer: Tokenizer, network: Network, kind: str) -> None:
+    lesson = next(x for s in range(20) for x in [_lesson(tokenizer, kind, s)] if x.branches.max() > 2)
+    whole = _answers_loss(network, [lesson]) * lesson.taught.sum()
+    alone = 0.0
+    for branch in range(1, lesson.branches.max() + 1):
+        keep = (lesson.branches == 0) | (lesson.branches == branch)
+        one = dataclasses.replace(
+            lesson,
+            ids=lesson.ids[keep],
+            branches=np.zeros(keep.sum(), int),
+            taught=lesson.taught[keep],
+            positions=lesson.positions[:, keep],
+            visual=lesson.visual[keep],
+        )
+        alone += _answers_loss(network, [one]) * one.taught.sum()
+    assert whole == pytest.approx(alone, rel=1e-4)
+
+
+def test_padding_and_neighbours_change_nothing(tokenizer: Tokenizer, network: Network) -> None:
+    lessons = [_lesson(tokenizer, kind, 3) for kind in ("scene", "talk", "album")]
+    counts = [lesson.taught.sum() for lesson in lessons]
+    alone = sum(_answers_loss(network, [x]) * n for x, n in zip(lessons, counts, strict=True))
+    assert _answers_loss(network, lessons) * sum(counts) == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_mask_hides_other_branches_and_the_future() -> None:
+    mask = attention_mask(torch.tensor([[0, 0, 1, 1, 2, -1]]))[0, 0]
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+
+
+def test_prompt_and_patches_are_those_that_are_served(tokenizer: Tokenizer, network: Network, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, network, tokenizer)
+    rng = np.random.default_rng(5)
+    scene = make_scene(rng, 2)
+    picture = paint(scene)
+    seen = see(picture, scene)
+    lesson = Teacher(tokenizer, {"scene": 1.0}, 200)._row(
+        np.random.default_rng(1), [seen], [[("Where is it?", "Top left.")]], [], question_first=False
+    )
+    processor = make_processor(tmp_path, read_json(tmp_path, "config.json"))
+    processed = processor.process_image(picture)
+    np.testing.assert_array_equal(processed.feature.astype(np.float16), seen.patches)
+    content = [{"type": "image"}, {"type": "text", "text": "Where is it?"}]
+    prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
+    expanded = processor.expand(tokenizer.encode(prompt).ids, [processed])
+    length = int(np.argmax(lesson.taught))
+    assert expanded.input_ids.tolist() == lesson.ids[:length].tolist()
+    assert expanded.mm_inputs is not None
+    np.testing.assert_array_equal(expanded.mm_inputs.mrope_positions, lesson.positions[:, :length])
+
+
+def test_the_same_batches_wherever_one_goes_on(tokenizer: Tokenizer) -> None:
+    settings = {"budget": 120, "size": 2, "seed": 1, "workers": 0}
+    whole = list(batches(tokenizer, STAGES["shapes"], first=0, end=3, **settings))
+    rest = list(batches(tokenizer, STAGES["shapes"], first=2, end=3, **settings))
+    assert len(whole) == 3
+    for name in ("ids", "patches", "positions", "outline"):
+        assert torch.equal(getattr(whole[2], name), getattr(rest[0], name))
+    assert not torch.equal(whole[1].ids, whole[2].ids)
+
+
+def test_hints_tell_what_is_where() -> None:
+    rng = np.random.default_rng(0)
+    red = make_thing("star", "red", pick_colour("red", rng), (48.0, 112.0), 40, rng)
+    scene = Scene(width=192, height=160, background=(255, 255, 255), texture="plain", strength=0, seed=0, things=(red,))
+    seen = see(paint(scene), scene)
+    rows, columns = seen.grid[1] // MERGE, seen.grid[2] // MERGE
+    assert (rows, columns) == (5, 6)
+    things = seen.hints.things.reshape(rows, columns)
+    assert things[3, 1] == 1 + len(COLOURS) * SHAPES.index("star") + COLOURS.index("red")
+    assert things[0].max() == 0
+    assert seen.hints.offsets.reshape(rows, columns, 4)[3, 1] == pytest.approx([0, 0, 40 / 32, 40 / 32], abs=0.15)
+    outline = seen.hints.outline.reshape(rows, columns, MERGE, MERGE, 4, 4)
+    assert outline[3, 1].mean() > 60
+    assert outline[0].max() == 0
+
+
+def test_characters_are_marked_where_they_stand() -> None:
+    for seed in range(8):
+        scene = make_print_scene(np.random.default_rng(seed))
+        seen = see(paint(scene), scene)
+        marked = {CHARACTERS[i - 1] for i in np.unique(seen.hints.characters) if i}
+        assert marked <= set(scene.prints[0].text)
+        if scene.prints[0].size > 0.2 * min(scene.width, scene.height):
+            assert marked, scene.prints[0]
+
+
+def test_clips_do_what_they_say() -> None:
+    for seed in range(60):
+        clip = make_clip(np.random.default_rng(seed))
+        assert len(clip.frames) == len(clip.times) >= 4
+        assert len(clip.times) % 2 == 0
+        first, last = clip.frames[0].things[0], clip.frames[-1].things[0]
+        dx, dy = (b - a for a, b in zip(first.centre, last.centre, strict=True))
+        way = {"left": dx < -5, "right": dx > 5, "up": dy < -5, "down": dy > 5}
+        for event, happens in way.items():
+            assert happens == (clip.event == event)
+        assert (first.colour != last.colour) == (clip.event == "colour")
+        for frame in clip.frames:
+            for thing in frame.things:
+                assert thing.box[0] > -1
+                assert thing.box[2] < frame.width + 1
+
+
+def test_pictures_of_the_same_scene_are_the_same() -> None:
+    scene = make_scene(np.random.default_rng(2), 3)
+    assert Image.Image.tobytes(paint(scene)) == Image.Image.tobytes(paint(scene))
