@@ -1,15 +1,15 @@
-"""What every family's processor does: one picture to patches, and a prompt with placeholders to engine input.
+"""What every family's processor does: pictures and videos to patches, and a prompt with placeholders to engine input.
 
-The two are apart on purpose. `process_image` is the expensive half (it runs in `processors.pool`'s threads, its results
-are cached by content), `expand` the cheap one that needs the whole request.
+The two are apart on purpose. `process_image` and `process_video` are the expensive half (they run in the threads of
+`processors.pool`, their results are cached by content), `expand` the cheap one that needs the whole request.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -20,7 +20,13 @@ from processors.hashing import media_digest
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from processors.mrope import MediaSpan, mrope_positions
 from processors.resize import frames_to_patches, resize_frames, smart_resize
+from processors.video import ProcessedVideo, VideoProcessor
+from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
+from processors.video_rules import QwenVLUtilsRules, RuleSettings, TimeGridRules, VideoRules
 from vlmserve.common.errors import BadRequestError
+
+ContinueText: TypeAlias = Callable[[Sequence[int], str], list[int]]
+"""(ids of a text, more text) -> ids of both together, which need not be those of the two, one after the other."""
 
 _LOW_DETAIL_PIXELS = 512 * 512
 
@@ -41,10 +47,15 @@ class ImageKnobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessorLimits:
-    """Server-side limits. max_pixels: the largest area a picture is resized to; None: the checkpoint's own maximum."""
+    """Server-side limits and options.
+
+    max_pixels: the largest area a picture or frame is resized to; None: the checkpoint's own maximum.
+    """
 
     decode: DecodeLimits = field(default_factory=DecodeLimits)
     max_pixels: int | None = None
+    video: VideoLimits = field(default_factory=VideoLimits)
+    video_options: VideoOptions = field(default_factory=VideoOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +73,22 @@ class ProcessedImage:
     source_size: tuple[int, int]
 
 
+ProcessedMedium: TypeAlias = ProcessedImage | ProcessedVideo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoBlock:
+    """A video's place in a prompt. ids: of the prompt from the medium before up to the video's end.
+
+    offsets: its ranges of pad tokens, counted from the beginning of `ids`. skip: prompt ids behind the placeholder that
+    the block has replaced.
+    """
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    skip: int = 0
+
+
 class ExpandedPrompt(NamedTuple):
     """input_ids: int64 [L], each placeholder expanded to its pad tokens. mm_inputs: None for a prompt without media."""
 
@@ -70,11 +97,20 @@ class ExpandedPrompt(NamedTuple):
 
 
 class MultimodalProcessor(ABC):
-    """Pictures and prompts of one checkpoint. Stateless after construction, so any number of threads may use it."""
+    """Pictures, videos and prompts of one checkpoint. Stateless, so any number of threads may use it.
 
-    def __init__(self, config: ProcessorConfig, limits: ProcessorLimits) -> None:
+    continue_text: the checkpoint's tokenizer, which a family needs that writes the time into a video's tokens.
+    """
+
+    video_rules: ClassVar[type[VideoRules]]
+
+    def __init__(
+        self, config: ProcessorConfig, limits: ProcessorLimits, continue_text: ContinueText | None = None
+    ) -> None:
         self.config = config
         self.limits = limits
+        self._continue_text = continue_text
+        self._video = VideoProcessor(self._make_rules(), config.video_patches, limits.video)
 
     @abstractmethod
     def time_interval(self, item: MultimodalDataItem) -> float:
@@ -133,51 +169,62 @@ class MultimodalProcessor(ABC):
             source_size=rgb.size,
         )
 
-    def expand(self, prompt_ids: Sequence[int] | np.ndarray, images: Sequence[ProcessedImage]) -> ExpandedPrompt:
-        """Put each picture's pad tokens in the place of its single placeholder, in prompt order.
+    def process_video(self, source: bytes | Sequence[Image.Image], knobs: VideoKnobs | None = None) -> ProcessedVideo:
+        """Choose, resize and cut the frames of a video file, or a list of frames. Raises BadRequestError."""
+        knobs = knobs or VideoKnobs()
+        if isinstance(source, bytes):
+            return self._video.process_clip(source, knobs)
+        return self._video.process_frames(
+            [np.array(normalize_image(frame, self.limits.decode)) for frame in source], knobs
+        )
 
-        prompt_ids: the tokenized prompt, one image pad id per picture. Raises BadRequestError when placeholders and
-        pictures do not match up.
+    def expand(self, prompt_ids: Sequence[int] | np.ndarray, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
+        """Put each medium's pad tokens in the place of its single placeholder, in prompt order.
+
+        prompt_ids: the tokenized prompt, one image pad id per picture and one video pad id per video. Raises
+        BadRequestError when placeholders and media do not match up.
         """
         ids = np.asarray(prompt_ids, np.int64)
-        if (ids == self.token_ids.video_pad).any():
-            raise BadRequestError("video is not supported yet, the prompt holds a video placeholder", code="no_video")
-        places = np.flatnonzero(ids == self.token_ids.image_pad)
-        if len(places) != len(images):
-            raise BadRequestError(
-                f"the prompt text contains {len(places)} image placeholder{'s' * (len(places) != 1)} but the request "
-                f"has {len(images)} picture{'s' * (len(images) != 1)}: each picture needs exactly one, which the chat "
-                "template writes",
-                code="placeholder_mismatch",
-            )
-        if not images:
+        places = np.flatnonzero((ids == self.token_ids.image_pad) | (ids == self.token_ids.video_pad))
+        self._check_places(ids[places], media)
+        if not media:
             return ExpandedPrompt(ids, None)
-        lengths = np.ones(len(ids), np.int64)
-        lengths[places] = [image.num_tokens for image in images]
-        input_ids = np.repeat(ids, lengths)
-        starts = (np.cumsum(lengths) - lengths)[places].tolist()
-        items = tuple(
-            MultimodalDataItem(
-                modality=Modality.IMAGE,
-                digest=image.digest,
-                grid_thw=image.grid_thw,
-                offsets=((start, start + image.num_tokens),),
-                feature=image.feature,
-            )
-            for start, image in zip(starts, images, strict=True)
-        )
+        parts: list[np.ndarray] = []
+        items: list[MultimodalDataItem] = []
+        done = length = 0  # ids of the prompt used; ids of the result so far
+        for place, medium in zip(places.tolist(), media, strict=True):
+            before = ids[done:place]
+            if isinstance(medium, ProcessedVideo):
+                block = self.place_video(before.tolist(), medium, int(ids[place + 1]) if place + 1 < len(ids) else None)
+                offsets = tuple((length + start, length + end) for start, end in block.offsets)
+                new = [np.asarray(block.ids, np.int64)]
+                done = place + 1 + block.skip
+            else:
+                start = length + len(before)
+                offsets = ((start, start + medium.num_tokens),)
+                new = [before, np.full(medium.num_tokens, self.token_ids.image_pad, np.int64)]
+                done = place + 1
+            items.append(_item(medium, offsets))
+            parts += new
+            length += sum(map(len, new))
+        input_ids = np.concatenate([*parts, ids[done:]])
         positions, delta = self.positions(len(input_ids), items)
-        media = MultimodalInputs(items=items, mrope_positions=positions, mrope_position_delta=delta)
-        return ExpandedPrompt(input_ids, media)
+        inputs = MultimodalInputs(items=tuple(items), mrope_positions=positions, mrope_position_delta=delta)
+        return ExpandedPrompt(input_ids, inputs)
+
+    def place_video(self, before: list[int], video: ProcessedVideo, after: int | None) -> VideoBlock:
+        """A video's tokens. before: prompt ids since the medium before; after: the id behind its placeholder."""
+        pads = [self.token_ids.video_pad] * video.num_tokens
+        return VideoBlock(ids=before + pads, offsets=[(len(before), len(before) + len(pads))])
 
     def process(
         self,
         prompt_ids: Sequence[int] | np.ndarray,
-        images: Sequence[Image.Image | ProcessedImage] = (),
+        media: Sequence[Image.Image | ProcessedMedium] = (),
         knobs: ImageKnobs | None = None,
     ) -> ExpandedPrompt:
         """`process_image` for each picture that is not processed yet, then `expand`."""
-        done = [x if isinstance(x, ProcessedImage) else self.process_image(x, knobs) for x in images]
+        done = [self.process_image(x, knobs) if isinstance(x, Image.Image) else x for x in media]
         return self.expand(prompt_ids, done)
 
     def positions(self, length: int, items: Sequence[MultimodalDataItem]) -> tuple[np.ndarray, int]:
@@ -196,7 +243,40 @@ class MultimodalProcessor(ABC):
                 if span.end != end:
                     raise ValueError(f"range [{start}, {end}) of a media item does not hold a grid of {grid}")
                 spans.append(span)
-        return mrope_positions(length, spans)
+        return mrope_positions(length, spans, time_counts=self.limits.video_options.reference == "published")
+
+    def _make_rules(self) -> VideoRules:
+        options = self.limits.video_options
+        shared: dict[str, type[VideoRules]] = {"qwen-vl-utils": QwenVLUtilsRules, "time-grid": TimeGridRules}
+        return shared.get(options.sampling, self.video_rules)(
+            RuleSettings(
+                config=self.config.video,
+                patches=self.config.video_patches,
+                fps=options.fps,
+                cap_pixels_per_frame=options.cap_pixels_per_frame,
+                max_frames=self.limits.video.max_frames,
+                max_pixels=self.limits.max_pixels,
+            )
+        )
+
+    def _check_places(self, pads: np.ndarray, media: Sequence[ProcessedMedium]) -> None:
+        """pads: the ids of the placeholders, in order."""
+        videos = [isinstance(medium, ProcessedVideo) for medium in media]
+        wanted = (pads == self.token_ids.video_pad).tolist()
+        for kind, name, is_video in (("image", "picture", False), ("video", "video", True)):
+            places, count = wanted.count(is_video), videos.count(is_video)
+            if places != count:
+                raise BadRequestError(
+                    f"the prompt text contains {places} {kind} placeholder{'s' * (places != 1)} but the request "
+                    f"has {count} {name}{'s' * (count != 1)}: each {name} needs exactly one, which the chat "
+                    "template writes",
+                    code="placeholder_mismatch",
+                )
+        if wanted != videos:
+            raise BadRequestError(
+                "the prompt text has its image and video placeholders in another order than the request's media",
+                code="placeholder_mismatch",
+            )
 
     def _num_tokens(self, grid: tuple[int, int, int]) -> int:
         return grid[0] * grid[1] * grid[2] // self.config.patches.merge_size**2
@@ -220,3 +300,15 @@ class MultimodalProcessor(ABC):
         # A limit that was asked for pushes the default of the other one aside.
         highest = self.max_pixels if max_pixels is None else max_pixels
         return min(self.config.min_pixels, highest) if min_pixels is None else min_pixels, highest
+
+
+def _item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...]) -> MultimodalDataItem:
+    video = medium if isinstance(medium, ProcessedVideo) else None
+    return MultimodalDataItem(
+        modality=Modality.IMAGE if video is None else Modality.VIDEO,
+        digest=medium.digest,
+        grid_thw=medium.grid_thw,
+        offsets=offsets,
+        feature=medium.feature,
+        second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
+    )

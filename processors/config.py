@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its pictures: preprocessor_config.json and the token ids of config.json."""
+"""What a checkpoint folder says about its pictures and videos: its (video_)preprocessor_config.json, and token ids."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from processors.resize import RESAMPLING, PatchConfig
+from processors.video_options import VideoConfig
 from vlmserve.common.errors import CheckpointError
 
 # What transformers' Qwen2VLImageProcessor takes where a checkpoint is silent (mean and deviation are CLIP's).
@@ -23,6 +24,9 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 _DEFAULT_MIN_PIXELS = 56 * 56
 _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
+
+_SMALLEST = ("min_pixels", "shortest_edge")
+_LARGEST = ("max_pixels", "longest_edge")
 
 # The ids of the published Qwen2-VL, Qwen2.5-VL and Qwen3-VL vocabularies.
 _DEFAULT_IDS = {
@@ -48,6 +52,7 @@ class ProcessorConfig:
     """A checkpoint's own preprocessing. min_pixels, max_pixels: area of a resized picture.
 
     tokens_per_second: M-RoPE time positions in a second of video (Qwen2.5-VL), None where time counts patches.
+    video, video_patches: what is said about videos, which have settings of their own.
     """
 
     patches: PatchConfig
@@ -55,27 +60,49 @@ class ProcessorConfig:
     max_pixels: int
     token_ids: TokenIds
     tokens_per_second: float | None
+    video: VideoConfig
+    video_patches: PatchConfig
 
 
 def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) -> ProcessorConfig:
     """Read a checkpoint folder's picture settings. Raises CheckpointError when they are missing or unusable.
 
     hf_config: the content of config.json. The settings are looked for where transformers does: under "image_processor"
-    in processor_config.json, else in preprocessor_config.json.
+    and "video_processor" in processor_config.json, else in preprocessor_config.json and, for videos, before that in
+    video_preprocessor_config.json.
     """
     folder = Path(model_path)
-    source, raw = _read_settings(folder)
+    source, raw = _read_settings(folder, "image_processor", "preprocessor_config.json")
+    video_source, raw_video = _read_settings(
+        folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
+    )
     try:
-        return _parse(raw, hf_config)
+        patches, ids = _parse_patches(raw, hf_config), _parse_ids(hf_config)
+        min_pixels, max_pixels = _parse_budget(raw)
+        tokens_per_second = (hf_config.get("vision_config") or {}).get("tokens_per_second")
+        tokens_per_second = None if tokens_per_second is None else float(tokens_per_second)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: unusable picture settings: {error}") from error
+    try:
+        video, video_patches = _parse_video(raw_video), _parse_patches(raw_video, hf_config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{video_source}: unusable video settings: {error}") from error
+    return ProcessorConfig(
+        patches=patches,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        token_ids=ids,
+        tokens_per_second=tokens_per_second,
+        video=video,
+        video_patches=video_patches,
+    )
 
 
-def _read_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
-    nested = _read_json(folder / "processor_config.json").get("image_processor")
+def _read_settings(folder: Path, section: str, *names: str) -> tuple[Path, dict[str, Any]]:
+    nested = _read_json(folder / "processor_config.json").get(section)
     if nested is not None:
         return folder / "processor_config.json", nested
-    path = folder / "preprocessor_config.json"
+    path = next((folder / name for name in names if (folder / name).is_file()), folder / names[-1])
     if not path.is_file():
         raise CheckpointError(f"{folder} has no preprocessor_config.json, which says how pictures are prepared")
     return path, _read_json(path)
@@ -93,7 +120,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _parse(raw: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ProcessorConfig:
+def _parse_patches(raw: Mapping[str, Any], hf_config: Mapping[str, Any]) -> PatchConfig:
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if not raw.get(step, True):
             raise ValueError(f"{step} false is not supported")
@@ -115,38 +142,49 @@ def _parse(raw: Mapping[str, Any], hf_config: Mapping[str, Any]) -> ProcessorCon
     _check_same("patch_size", patches.patch_size, vision.get("patch_size"))
     _check_same("merge_size", patches.merge_size, vision.get("spatial_merge_size"))
     _check_same("temporal_patch_size", patches.temporal_patch_size, vision.get("temporal_patch_size"))
+    return patches
 
-    min_pixels, max_pixels = _budget(raw)
-    if not 0 < min_pixels <= max_pixels:
-        raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} are no range")
-    ids = {key: int(hf_config.get(key, default)) for key, default in _DEFAULT_IDS.items()}
-    tokens_per_second = vision.get("tokens_per_second")
-    return ProcessorConfig(
-        patches=patches,
+
+def _parse_video(raw: Mapping[str, Any]) -> VideoConfig:
+    min_pixels, max_pixels = _pick(raw, *_SMALLEST), _pick(raw, *_LARGEST)
+    if min_pixels is not None and max_pixels is not None and not 0 < min_pixels <= max_pixels:
+        raise ValueError(f"size {min_pixels} to {max_pixels} is no range")
+    counts = ("num_frames", "min_frames", "max_frames", "max_video_tokens")
+    fps, cap = raw.get("fps"), raw.get("cap_pixels_per_frame")
+    return VideoConfig(
+        **{name: int(raw[name]) for name in counts if raw.get(name) is not None},
+        fps=None if fps is None else float(fps),
         min_pixels=min_pixels,
         max_pixels=max_pixels,
-        token_ids=TokenIds(
-            image_pad=ids["image_token_id"],
-            video_pad=ids["video_token_id"],
-            vision_start=ids["vision_start_token_id"],
-            vision_end=ids["vision_end_token_id"],
-        ),
-        tokens_per_second=None if tokens_per_second is None else float(tokens_per_second),
+        cap_pixels_per_frame=None if cap is None else bool(cap),
     )
 
 
-def _budget(raw: Mapping[str, Any]) -> tuple[int, int]:
-    """Area limits in any of the spellings found in checkpoints; min_pixels and max_pixels win over `size`."""
+def _parse_budget(raw: Mapping[str, Any]) -> tuple[int, int]:
+    smallest, largest = _pick(raw, *_SMALLEST), _pick(raw, *_LARGEST)
+    min_pixels = _DEFAULT_MIN_PIXELS if smallest is None else smallest
+    max_pixels = _DEFAULT_MAX_PIXELS if largest is None else largest
+    if not 0 < min_pixels <= max_pixels:
+        raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} are no range")
+    return min_pixels, max_pixels
+
+
+def _parse_ids(hf_config: Mapping[str, Any]) -> TokenIds:
+    ids = {key: int(hf_config.get(key, default)) for key, default in _DEFAULT_IDS.items()}
+    return TokenIds(
+        image_pad=ids["image_token_id"],
+        video_pad=ids["video_token_id"],
+        vision_start=ids["vision_start_token_id"],
+        vision_end=ids["vision_end_token_id"],
+    )
+
+
+def _pick(raw: Mapping[str, Any], own: str, in_size: str) -> int | None:
+    """An area limit in any of the spellings found in checkpoints; min_pixels and max_pixels win over `size`."""
     size = raw.get("size") or {}
-
-    def pick(own: str, in_size: str, default: int) -> int:
-        candidates = (raw.get(own), size.get(in_size), size.get(own), default)
-        return int(next(value for value in candidates if value is not None))
-
-    return (
-        pick("min_pixels", "shortest_edge", _DEFAULT_MIN_PIXELS),
-        pick("max_pixels", "longest_edge", _DEFAULT_MAX_PIXELS),
-    )
+    found = (value for value in (raw.get(own), size.get(in_size), size.get(own)) if value is not None)
+    value = next(found, None)
+    return None if value is None else int(value)
 
 
 def _check_same(name: str, ours: int, towers: int | None) -> None:

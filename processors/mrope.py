@@ -3,8 +3,8 @@
 Text advances all three together. A block of pad tokens (a picture, a video, or one temporal patch of a Qwen3-VL
 video) is laid out from the next free position on: time along its temporal patches, height and width along its merged
 grid. What follows starts at the largest position used so far plus one, time included. That is the published rule;
-transformers 5.23 goes on at max(height, width) instead, which differs only after a Qwen2-VL or Qwen2.5-VL video that
-is longer, in positions, than it is high and wide.
+transformers 5.23 goes on at max(height, width) instead (`time_counts=False`), which differs only after a Qwen2-VL or
+Qwen2.5-VL video that is longer, in positions, than it is high and wide.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class MediaSpan:
         return self.start + t * h * w
 
 
-def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[np.ndarray, int]:
+def mrope_positions(length: int, spans: Sequence[MediaSpan], *, time_counts: bool = True) -> tuple[np.ndarray, int]:
     """Positions int64 [3, length] (time, height, width) of a prompt, and its position delta.
 
-    spans: in prompt order, not overlapping. The token generated at index i sits at i + delta in all three.
+    spans: in prompt order, not overlapping. time_counts: whether what follows a block is behind its last time, too.
+    The token generated at index i sits at i + delta in all three, behind all positions of the prompt.
     Raises ValueError when the spans do not fit the prompt.
     """
     positions = np.empty((3, length), np.int64)
@@ -54,8 +55,7 @@ def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[np.ndarray
         block[0] = position + times[:, None, None]
         block[1] = position + np.arange(h)[:, None]
         block[2] = position + np.arange(w)
-        position += max(int(times[-1]), h - 1, w - 1) + 1
+        position += max(int(times[-1]) if time_counts else 0, h - 1, w - 1) + 1
         at = span.end
     positions[:, at:] = np.arange(position, position + length - at)
-    position += length - at
-    return positions, position - length
+    return positions, int(positions.max(initial=-1)) + 1 - length

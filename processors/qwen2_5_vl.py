@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from processors.base import MultimodalProcessor, ProcessorLimits
+from processors.base import ContinueText, MultimodalProcessor, ProcessorLimits
 from processors.config import ProcessorConfig
 from processors.inputs import Modality, MultimodalDataItem
+from processors.video_rules import Qwen2VideoRules
 from vlmserve.common.errors import CheckpointError
 
 
 class Qwen2_5VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen2_5_vl (arXiv:2502.13923, "absolute time encoding")."""
 
-    def __init__(self, config: ProcessorConfig, limits: ProcessorLimits) -> None:
-        super().__init__(config, limits)
+    video_rules = Qwen2VideoRules
+
+    def __init__(
+        self, config: ProcessorConfig, limits: ProcessorLimits, continue_text: ContinueText | None = None
+    ) -> None:
+        super().__init__(config, limits, continue_text)
         if config.tokens_per_second is None:
             raise CheckpointError("config.json: vision_config lacks tokens_per_second, which Qwen2.5-VL needs")
         self._tokens_per_second = config.tokens_per_second

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from processors.base import MultimodalProcessor
 from processors.inputs import MultimodalDataItem
+from processors.video_rules import Qwen2VideoRules
 
 
 class Qwen2VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen2_vl (arXiv:2409.12191)."""
+
+    video_rules = Qwen2VideoRules
 
     def time_interval(self, item: MultimodalDataItem) -> float:
         """One position per temporal patch."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from processors.base import MultimodalProcessor, ProcessorLimits
+from processors.base import ContinueText, MultimodalProcessor, ProcessorLimits
 from processors.config import read_processor_config
 from vlmserve.common.errors import CheckpointError
 
@@ -19,9 +19,14 @@ _PROCESSORS: Mapping[str, tuple[str, str]] = {
 
 
 def make_processor(
-    model_path: str | Path, hf_config: Mapping[str, Any], limits: ProcessorLimits | None = None
+    model_path: str | Path,
+    hf_config: Mapping[str, Any],
+    limits: ProcessorLimits | None = None,
+    continue_text: ContinueText | None = None,
 ) -> MultimodalProcessor:
     """The processor of a checkpoint folder; hf_config is the content of its config.json.
+
+    continue_text: its tokenizer, for videos of families that write the time into the prompt.
 
     Raises CheckpointError for an unknown model_type or unusable picture settings.
     """
@@ -30,4 +35,5 @@ def make_processor(
         raise CheckpointError(f"model_type {model_type!r} is not supported, only {sorted(_PROCESSORS)}")
     module, name = _PROCESSORS[model_type]
     processor_class: type[MultimodalProcessor] = getattr(importlib.import_module(module), name)
-    return processor_class(read_processor_config(model_path, hf_config), limits or ProcessorLimits())
+    config = read_processor_config(model_path, hf_config)
+    return processor_class(config, limits or ProcessorLimits(), continue_text)

@@ -50,12 +50,7 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     from qwen_vl_utils' only where a side is under half of `factor` or the area limit is about one factor wide).
     Raises BadRequestError when one side is more than 200 times the other.
     """
-    ratio = max(height, width) / min(height, width)
-    if ratio > MAX_ASPECT_RATIO:
-        raise BadRequestError(
-            f"a picture of {width}x{height} pixels has an aspect ratio of {ratio:.1f}, the limit is {MAX_ASPECT_RATIO}",
-            code="invalid_image_size",
-        )
+    check_aspect_ratio(height, width)
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -69,15 +64,59 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     return new_height, new_width
 
 
-def resize_frames(frames: np.ndarray, height: int, width: int, mode: str) -> np.ndarray:
-    """uint8 [T, H, W, C] -> uint8 [T, height, width, C], antialiased, rounded to whole levels as transformers does."""
+def smart_resize_clip(
+    num_frames: int, height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, depth: int = 2
+) -> tuple[int, int]:
+    """The size (height, width) that a clip's frames are resized to, where the area limits count all frames together.
+
+    depth: frames in a temporal patch (`smart_resize` of transformers' video_processing_qwen3_vl, which refuses a clip
+    shorter than that; here it counts as filled up). Raises BadRequestError as `smart_resize` does.
+    """
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    check_aspect_ratio(height, width)
+    num_frames = max(num_frames, depth)
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    volume = round(num_frames / depth) * depth * new_height * new_width
+    if volume > max_pixels:
+        shrink = math.sqrt((num_frames * height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif volume < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def check_aspect_ratio(height: int, width: int) -> None:
+    """Raises BadRequestError when one side is more than 200 times the other."""
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise BadRequestError(
+            f"a picture of {width}x{height} pixels has an aspect ratio of {ratio:.1f}, the limit is {MAX_ASPECT_RATIO}",
+            code="invalid_image_size",
+        )
+
+
+def resize_frames(frames: np.ndarray, height: int, width: int, mode: str, *, in_float: bool = False) -> np.ndarray:
+    """uint8 [T, H, W, C] -> uint8 [T, height, width, C], antialiased, rounded to whole levels as transformers does.
+
+    in_float: round once, not after each direction, as qwen_vl_utils does (slower; sharp edges differ by some levels).
+    """
     if frames.shape[1:3] == (height, width):
         return frames
     # Channels last is the layout at hand and the fast one; the values are the same in either.
     source = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    if in_float:
+        source = source.float()
     resized = torch.nn.functional.interpolate(
         source, size=(height, width), mode=mode, align_corners=False, antialias=True
     )
+    if in_float:
+        resized = resized.clamp_(0, 255).round_().byte()
     return resized.permute(0, 2, 3, 1).numpy()
 
 

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from processors.base import ProcessorLimits
 from processors.inputs import Modality, MultimodalDataItem
 from processors.mrope import MediaSpan, mrope_positions
+from processors.video_options import VideoOptions
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import FAMILIES, tiny_processor
 
@@ -142,6 +144,18 @@ def test_transformers_wherever_the_two_rules_agree(processor, pieces):
                 end = item.offsets[0][1]
                 assert np.array_equal(positions[:, :end], expected[:, :end])
                 return
+    assert np.array_equal(positions, expected)
+    assert delta == expected_delta
+
+
+@settings(max_examples=120, deadline=None)
+@given(pieces=PIECES)
+def test_transformers_form_is_a_setting(processor, pieces):
+    family, ours = processor
+    kinds, images, videos, seconds, items = build(pieces, family)
+    expected, expected_delta = transformers_positions(family, kinds, images, videos, seconds)
+    limits = ProcessorLimits(video_options=VideoOptions(reference="transformers"))
+    positions, delta = type(ours)(ours.config, limits).positions(len(kinds), items)
     assert np.array_equal(positions, expected)
     assert delta == expected_delta
 

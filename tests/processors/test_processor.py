@@ -18,7 +18,6 @@ from tests import hf_env  # noqa: F401
 from tests.processors.helpers import (
     FAMILIES,
     IMAGE_PAD,
-    VIDEO_PAD,
     VISION_END,
     VISION_START,
     hf_config,
@@ -109,11 +108,6 @@ def test_placeholders_and_pictures_must_match(processor, placeholders, pictures,
     with pytest.raises(BadRequestError, match=match) as caught:
         processor.process([1, *[IMAGE_PAD] * placeholders], [picture(56, 56)] * pictures)
     assert caught.value.status == 400
-
-
-def test_video_is_refused(processor):
-    with pytest.raises(BadRequestError, match="video is not supported yet"):
-        processor.process([1, VIDEO_PAD], [])
 
 
 # ---------------------------------------------------------------- identity

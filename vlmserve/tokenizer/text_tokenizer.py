@@ -7,7 +7,7 @@ for a checkpoint that has no tokenizer.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._byte_of_char = byte_level_alphabet()
         added = tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.num_ids = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._bytes: list[bytes | None] = [None] * self.num_ids
@@ -37,6 +38,14 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered prompt; nothing is added, and special tokens' text becomes their ids."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def continue_text(self, ids: Sequence[int], text: str) -> list[int]:
+        """Ids of the text that `ids` stand for, followed by `text`: its end may join the beginning of `text`.
+
+        ids: as `encode` gave them. Added tokens split a text, so what lies before the last of them stays.
+        """
+        tail = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in self._added_ids), 0)
+        return [*ids[:tail], *self.encode(self.decode(ids[tail:]) + text)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text of some ids, invalid UTF-8 as U+FFFD; see DetokenizerManager for the incremental form."""

@@ -36,6 +36,16 @@ def test_encoding_loses_nothing(text):
     assert tokenizer.decode(ids, skip_special_tokens=False) == RAW.normalizer.normalize_str(text)
 
 
+@given(st.lists(st.sampled_from(["<|im_end|>", "<think>", "Look: ", "(", "é", "a\n", " ", "assist"]), max_size=6))
+def test_text_is_continued_as_if_it_had_been_whole(parts):
+    tokenizer = TextTokenizer(RAW)
+    before = "".join(parts)
+    for more in ("<0.2 seconds>", "ant", "\u0301."):
+        ids = tokenizer.encode(before)
+        assert tokenizer.continue_text(ids, more) == tokenizer.encode(before + more)
+    assert tokenizer.encode("assist") + tokenizer.encode("ant") != tokenizer.encode("assistant")
+
+
 def test_special_tokens_in_a_prompt_are_ids():
     tokenizer = TextTokenizer(RAW)
     assert tokenizer.encode("<|im_end|>") == [tokenizer.id_of("<|im_end|>")]

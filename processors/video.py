@@ -1,0 +1,187 @@
+"""One clip, or list of frames, to patches.
+
+Frames are resized and cut into patches one temporal patch after the other, so that memory holds the result and two
+frames of full size, not the clip.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+
+from processors.hashing import media_digest
+from processors.inputs import Modality
+from processors.resize import PatchConfig, frames_to_patches, resize_frames
+from processors.video_options import VideoKnobs, VideoLimits
+from processors.video_rules import FrameChoice, VideoRules
+from vlmserve.common.errors import BadRequestError
+
+_CODE = "invalid_value"
+# qwen_vl_utils' rate of frames that come as a list, where nothing is said
+_LIST_FPS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessedVideo:
+    """One clip, ready for the vision tower.
+
+    digest, grid_thw, feature, second_per_grid_t: as in `MultimodalDataItem`; feature is read-only. num_tokens: pad
+    tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices, frame_times: the
+    frames used, by number and in seconds. patch_times: the mean time of each temporal patch, in seconds.
+    """
+
+    digest: bytes
+    grid_thw: tuple[int, int, int]
+    feature: np.ndarray
+    num_tokens: int
+    source_size: tuple[int, int]
+    frame_indices: tuple[int, ...]
+    frame_times: tuple[float, ...]
+    patch_times: tuple[float, ...]
+    second_per_grid_t: float
+
+
+class VideoProcessor:
+    """Clips of one checkpoint. Stateless, so any number of threads may use it."""
+
+    def __init__(self, rules: VideoRules, patches: PatchConfig, limits: VideoLimits) -> None:
+        self.limits = limits
+        self._rules = rules
+        self._patches = patches
+
+    def process_clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
+        """A video file's bytes. Raises BadRequestError."""
+        check_knobs(knobs, self.limits)
+        # Only who gets a video needs PyAV.
+        clip = importlib.import_module("processors.video_decoding").Clip(data, self.limits)
+        info = clip.info
+        choice = self._rules.choose(info.times, info.rate, knobs)
+        return self._process(clip.read(choice.indices), choice, (info.width, info.height), knobs)
+
+    def process_frames(self, frames: Sequence[np.ndarray], knobs: VideoKnobs) -> ProcessedVideo:
+        """A list of RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
+        check_knobs(knobs, self.limits)
+        if not frames:
+            raise BadRequestError("the video is an empty list of frames", code=_CODE)
+        if len(frames) > self.limits.max_frames:
+            raise _too_many("the list of frames has", len(frames), self.limits)
+        height, width = frames[0].shape[:2]
+        for place, frame in enumerate(frames):
+            if frame.shape[:2] != (height, width):
+                raise BadRequestError(
+                    f"frame {place} of the list has {frame.shape[1]}x{frame.shape[0]} pixels, the first one "
+                    f"{width}x{height}: all frames of a video must have one size",
+                    code="invalid_video",
+                )
+        fps = knobs.fps or _LIST_FPS
+        indices = tuple(range(len(frames)))
+        choice = FrameChoice(indices=indices, times=tuple(i / fps for i in indices), fps=fps)
+        return self._process(frames, choice, (width, height), knobs)
+
+    def _process(
+        self, frames: Iterable[np.ndarray], choice: FrameChoice, source_size: tuple[int, int], knobs: VideoKnobs
+    ) -> ProcessedVideo:
+        depth, factor = self._patches.temporal_patch_size, self._patches.factor
+        count = len(choice.indices)
+        if count > self.limits.max_frames:
+            raise _too_many("the request asks for", count, self.limits)
+        height, width = self._rules.size(count, source_size[1], source_size[0], knobs)
+        t = math.ceil(count / depth)
+        num_tokens = t * (height // factor) * (width // factor)
+        limit = self.limits.max_tokens
+        if limit is not None and num_tokens >= limit:
+            raise BadRequestError(
+                f"the video takes {num_tokens} tokens ({count} frames of {width}x{height} pixels), the context has "
+                f"{limit} (setting --max-model-len): ask for less by fps, max_frames, max_pixels or total_pixels",
+                code="context_length_exceeded",
+            )
+        grid, feature = self._cut(frames, t, height, width)
+        times = [*choice.times, *repeat(choice.times[-1], t * depth - count)]
+        return ProcessedVideo(
+            digest=media_digest(Modality.VIDEO, grid, feature),
+            grid_thw=grid,
+            feature=feature,
+            num_tokens=num_tokens,
+            source_size=source_size,
+            frame_indices=choice.indices,
+            frame_times=choice.times,
+            # `_calculate_timestamps` of transformers' Qwen3VLProcessor
+            patch_times=tuple((times[i] + times[i + depth - 1]) / 2 for i in range(0, len(times), depth)),
+            second_per_grid_t=depth / choice.fps,
+        )
+
+    def _cut(
+        self, frames: Iterable[np.ndarray], t: int, height: int, width: int
+    ) -> tuple[tuple[int, int, int], np.ndarray]:
+        """Grid and read-only feature of t temporal patches; the last frame is repeated to fill the last one."""
+        depth = self._patches.temporal_patch_size
+        group = np.empty((depth, height, width, 3), np.uint8)
+        feature = None
+        grid = (0, 0, 0)
+        resized = self._resized(frames, height, width)
+        for patch in range(t):
+            for place in range(depth):
+                # a filled up frame stays as it is from the place before
+                group[place] = next(resized, group[place - 1])
+            rows, grid = frames_to_patches(group, self._patches)
+            if feature is None:
+                feature = np.empty((t, *rows.shape), rows.dtype)
+            feature[patch] = rows
+        assert feature is not None  # a choice of frames is never empty
+        feature = feature.reshape(-1, feature.shape[-1])
+        feature.flags.writeable = False
+        return (t, grid[1], grid[2]), feature
+
+    def _resized(self, frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
+        for frame in frames:
+            yield resize_frames(
+                frame[None], height, width, self._patches.resample, in_float=self._rules.resize_in_float
+            )[0]
+
+
+def check_knobs(knobs: VideoKnobs, limits: VideoLimits) -> None:
+    """Raises BadRequestError naming the first value that no clip can be processed with."""
+    for name in ("num_frames", "min_frames", "max_frames"):
+        value = getattr(knobs, name)
+        shown = "nframes" if name == "num_frames" else name
+        _check_count(shown, value)
+        if value is not None and value > limits.max_frames:
+            raise BadRequestError(
+                f"{shown} is {value}; the limit is {limits.max_frames} (setting --max-video-frames)", code=_CODE
+            )
+    for name in ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"):
+        _check_count(name, getattr(knobs, name))
+    if knobs.fps is not None and not (_is_number(knobs.fps) and 0 < knobs.fps < math.inf):
+        raise BadRequestError(f"fps is {knobs.fps!r}; it must be a number above 0", code=_CODE)
+    for name in ("video_start", "video_end"):
+        value = getattr(knobs, name)
+        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
+            raise BadRequestError(f"{name} is {value!r}; it must be a number of seconds, 0 or more", code=_CODE)
+    if knobs.fps is not None and knobs.num_frames is not None:
+        raise BadRequestError("fps and nframes exclude each other", code=_CODE)
+    if (knobs.resized_height is None) != (knobs.resized_width is None):
+        raise BadRequestError("resized_height and resized_width must be given together", code=_CODE)
+    for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels")):
+        least, most = getattr(knobs, low), getattr(knobs, high)
+        if least is not None and most is not None and least > most:
+            raise BadRequestError(f"{low} {least} exceeds {high} {most}", code=_CODE)
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise BadRequestError(f"{name} is {value!r}; it must be a positive integer", code=_CODE)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _too_many(what: str, count: int, limits: VideoLimits) -> BadRequestError:
+    return BadRequestError(
+        f"{what} {count} frames; the limit is {limits.max_frames} (setting --max-video-frames)", code="too_many_frames"
+    )

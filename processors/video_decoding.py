@@ -1,0 +1,249 @@
+"""Video bytes to the RGB frames that are used, through PyAV. The content decides the format.
+
+A clip is read twice: once without decoding, for the times of all its frames and its keyframes, and once decoding what
+the chosen frames need. Frames come one at a time, so memory holds a few of them however long the clip is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+from processors.video_options import VideoLimits
+from vlmserve.common.errors import BadRequestError
+
+_CODE = "invalid_video"
+# Named, never guessed: among FFmpeg's demuxers are playlists, which open other files and addresses.
+_FORMATS = (
+    ("mov", re.compile(rb"....(ftyp|moov|mdat|wide|free|skip|pnot)", re.DOTALL)),
+    ("matroska", re.compile(rb"\x1aE\xdf\xa3")),
+    ("gif", re.compile(rb"GIF8[79]a")),
+)
+_MAX_RATE = 240  # frames a second of the fastest clip: together with its duration it bounds the list of frames
+_SEEK_GAP = 8  # frames: to decode that many is about as quick as to seek
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipInfo:
+    """A clip as it is shown. width, height: of an upright frame, in pixels. rate: average frames per second.
+
+    times: seconds of each frame from the start of the file, in order.
+    """
+
+    width: int
+    height: int
+    rate: float
+    times: tuple[float, ...]
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the file."""
+        return len(self.times)
+
+
+class Clip:
+    """One clip, its frames listed. Raises BadRequestError when it is broken or over the limits."""
+
+    def __init__(self, data: bytes, limits: VideoLimits) -> None:
+        self._data = data
+        self._limits = limits
+        self._format = _format_of(data)
+        with self._open() as (container, stream):
+            self._pts, self._keys, rate, seconds_per_tick = self._scan(container, stream)
+            width, height = stream.width, stream.height
+        first = self._first_frame()
+        check_frame_size(first.width, first.height, limits)
+        width, height = first.width, first.height
+        if _turns(first) % 2:
+            width, height = height, width
+        start = self._pts[0]
+        self.info = ClipInfo(
+            width=width,
+            height=height,
+            rate=rate,
+            times=tuple((pts - start) * seconds_per_tick for pts in self._pts),
+        )
+
+    def read(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+        """The frames of these indices (ascending): uint8 [height, width, 3], upright, each for as long as it is used.
+
+        Raises BadRequestError at the first that cannot be decoded.
+        """
+        wanted = sorted(set(indices))
+        pictures = self._walk([self._pts[index] for index in wanted])
+        at, picture = -1, None
+        for index in indices:
+            if picture is None or index != at:
+                at, picture = index, self._to_rgb(next(pictures))
+            yield picture
+
+    def _walk(self, targets: list[int]) -> Iterator[VideoFrame]:
+        """One frame for each time in `targets`, seeking where that saves work."""
+        done = 0
+        try:
+            for frame in self._decode(targets, seek=True):
+                yield frame
+                done += 1
+        except _LostError:
+            # A file whose index leads astray: all frames up to the last one, then.
+            yield from self._decode(targets[done:], seek=False)
+
+    def _decode(self, targets: list[int], *, seek: bool) -> Iterator[VideoFrame]:
+        with self._open() as (container, stream):
+            frames = container.decode(stream)
+            reached = -1  # index of the latest frame decoded
+            for target in targets:
+                index = bisect.bisect_left(self._pts, target)
+                key = self._keys[bisect.bisect_right(self._keys, target) - 1]
+                if seek and bisect.bisect_left(self._pts, key) > reached + _SEEK_GAP:
+                    container.seek(key, stream=stream, backward=True, any_frame=False)
+                    frames = container.decode(stream)
+                found = next((frame for frame in frames if frame.pts is not None and frame.pts >= target), None)
+                if found is None or found.pts != target:
+                    if seek:
+                        raise _LostError
+                    raise _broken(f"its frame {index} of {len(self._pts)} cannot be decoded")
+                reached = index
+                yield found
+
+    def _to_rgb(self, frame: VideoFrame) -> np.ndarray:
+        check_frame_size(frame.width, frame.height, self._limits)
+        if frame.is_corrupt:
+            raise _broken(f"its frame at {frame.time:.3f} s is damaged")
+        try:
+            rgb = frame.to_ndarray(format="rgb24")
+        except (av.FFmpegError, ValueError) as error:
+            raise _broken(_words(error)) from error
+        return np.ascontiguousarray(np.rot90(rgb, _turns(frame)))
+
+    def _first_frame(self) -> VideoFrame:
+        """Sizes and rotation are believed from here: headers may say anything."""
+        return next(self._decode(self._pts[:1], seek=False))
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[tuple[InputContainer, VideoStream]]:
+        # max_pixels makes FFmpeg refuse frames before it allocates them.
+        options = {"max_pixels": str(self._limits.max_frame_pixels)}
+        try:
+            with av.open(io.BytesIO(self._data), "r", format=self._format, options=options) as container:
+                if not container.streams.video:
+                    raise BadRequestError("the video file has no video stream", code=_CODE)
+                stream = container.streams.video[0]
+                if stream.codec_context is None:
+                    raise BadRequestError("the video's codec is not supported", code=_CODE)
+                check_frame_size(stream.width, stream.height, self._limits)
+                stream.codec_context.options = options
+                stream.thread_type = "AUTO"
+                stream.codec_context.thread_count = self._limits.decode_threads
+                yield container, stream
+        except av.error.ArgumentError as error:  # what FFmpeg says of frames above max_pixels
+            raise _broken(
+                f"{_words(error)}, or a frame has more than {self._limits.max_frame_pixels} pixels "
+                "(setting --max-video-frame-pixels)"
+            ) from error
+        except av.FFmpegError as error:
+            raise _broken(_words(error)) from error
+
+    def _scan(self, container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int], float, float]:
+        """Times of all frames and of keyframes in ticks, both ascending; frames per second; seconds in a tick."""
+        limit = self._limits.max_duration_s
+        declared = (container.duration or 0) / av.time_base
+        if declared > limit:
+            raise _too_long(declared, limit)
+        if stream.time_base is None:
+            raise _broken("its video has no clock")
+        tick = float(stream.time_base)
+        pts: set[int] = set()
+        keys: list[int] = []
+        ends = 0.0  # of any stream, in seconds
+        for packet in container.demux():
+            at = packet.pts if packet.pts is not None else packet.dts
+            if at is None or packet.size == 0 or packet.time_base is None:
+                continue
+            ends = max(ends, float((at + (packet.duration or 0)) * packet.time_base))
+            if packet.stream is not stream or packet.is_discard or _is_hidden(stream, packet):
+                continue
+            if packet.is_keyframe:
+                keys.append(at)
+            if keys:  # nothing before the first keyframe can be decoded
+                pts.add(at)
+            if len(pts) > limit * _MAX_RATE:
+                raise BadRequestError(
+                    f"the clip has more than {len(pts) - 1} frames, {_MAX_RATE} for each of the {limit:g} s allowed "
+                    "(setting --max-video-duration-s)",
+                    code="video_too_long",
+                )
+        times = sorted(at for at in pts if at >= min(keys))
+        if not times:
+            raise BadRequestError("the video file holds no frames", code=_CODE)
+        measured = (times[-1] - times[0]) * tick
+        if measured > limit:
+            raise _too_long(measured, limit)
+        if self._format == "gif":
+            if not self._data.rstrip(b"\0\r\n").endswith(b";"):
+                raise _broken("it lacks its end mark")
+        elif declared - ends > 0.5 + 0.05 * declared:
+            raise _broken(f"its header promises {declared:.2f} s, its data end after {ends:.2f} s; it may be cut off")
+        rate = float(stream.average_rate or stream.guessed_rate or 24)
+        return times, sorted(keys), rate, tick
+
+
+class _LostError(Exception):
+    """A seek did not lead to the frame looked for."""
+
+
+def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:
+    """Raises BadRequestError for a frame above the limit."""
+    if width * height > limits.max_frame_pixels:
+        raise BadRequestError(
+            f"a video of {width}x{height} = {width * height} pixels a frame; the limit is {limits.max_frame_pixels} "
+            "(setting --max-video-frame-pixels)",
+            code="video_too_large",
+        )
+
+
+def _format_of(data: bytes) -> str:
+    if not data:
+        raise BadRequestError("the video is empty (zero bytes)", code=_CODE)
+    for name, magic in _FORMATS:
+        if magic.match(data):
+            return name
+    raise BadRequestError(
+        f"the data is not a video of a supported format (MP4, MOV, WebM, Matroska, GIF); it begins with {data[:8]!r}",
+        code=_CODE,
+    )
+
+
+def _is_hidden(stream: VideoStream, packet: av.Packet) -> bool:
+    """VP8's alternate reference frames are packets of their own that show nothing (RFC 6386, section 9.1)."""
+    return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
+
+
+def _turns(frame: VideoFrame) -> int:
+    """Quarter turns counterclockwise that bring a frame upright."""
+    return round(frame.rotation / 90) % 4
+
+
+def _too_long(seconds: float, limit: float) -> BadRequestError:
+    return BadRequestError(
+        f"the clip is {seconds:.1f} s long; the limit is {limit:g} s (setting --max-video-duration-s)",
+        code="video_too_long",
+    )
+
+
+def _broken(why: str) -> BadRequestError:
+    return BadRequestError(f"the video is broken or cut off: {why}", code=_CODE)
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,494 @@
+"""Videos to engine input: frames against plain decoding, everything else against transformers' own processors."""
+
+from __future__ import annotations
+
+import io
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from processors.base import ProcessorLimits
+from processors.inputs import Modality
+from processors.registry import make_processor
+from processors.video import ProcessedVideo
+from processors.video_decoding import Clip
+from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
+from tests import hf_env  # noqa: F401
+from tests.processors.clips import decode_all, frame, jpeg, make_clip, with_rotation
+from tests.processors.helpers import picture
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from vlmserve.common.errors import BadRequestError, CheckpointError
+from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
+
+LIMITS = VideoLimits()
+TRIPLE = "<|vision_start|><|video_pad|><|vision_end|>"
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+# ---------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"frames": 40, "gop": 5},
+        {"frames": 20, "container": "mov"},
+        {"frames": 60, "codec": "libvpx-vp9", "container": "webm"},
+        {"frames": 60, "codec": "libvpx", "container": "webm"},
+        {"frames": 24, "codec": "libvpx-vp9", "container": "webm", "width": 101, "height": 67},
+        {"frames": 10, "codec": "gif", "container": "gif"},
+        {"frames": 1},
+        {"frames": 1, "codec": "gif", "container": "gif"},
+        {"frames": 70, "fps": Fraction(30000, 1001)},
+        {"frames": 8, "times": [0, 40, 80, 400, 900, 1000, 1010, 2000]},
+        {"frames": 8, "times": [0, 40, 80, 400, 900, 1000, 1010, 2000], "container": "matroska", "codec": "libx264"},
+    ],
+    ids=str,
+)
+def test_frames_are_those_of_plain_decoding(made):
+    data = make_clip(**made)
+    frames, rate = decode_all(data)
+    clip = Clip(data, LIMITS)
+    info = clip.info
+    assert (info.num_frames, info.height, info.width) == frames.shape[:3]
+    assert info.rate == rate
+    count = len(frames)
+    if "times" in made:
+        assert info.times == pytest.approx([t / 1000 for t in made["times"]])
+    else:
+        assert info.times == pytest.approx([i / rate for i in range(count)], abs=0.011)  # GIF and WebM round
+    for indices in (range(count), range(0, count, 7), [count - 1], [0, 0, count // 2, count // 2]):
+        for index, got in zip(indices, clip.read(list(indices)), strict=True):
+            assert np.array_equal(got, frames[index]), index
+
+
+class Watched:
+    """A container that counts the frames it decodes, and may seek too far."""
+
+    decoded = 0
+    overshoot = 0
+
+    def __init__(self, container):
+        self._container = container
+
+    def __getattr__(self, name):
+        return getattr(self._container, name)
+
+    def decode(self, stream):
+        for one in self._container.decode(stream):
+            Watched.decoded += 1
+            yield one
+
+    def seek(self, offset, **options):
+        self._container.seek(offset + self.overshoot, **options)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    opened = Clip._open
+
+    @contextmanager
+    def open_watched(self):
+        with opened(self) as (container, stream):
+            yield Watched(container), stream
+
+    monkeypatch.setattr(Clip, "_open", open_watched)
+    monkeypatch.setattr(Watched, "decoded", 0)
+    return monkeypatch
+
+
+def test_what_lies_between_is_not_decoded(watched):
+    clip = Clip(make_clip(400, gop=10, fps=30), LIMITS)
+    wanted = [5, 203, 399]
+    for index, got in zip(wanted, clip.read(wanted), strict=True):
+        assert np.array_equal(got, frame(index, 112, 84))
+    assert 0 < Watched.decoded <= 1 + 6 + 4 + 10
+
+
+def test_an_index_that_leads_astray_is_not_believed(watched):
+    clip = Clip(make_clip(60, gop=10), LIMITS)
+    watched.setattr(Watched, "overshoot", 20 * clip._pts[1])
+    wanted = [2, 31, 33, 58]
+    for index, got in zip(wanted, clip.read(wanted), strict=True):
+        assert np.array_equal(got, frame(index, 112, 84))
+
+
+def test_frames_that_vp8_hides_are_not_counted():
+    data = bytearray(make_clip(80, codec="libvpx", container="webm"))
+    with av.open(io.BytesIO(data)) as box:
+        packets = [bytes(packet) for packet in box.demux(video=0)]
+    data[data.index(packets[40])] &= ~0x10  # show_frame (RFC 6386, section 9.1)
+    frames, _ = decode_all(bytes(data))
+    assert len(frames) == 79
+    clip = Clip(bytes(data), LIMITS)
+    assert clip.info.num_frames == 79
+    for index, got in zip([0, 39, 40, 78], clip.read([0, 39, 40, 78]), strict=True):
+        assert np.array_equal(got, frames[index])
+
+
+@pytest.mark.parametrize(("degrees", "turns"), [(90, 3), (180, 2), (270, 1)])
+def test_rotation_is_undone(degrees, turns):
+    clip = Clip(with_rotation(make_clip(6), degrees), LIMITS)
+    upright = np.rot90(frame(3, 112, 84), turns)
+    assert (clip.info.height, clip.info.width) == upright.shape[:2]
+    (got,) = clip.read([3])
+    assert np.array_equal(got, upright)
+
+
+# ---------------------------------------------------------------- against transformers
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+def ours(folder, reference="published", limits=LIMITS, **options):
+    tokenizer = load_text_tokenizer(folder)
+    video = VideoOptions(reference=reference, **options)
+    return (
+        make_processor(
+            folder,
+            read_json(folder / "config.json"),
+            ProcessorLimits(video=limits, video_options=video),
+            tokenizer.continue_text,
+        ),
+        tokenizer,
+    )
+
+
+def theirs(folder, text, clips, images=(), **sampling):
+    """transformers' model inputs; clips: [(frames uint8 [T, H, W, 3], rate)]."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder)
+    metadata = [{"total_num_frames": len(frames), "fps": rate} for frames, rate in clips]
+    return processor(
+        text=[text],
+        videos=[frames for frames, _ in clips],
+        images=list(images) or None,
+        video_metadata=metadata,
+        return_tensors="pt",
+        **({"do_sample_frames": True, "fps": 2} | sampling),
+    )
+
+
+def reference_positions(folder, inputs):
+    """get_rope_index of the checkpoint's model class."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    given = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    if "second_per_grid_ts" in given:
+        given["second_per_grid_ts"] = torch.as_tensor(given["second_per_grid_ts"])
+    positions, delta = model.model.get_rope_index(**given)
+    return positions[:, 0].numpy(), int(delta)
+
+
+CLIPS = [
+    {"frames": 25, "fps": 10},
+    {"frames": 90, "fps": 60},
+    {"frames": 70, "fps": Fraction(30000, 1001)},
+    {"frames": 61, "fps": 5, "width": 60, "height": 100},
+    {"frames": 3, "fps": 10},
+    {"frames": 40, "fps": 25, "width": 201, "height": 67, "codec": "libvpx-vp9", "container": "webm"},
+    {"frames": 20, "fps": 10, "codec": "gif", "container": "gif"},
+    {"frames": 8, "times": [0, 40, 80, 400, 900, 1000, 1010, 2000]},
+]
+
+
+@pytest.mark.parametrize("made", CLIPS, ids=str)
+def test_a_clip_is_what_transformers_makes_of_it(folder, made):
+    """Patches, grid, ids and positions, bit for bit; the setting is transformers' form of the prompt."""
+    data = make_clip(**made)
+    text = f"<|im_start|>user\nLook at this: {TRIPLE}What happens?<|im_end|>\n"
+    want = theirs(folder, text, [decode_all(data)])
+    processor, tokenizer = ours(folder, "transformers")
+    video = processor.process_video(data)
+    assert video.grid_thw == tuple(want["video_grid_thw"][0].tolist())
+    assert np.array_equal(video.feature, want["pixel_values_videos"].numpy())
+    ids, media = processor.expand(tokenizer.encode(text), [video])
+    assert ids.tolist() == want["input_ids"][0].tolist()
+    positions, delta = reference_positions(folder, want)
+    assert np.array_equal(media.mrope_positions, positions)
+    assert media.mrope_position_delta == delta
+    (item,) = media.items
+    assert item.modality is Modality.VIDEO
+    if "second_per_grid_ts" in want:
+        assert np.float32(item.second_per_grid_t) == float(want["second_per_grid_ts"][0])
+    covered = np.zeros(len(ids), bool)
+    for start, end in item.offsets:
+        covered[start:end] = True
+    assert np.array_equal(covered, ids == processor.token_ids.video_pad)
+    assert len(item.offsets) == (video.grid_thw[0] if "qwen3" in str(folder) else 1)
+
+
+@pytest.mark.parametrize("before", ["", "Look: ", "See (", "Bild ", "a\n", "<|im_start|>user\n", "é"])
+def test_the_published_prompt_of_videos_and_pictures_together(folder, before):
+    """Qwen3-VL: what transformers makes of a bare placeholder. Others: the prompt is the same in both forms."""
+    clips = [make_clip(25), make_clip(12, fps=5, width=84, height=112)]
+    image = picture(100, 70)
+    text = f"{before}{TRIPLE}, then {PICTURE}{TRIPLE}. Compare!"
+    bare = text.replace(TRIPLE, "<|video_pad|>") if "qwen3" in str(folder) else text
+    want = theirs(folder, bare, [decode_all(clip) for clip in clips], [image])
+    processor, tokenizer = ours(folder)
+    first, second = (processor.process_video(clip) for clip in clips)
+    ids, media = processor.expand(tokenizer.encode(text), [first, processor.process_image(image), second])
+    assert ids.tolist() == want["input_ids"][0].tolist()
+    assert [item.modality.value for item in media.items] == ["video", "image", "video"]
+    assert [item.grid_thw for item in media.items[::2]] == [tuple(g) for g in want["video_grid_thw"].tolist()]
+    again, _ = processor.expand(tokenizer.encode(bare), [first, processor.process_image(image), second])
+    assert again.tolist() == ids.tolist()
+
+
+def test_the_published_form_counts_time(folder):
+    """A long narrow clip: what follows it starts behind its last position in time."""
+    data = make_clip(40, fps=4, width=60, height=60)
+    processor, tokenizer = ours(folder)
+    ids, media = processor.expand(tokenizer.encode(f"{TRIPLE}What?"), [processor.process_video(data)])
+    positions = media.mrope_positions
+    end = media.items[0].offsets[-1][1]
+    assert positions[:, :end].max() + 1 == positions[0, end]
+    assert media.mrope_position_delta == positions.max() + 1 - len(ids)
+    other, _ = ours(folder, "transformers")
+    theirs_ids, theirs_media = other.expand(tokenizer.encode(f"{TRIPLE}What?"), [other.process_video(data)])
+    if "qwen3" in str(folder):
+        assert len(theirs_ids) == len(ids) + 2
+    else:
+        assert theirs_ids.tolist() == ids.tolist()
+        assert theirs_media.mrope_positions[0, end] < positions[0, end]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sampling"),
+    [
+        (VideoKnobs(fps=5.0), {"fps": 5}),
+        (VideoKnobs(num_frames=8), {"fps": None, "num_frames": 8}),
+        (VideoKnobs(num_frames=7), {"fps": None, "num_frames": 7}),
+    ],
+)
+def test_a_request_may_choose_its_frames(folder, knobs, sampling):
+    data = make_clip(60, fps=30)
+    want = theirs(folder, TRIPLE, [decode_all(data)], **sampling)
+    video = ours(folder)[0].process_video(data, knobs)
+    assert np.array_equal(video.feature, want["pixel_values_videos"].numpy())
+    if "second_per_grid_ts" in want:
+        assert np.float32(video.second_per_grid_t) == float(want["second_per_grid_ts"][0])
+
+
+def test_the_per_frame_cap_is_the_servers_to_set(folder):
+    data = make_clip(100, fps=10, width=224, height=224)
+    want = theirs(folder, TRIPLE, [decode_all(data)], cap_pixels_per_frame=True, fps=8)
+    video = ours(folder, cap_pixels_per_frame=True)[0].process_video(data, VideoKnobs(fps=8))
+    assert video.grid_thw == tuple(want["video_grid_thw"][0].tolist())
+    assert np.array_equal(video.feature, want["pixel_values_videos"].numpy())
+
+
+def test_a_one_frame_clip_is_shown_twice(folder):
+    processor, tokenizer = ours(folder)
+    video = processor.process_video(make_clip(1))
+    assert video.grid_thw[0] == 1
+    assert video.frame_indices == (0,)
+    halves = video.feature.reshape(len(video.feature), 3, 2, -1)
+    assert np.array_equal(halves[:, :, 0], halves[:, :, 1])
+    assert len(processor.expand(tokenizer.encode(TRIPLE), [video]).mm_inputs.items) == 1
+
+
+def test_qwen_vl_utils_sampling_and_sizes(folder):
+    """`fetch_video` on the frames of the clip."""
+    from unittest import mock
+
+    from qwen_vl_utils import vision_process
+
+    data = make_clip(50, fps=25, width=320, height=240)
+    frames, rate = decode_all(data)
+
+    def read(element):
+        count = vision_process.smart_nframes(element, len(frames), rate)
+        index = torch.linspace(0, len(frames) - 1, count).round().long()
+        return torch.from_numpy(frames[index]).permute(0, 3, 1, 2), {}, count / len(frames) * rate
+
+    processor, _ = ours(folder, sampling="qwen-vl-utils")
+    patches = processor.config.video_patches
+    with mock.patch.dict(vision_process.VIDEO_READER_BACKENDS, {"torchvision": read}):
+        want, sample_fps = vision_process.fetch_video(
+            {"video": "x", "fps": 3.0, "max_pixels": 200 * patches.factor**2},
+            image_patch_size=patches.patch_size,
+            return_video_sample_fps=True,
+        )
+    video = processor.process_video(data, VideoKnobs(fps=3.0, max_pixels=200 * patches.factor**2))
+    grid = (len(want) // 2, want.shape[2] // patches.patch_size, want.shape[3] // patches.patch_size)
+    assert video.grid_thw == grid
+    assert video.second_per_grid_t == 2 / sample_fps
+    from processors.resize import frames_to_patches
+
+    expected, _ = frames_to_patches(want.permute(0, 2, 3, 1).round().clamp(0, 255).byte().numpy(), patches)
+    assert np.array_equal(video.feature, expected)
+
+
+def test_grid_clips_of_one_file_share_their_patches(folder):
+    data = make_clip(60, fps=10, gop=10)
+    processor, _ = ours(folder, sampling="time-grid")
+    whole = processor.process_video(data)
+    part = processor.process_video(data, VideoKnobs(video_start=1.7, video_end=4.5))
+    assert part.grid_thw[1:] == whole.grid_thw[1:]
+    assert part.patch_times == (2.25, 3.25, 4.25)
+    rows = whole.grid_thw[1] * whole.grid_thw[2]
+    at = whole.patch_times.index(2.25)
+    assert np.array_equal(part.feature, whole.feature[at * rows : (at + 3) * rows])
+    assert part.second_per_grid_t == 1.0
+
+
+# ---------------------------------------------------------------- lists of frames
+
+
+def test_a_list_of_frames(folder):
+    pictures = [Image.open(io.BytesIO(jpeg(i))) for i in range(6)]
+    # as many frames as there are
+    want = theirs(folder, TRIPLE, [(np.stack([np.asarray(p) for p in pictures]), 2.0)], fps=None, num_frames=6)
+    video = ours(folder)[0].process_video(pictures)
+    assert np.array_equal(video.feature, want["pixel_values_videos"].numpy())
+    assert video.second_per_grid_t == 1.0
+    assert video.patch_times == (0.25, 1.25, 2.25)
+    faster = ours(folder)[0].process_video(pictures[:5], VideoKnobs(fps=10.0))
+    assert faster.grid_thw[0] == 3
+    assert faster.patch_times == pytest.approx((0.05, 0.25, 0.4))
+
+
+def test_frames_of_different_sizes_are_refused(folder):
+    with pytest.raises(BadRequestError, match="frame 1 of the list has 90x84 pixels, the first one 112x84"):
+        ours(folder)[0].process_video([picture(112, 84), picture(90, 84)])
+    with pytest.raises(BadRequestError, match="empty list"):
+        ours(folder)[0].process_video([])
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_identity_is_content_grid_and_speed(folder):
+    processor, tokenizer = ours(folder)
+    frames = [picture(64, 64, seed) for seed in range(4)]
+
+    def key(video):
+        return processor.expand(tokenizer.encode(TRIPLE), [video]).mm_inputs.items[0].media_key
+
+    slow = processor.process_video(frames, VideoKnobs(fps=1.0))
+    assert key(slow) == key(processor.process_video(list(frames), VideoKnobs(fps=1.0)))
+    assert key(slow) != key(processor.process_video(frames, VideoKnobs(fps=2.0)))
+    assert key(slow) != key(processor.process_video(frames[::-1], VideoKnobs(fps=1.0)))
+    still = processor.process_image(frames[0])
+    assert still.digest != processor.process_video(frames[:1]).digest
+
+
+def test_placeholders_and_media_must_match_in_kind_and_order(folder):
+    processor, tokenizer = ours(folder)
+    video, image = processor.process_video([picture(64, 64)]), processor.process_image(picture(64, 64))
+    for text, media, match in (
+        (TRIPLE, [], "contains 1 video placeholder but the request has 0 videos"),
+        (TRIPLE, [image], "0 image placeholders but the request has 1 picture:"),
+        (PICTURE, [video], "1 image placeholder but the request has 0 pictures"),
+        (PICTURE + TRIPLE, [video, image], "another order"),
+    ):
+        with pytest.raises(BadRequestError, match=match):
+            processor.expand(tokenizer.encode(text), media)
+
+
+# ---------------------------------------------------------------- limits
+
+
+def refused(processor, source, knobs, match):
+    with pytest.raises(BadRequestError, match=match) as caught:
+        processor.process_video(source, knobs)
+    assert 400 <= caught.value.status < 500
+
+
+@pytest.mark.parametrize(
+    ("knobs", "match"),
+    [
+        (VideoKnobs(fps=0.0), "fps is 0.0; it must be a number above 0"),
+        (VideoKnobs(fps=-1.0), "fps is -1.0"),
+        (VideoKnobs(fps=float("nan")), "fps is nan"),
+        (VideoKnobs(fps=True), "fps is True"),
+        (VideoKnobs(num_frames=0), "nframes is 0; it must be a positive integer"),
+        (VideoKnobs(num_frames=13), r"nframes is 13; the limit is 12 \(setting --max-video-frames\)"),
+        (VideoKnobs(max_frames=13), "max_frames is 13; the limit is 12"),
+        (VideoKnobs(fps=1.0, num_frames=4), "fps and nframes exclude each other"),
+        (VideoKnobs(min_frames=8, max_frames=4), "min_frames 8 exceeds max_frames 4"),
+        (VideoKnobs(min_pixels=8, max_pixels=4), "min_pixels 8 exceeds max_pixels 4"),
+        (VideoKnobs(resized_height=100), "must be given together"),
+        (VideoKnobs(max_pixels=-1), "max_pixels is -1"),
+        (VideoKnobs(video_start=-1.0), "video_start is -1.0"),
+        (VideoKnobs(video_start=9.0), "leave no two frames"),
+    ],
+    ids=str,
+)
+def test_knobs_are_checked(folder, knobs, match):
+    processor, _ = ours(folder, limits=replace(LIMITS, max_frames=12))
+    refused(processor, make_clip(30), knobs, match)
+
+
+def test_limits_name_their_settings(folder):
+    clip = make_clip(30)
+    refused(ours(folder, limits=replace(LIMITS, max_duration_s=2.0))[0], clip, None, "3.0 s long; the limit is 2 s")
+    refused(
+        ours(folder, limits=replace(LIMITS, max_frame_pixels=9000))[0],
+        clip,
+        None,
+        r"112x84 = 9408 pixels a frame; the limit is 9000 \(setting --max-video-frame-pixels\)",
+    )
+    few = ours(folder, limits=replace(LIMITS, max_frames=4))[0]
+    refused(few, [picture(64, 64)] * 5, None, r"has 5 frames; the limit is 4 \(setting --max-video-frames\)")
+    assert few.process_video(clip).grid_thw[0] == 2  # the sampling rule keeps to the limit by itself
+    short = ours(folder, limits=replace(LIMITS, max_tokens=10))[0]
+    refused(short, clip, None, r"the context has 10 \(setting --max-model-len\)")
+
+
+def test_knobs_clamp_to_the_servers_frame_area(folder):
+    limits = ProcessorLimits(max_pixels=6 * 32 * 32)
+    config = read_json(folder / "config.json")
+    processor = make_processor(folder, config, limits, load_text_tokenizer(folder).continue_text)
+    video = processor.process_video(make_clip(30, width=320, height=320), VideoKnobs(max_pixels=10**7))
+    assert video.grid_thw[1] * video.grid_thw[2] * processor.config.video_patches.patch_size**2 <= 6 * 32 * 32
+    assert isinstance(video, ProcessedVideo)
+
+
+# ---------------------------------------------------------------- where settings come from
+
+
+def test_video_settings_are_found_where_transformers_finds_them(folder, tmp_path):
+    import json
+    import shutil
+
+    from processors.config import read_processor_config
+
+    config = read_json(folder / "config.json")
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+
+    def found():
+        return read_processor_config(path, config).video
+
+    written = read_json(path / "video_preprocessor_config.json")
+    assert found().max_pixels == written["size"]["longest_edge"]
+    assert found().fps is None
+    more = {"fps": 3, "num_frames": 6, "max_frames": 10, "min_frames": 5, "cap_pixels_per_frame": True}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(written | more))
+    assert {name: getattr(found(), name) for name in more} == more
+    nested = {"video_processor": written | {"fps": 4}}
+    (path / "processor_config.json").write_text(json.dumps(nested))
+    assert found().fps == 4
+    (path / "processor_config.json").unlink()
+    (path / "video_preprocessor_config.json").unlink()
+    images = read_processor_config(path, config)
+    assert (images.video.min_pixels, images.video.max_pixels) == (images.min_pixels, images.max_pixels)
+    (path / "video_preprocessor_config.json").write_text(json.dumps(written | {"fps": "fast"}))
+    with pytest.raises(CheckpointError, match=r"video_preprocessor_config\.json: unusable video settings"):
+        found()
