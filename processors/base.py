@@ -7,7 +7,7 @@ The two are apart on purpose. `process_image` and `process_video` are the expens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -171,12 +171,16 @@ class MultimodalProcessor(ABC):
 
     def process_video(self, source: bytes | Sequence[Image.Image], knobs: VideoKnobs | None = None) -> ProcessedVideo:
         """Choose, resize and cut the frames of a video file, or a list of frames. Raises BadRequestError."""
-        knobs = knobs or VideoKnobs()
         if isinstance(source, bytes):
-            return self._video.process_clip(source, knobs)
-        return self._video.process_frames(
-            [np.array(normalize_image(frame, self.limits.decode)) for frame in source], knobs
-        )
+            return self._video.process_clip(source, knobs or VideoKnobs())
+        return self.process_frames(source, len(source), knobs)
+
+    def process_frames(
+        self, frames: Iterable[Image.Image], count: int, knobs: VideoKnobs | None = None
+    ) -> ProcessedVideo:
+        """A list of frames, which may be made as they are asked for. Raises BadRequestError."""
+        arrays = (np.array(normalize_image(frame, self.limits.decode)) for frame in frames)
+        return self._video.process_frames(arrays, count, knobs or VideoKnobs())
 
     def expand(self, prompt_ids: Sequence[int] | np.ndarray, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put each medium's pad tokens in the place of its single placeholder, in prompt order.

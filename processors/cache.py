@@ -1,12 +1,13 @@
-"""Processed pictures by the content of their files, so that a picture sent again is not decoded again."""
+"""Processed pictures and videos by the content of their files, so that one sent again is not decoded again."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from processors.base import ImageKnobs, ProcessedImage
+from processors.base import ProcessedMedium
 from processors.hashing import digest_fields
 
 
@@ -26,17 +27,17 @@ class ProcessorCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._entries: OrderedDict[bytes, ProcessedMedium] = OrderedDict()
         self._bytes = 0
         self._hits = 0
         self._misses = 0
 
     @staticmethod
-    def key(data: bytes, knobs: ImageKnobs | None) -> bytes:
-        """A picture file's bytes and how it is to be resized."""
-        return digest_fields([data, repr(knobs or ImageKnobs()).encode()])
+    def key(files: Sequence[bytes], knobs: object) -> bytes:
+        """The bytes of a file, or of a list of frames, and what is asked of it: a dataclass, whose repr is the key."""
+        return digest_fields([repr(knobs).encode(), *files])
 
-    def get(self, key: bytes) -> ProcessedImage | None:
+    def get(self, key: bytes) -> ProcessedMedium | None:
         """What was put under `key`, if it is still there."""
         with self._lock:
             found = self._entries.get(key)
@@ -47,16 +48,16 @@ class ProcessorCache:
             self._hits += 1
             return found
 
-    def put(self, key: bytes, image: ProcessedImage) -> None:
-        """Keep `image`, at the expense of those not used for longest. One larger than the cache is not kept."""
-        if image.feature.nbytes > self._max_bytes:
+    def put(self, key: bytes, medium: ProcessedMedium) -> None:
+        """Keep `medium`, at the expense of those not used for longest. One larger than the cache is not kept."""
+        if medium.feature.nbytes > self._max_bytes:
             return
         with self._lock:
             old = self._entries.pop(key, None)
             if old is not None:
                 self._bytes -= old.feature.nbytes
-            self._entries[key] = image
-            self._bytes += image.feature.nbytes
+            self._entries[key] = medium
+            self._bytes += medium.feature.nbytes
             while self._bytes > self._max_bytes:
                 _, evicted = self._entries.popitem(last=False)
                 self._bytes -= evicted.feature.nbytes

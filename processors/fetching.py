@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from processors.addresses import Resolver, system_resolver
+from processors.byte_limit import ByteLimit
+from processors.inputs import Modality
 from vlmserve.common.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ class FetchSettings:
 
     allow_private_media: let http(s) URLs reach loopback, private, link-local and other non-public addresses.
     allowed_local_media_path: the folder below which file: URLs may read; None refuses them all.
-    max_bytes: the largest media file. timeout_s: seconds for one URL in all: name lookup, connecting, redirects, body.
+    max_bytes, max_video_bytes: the largest picture and video file. timeout_s: seconds for one URL in all: name lookup,
+    connecting, redirects, body.
     max_redirects: redirects followed. allowed_media_domains: the only hosts http(s) URLs may name, redirects included
     (".example.com" stands for everything below example.com); None for any host.
     """
@@ -38,6 +41,7 @@ class FetchSettings:
     allow_private_media: bool = False
     allowed_local_media_path: str | None = None
     max_bytes: int = 64 * 2**20
+    max_video_bytes: int = 256 * 2**20
     timeout_s: float = 15.0
     max_redirects: int = 5
     allowed_media_domains: tuple[str, ...] | None = None
@@ -64,21 +68,31 @@ class MediaFetcher:
         self._http: HttpGetter | None = None
         self._closed = False
 
-    def fetch(self, url: str, *, param: str | None = None) -> bytes:
-        """The bytes behind `url`. Raises BadRequestError (with `param`), whatever the reason."""
+    def fetch(self, url: str, *, param: str | None = None, modality: Modality = Modality.IMAGE) -> bytes:
+        """The bytes behind `url`; how many there may be depends on the modality.
+
+        Raises BadRequestError (with `param`), whatever the reason.
+        """
+        limit = self.limit(modality)
         match = _SCHEME.match(url)
         scheme = match.group(1).lower() if match else ""
         try:
             if scheme == "data":
-                return self._decode_data(url)
+                return _decode_data(url, limit)
             if scheme in ("http", "https"):
-                return self._get(url)
+                return self._get(url, limit)
             if scheme == "file":
-                return self._read_file(url)
+                return self._read_file(url, limit)
         except BadRequestError as error:
             error.param = error.param or param
             raise
         raise BadRequestError(_explain_scheme(url, scheme), param=param, code=_CODE)
+
+    def limit(self, modality: Modality) -> ByteLimit:
+        """The largest file of a modality."""
+        if modality is Modality.VIDEO:
+            return ByteLimit(bytes=self._settings.max_video_bytes, setting="max_video_bytes")
+        return ByteLimit(bytes=self._settings.max_bytes, setting="media_max_bytes")
 
     def close(self) -> None:
         """Break off downloads under way and refuse new ones."""
@@ -87,11 +101,11 @@ class MediaFetcher:
             if self._http is not None:
                 self._http.close()
 
-    def _get(self, url: str) -> bytes:
+    def _get(self, url: str, limit: ByteLimit) -> bytes:
         from processors.http_get import GetError
 
         try:
-            return self._getter().get(url)
+            return self._getter().get(url, limit)
         except GetError as error:
             raise BadRequestError(f"media URL {_shorten(url)}: {error}", code=_CODE) from error
 
@@ -105,7 +119,6 @@ class MediaFetcher:
             if self._http is None:
                 settings = self._settings
                 limits = GetLimits(
-                    max_bytes=settings.max_bytes,
                     timeout_s=settings.timeout_s,
                     max_redirects=settings.max_redirects,
                     allow_private_media=settings.allow_private_media,
@@ -114,37 +127,7 @@ class MediaFetcher:
                 self._http = HttpGetter(limits, self._resolver, settings.user_agent, self._ssl_context)
             return self._http
 
-    def _decode_data(self, url: str) -> bytes:
-        header, comma, payload = url.partition(",")
-        if not comma:
-            raise BadRequestError("data: URL without a comma before its data", code=_CODE)
-        if not header.lower().endswith(";base64"):
-            raise BadRequestError(
-                f"data: URL {_shorten(header)} is not base64: write data:image/png;base64,...", code=_CODE
-            )
-        try:
-            raw = payload.encode("ascii")
-        except UnicodeEncodeError as error:
-            raise BadRequestError(
-                f"data: URL is not valid base64: foreign character {payload[error.start]!r}", code=_CODE
-            ) from None
-        if b"%" in raw:
-            raw = unquote_to_bytes(raw)
-        text = raw.translate(None, _WHITESPACE)
-        size = len(text) * 3 // 4
-        if size > self._settings.max_bytes + 2:  # two of them may be padding
-            raise _too_large(f"data: URL of about {size}", self._settings.max_bytes)
-        if len(text) % 4 and not text.endswith(b"="):
-            text += b"=" * (-len(text) % 4)  # padding is optional, as in browsers
-        try:
-            data = base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise BadRequestError(f"data: URL is not valid base64: {error}", code=_CODE) from None
-        if len(data) > self._settings.max_bytes:
-            raise _too_large(f"data: URL of {len(data)}", self._settings.max_bytes)
-        return data
-
-    def _read_file(self, url: str) -> bytes:
+    def _read_file(self, url: str, limit: ByteLimit) -> bytes:
         root = self._settings.allowed_local_media_path
         if root is None:
             raise BadRequestError("file: URLs are refused (setting allowed_local_media_path)", code=_CODE)
@@ -159,36 +142,68 @@ class MediaFetcher:
                 f"{_shorten(url)} is not below the folder of the setting allowed_local_media_path", code=_CODE
             )
         try:
-            return self._read_below(root, inside.split(os.sep), url)
+            return _read_below(root, inside.split(os.sep), url, limit)
         except OSError as error:
             raise BadRequestError(f"cannot read {_shorten(url)}: {error.strerror}", code=_CODE) from None
 
-    def _read_below(self, root: str, names: list[str], url: str) -> bytes:
-        """Walk down from `root` without following links, so that none slipped in after the check leads out."""
-        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for depth, name in enumerate(names, 1):
-                # Not blocking: opening a pipe that nobody writes to would hang.
-                kind = os.O_NONBLOCK if depth == len(names) else os.O_DIRECTORY
-                below = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=fd)
-                os.close(fd)
-                fd = below
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadRequestError(f"{_shorten(url)} is not a regular file", code=_CODE)
-            if status.st_size > self._settings.max_bytes:
-                raise _too_large(f"file of {status.st_size}", self._settings.max_bytes)
-            with os.fdopen(fd, "rb", closefd=False) as file:
-                data = file.read(self._settings.max_bytes + 1)
-        finally:
+
+def _decode_data(url: str, limit: ByteLimit) -> bytes:
+    header, comma, payload = url.partition(",")
+    if not comma:
+        raise BadRequestError("data: URL without a comma before its data", code=_CODE)
+    if not header.lower().endswith(";base64"):
+        raise BadRequestError(
+            f"data: URL {_shorten(header)} is not base64: write data:image/png;base64,...", code=_CODE
+        )
+    try:
+        raw = payload.encode("ascii")
+    except UnicodeEncodeError as error:
+        raise BadRequestError(
+            f"data: URL is not valid base64: foreign character {payload[error.start]!r}", code=_CODE
+        ) from None
+    if b"%" in raw:
+        raw = unquote_to_bytes(raw)
+    text = raw.translate(None, _WHITESPACE)
+    size = len(text) * 3 // 4
+    if size > limit.bytes + 2:  # two of them may be padding
+        raise _too_large(f"data: URL of about {size}", limit)
+    if len(text) % 4 and not text.endswith(b"="):
+        text += b"=" * (-len(text) % 4)  # padding is optional, as in browsers
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRequestError(f"data: URL is not valid base64: {error}", code=_CODE) from None
+    if len(data) > limit.bytes:
+        raise _too_large(f"data: URL of {len(data)}", limit)
+    return data
+
+
+def _read_below(root: str, names: list[str], url: str, limit: ByteLimit) -> bytes:
+    """Walk down from `root` without following links, so that none slipped in after the check leads out."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for depth, name in enumerate(names, 1):
+            # Not blocking: opening a pipe that nobody writes to would hang.
+            kind = os.O_NONBLOCK if depth == len(names) else os.O_DIRECTORY
+            below = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=fd)
             os.close(fd)
-        if len(data) > self._settings.max_bytes:  # it grew, or it is one of those that claim to be empty
-            raise _too_large(f"file of more than {self._settings.max_bytes}", self._settings.max_bytes)
-        return data
+            fd = below
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadRequestError(f"{_shorten(url)} is not a regular file", code=_CODE)
+        if status.st_size > limit.bytes:
+            raise _too_large(f"file of {status.st_size}", limit)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            data = file.read(limit.bytes + 1)
+    finally:
+        os.close(fd)
+    if len(data) > limit.bytes:  # it grew, or it is one of those that claim to be empty
+        raise _too_large(f"file of more than {limit.bytes}", limit)
+    return data
 
 
-def _too_large(what: str, limit: int) -> BadRequestError:
-    return BadRequestError(f"{what} bytes, the limit is {limit} (setting media_max_bytes)", code=_CODE)
+def _too_large(what: str, limit: ByteLimit) -> BadRequestError:
+    return BadRequestError(f"{what} bytes, the limit is {limit.bytes} (setting {limit.setting})", code=_CODE)
 
 
 def _explain_scheme(url: str, scheme: str) -> str:

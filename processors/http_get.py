@@ -21,6 +21,7 @@ import httpcore2
 import httpx2
 
 from processors.addresses import Resolver, is_public_address, resolve
+from processors.byte_limit import ByteLimit
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -34,7 +35,6 @@ class GetError(Exception):
 class GetLimits:
     """What a GET may cost and where it may go; see `processors.fetching.FetchSettings` for the fields."""
 
-    max_bytes: int
     timeout_s: float
     max_redirects: int
     allow_private_media: bool
@@ -53,13 +53,13 @@ class HttpGetter:
         self._ssl_context = ssl_context if ssl_context is not None else httpcore2.default_ssl_context()
         self._sockets = _OpenSockets()
 
-    def get(self, url: str) -> bytes:
+    def get(self, url: str, size: ByteLimit) -> bytes:
         """The body behind `url`, redirects followed. Raises GetError."""
         deadline = time.monotonic() + self._limits.timeout_s
         target = self._parse(url, None)
         try:
             for _ in range(self._limits.max_redirects + 1):
-                result = self._get_once(target, deadline)
+                result = self._get_once(target, deadline, size)
                 if isinstance(result, bytes):
                     return result
                 target = self._parse(result, target)
@@ -94,7 +94,7 @@ class HttpGetter:
             raise GetError(f"{where}host {parsed.host!r}, which is not in the setting allowed_media_domains")
         return parsed
 
-    def _get_once(self, url: httpx2.URL, deadline: float) -> bytes | str:
+    def _get_once(self, url: httpx2.URL, deadline: float, size: ByteLimit) -> bytes | str:
         """The body, or where the answer redirects to."""
         backend = _PinnedBackend(
             self._resolver, self._limits.allow_private_media, lambda: deadline - time.monotonic(), self._sockets
@@ -121,17 +121,17 @@ class HttpGetter:
             encoding = fields.get(b"content-encoding", "identity").strip().lower()
             if encoding not in ("identity", ""):
                 raise GetError(f"{url.host!r} answered with Content-Encoding {encoding!r} though none was accepted")
-            return self._read_body(response, fields.get(b"content-length", ""))
+            return self._read_body(response, fields.get(b"content-length", ""), size)
 
-    def _read_body(self, response: httpcore2.Response, declared: str) -> bytes:
-        limit = self._limits.max_bytes
+    def _read_body(self, response: httpcore2.Response, declared: str, size: ByteLimit) -> bytes:
+        limit = size.bytes
         if re.fullmatch(r"[0-9]{1,18}", declared) and int(declared) > limit:
-            raise GetError(f"{int(declared)} bytes, more than the limit of {limit} (setting media_max_bytes)")
+            raise GetError(f"{int(declared)} bytes, more than the limit of {limit} (setting {size.setting})")
         body = bytearray()
         for chunk in response.iter_stream():
             body += chunk
             if len(body) > limit:
-                raise GetError(f"more than the limit of {limit} bytes (setting media_max_bytes)")
+                raise GetError(f"more than the limit of {limit} bytes (setting {size.setting})")
         return bytes(body)
 
 

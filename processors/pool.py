@@ -1,4 +1,4 @@
-"""Fetch, decode and resize pictures in threads, off the event loop, in bounded numbers.
+"""Fetch, decode and resize pictures and videos in threads, off the event loop, in bounded numbers.
 
 Two thread pools: a few workers for what costs CPU time, and more of them for what waits on others (downloads, disks),
 so that a host which does not answer holds up nobody's decoding. A downloading thread keeps its place until its picture
@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from PIL import Image
 
-from processors.base import ImageKnobs, MultimodalProcessor, ProcessedImage
+from processors.base import ImageKnobs, MultimodalProcessor, ProcessedImage, ProcessedMedium
 from processors.cache import CacheStats, ProcessorCache
 from processors.decoding import decode_image
 from processors.fetching import MediaFetcher
+from processors.inputs import Modality
+from processors.video import ProcessedVideo, check_knobs
+from processors.video_options import VideoKnobs
 from vlmserve.common.errors import BadRequestError
 
 
@@ -38,12 +43,29 @@ class ImageRequest:
     param: str | None = None
 
 
+Frame: TypeAlias = str | bytes | Image.Image
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoRequest:
+    """One video to load. source: a URL or the bytes of a video file, or its frames, each as in `ImageRequest`."""
+
+    source: str | bytes | tuple[Frame, ...]
+    knobs: VideoKnobs | None = None
+    param: str | None = None
+
+
+MediaRequest: TypeAlias = ImageRequest | VideoRequest
+# A list of JPEG frames in one URL, base64 each, with commas between them, as vLLM takes it.
+_JPEG_FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
     """max_workers: threads that decode and resize. max_downloads: URLs fetched at a time.
 
-    max_queued: pictures in the pool, waiting or in work, above which `load` refuses more.
-    cache_mib: processed pictures kept, in MiB; 0 for none.
+    max_queued: pictures and videos in the pool, waiting or in work, above which `load` refuses more.
+    cache_mib: processed pictures and videos kept, in MiB; 0 for none.
     """
 
     max_workers: int = 2
@@ -53,7 +75,7 @@ class PoolSettings:
 
 
 class ProcessorPool:
-    """Loads pictures for `processor`. Thread-safe. Close it when done: it closes the fetcher, too."""
+    """Loads pictures and videos for `processor`. Thread-safe. Close it when done: it closes the fetcher, too."""
 
     def __init__(self, processor: MultimodalProcessor, fetcher: MediaFetcher, settings: PoolSettings) -> None:
         self._processor = processor
@@ -67,21 +89,21 @@ class ProcessorPool:
 
     @property
     def in_pool(self) -> int:
-        """Pictures that `load` has taken and not yet answered for; zero when idle."""
+        """Media that `load` has taken and not yet answered for; zero when idle."""
         return self._in_pool
 
     def cache_stats(self) -> CacheStats:
         """Figures of the processor cache."""
         return self._cache.stats()
 
-    async def load(self, requests: Sequence[ImageRequest]) -> list[ProcessedImage]:
-        """Fetch, decode and process all pictures of one request, in order.
+    async def load(self, requests: Sequence[MediaRequest]) -> list[ProcessedMedium]:
+        """Fetch, decode and process all media of one request, in order.
 
         The first failure, or cancelling the caller, calls off the rest. Raises BadRequestError, with status 429 when
         the pool is full.
         """
         self._enter(len(requests))
-        futures: list[Future[ProcessedImage]] = []
+        futures: list[Future[ProcessedMedium]] = []
         try:
             futures.extend(self._submit(request) for request in requests)
             return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
@@ -90,14 +112,15 @@ class ProcessorPool:
                 future.cancel()
             self._leave(len(requests))
 
-    def load_sync(self, requests: Sequence[ImageRequest]) -> list[ProcessedImage]:
+    def load_sync(self, requests: Sequence[MediaRequest]) -> list[ProcessedMedium]:
         """`load` for callers without an event loop. It waits for its turn instead of being refused."""
         for request in requests:
-            if isinstance(request.source, Image.Image):
-                # One Pillow object may be given twice, and two threads must not load it at once.
-                with contextlib.suppress(Exception):  # the worker will meet it again, and report it
-                    request.source.load()
-        futures: list[Future[ProcessedImage]] = []
+            for source in request.source if isinstance(request.source, tuple) else (request.source,):
+                if isinstance(source, Image.Image):
+                    # One Pillow object may be given twice, and two threads must not load it at once.
+                    with contextlib.suppress(Exception):  # the worker will meet it again, and report it
+                        source.load()
+        futures: list[Future[ProcessedMedium]] = []
         try:
             futures.extend(self._submit(request) for request in requests)
             return [future.result() for future in futures]
@@ -117,14 +140,14 @@ class ProcessorPool:
         limit = self._settings.max_queued
         if count > limit:
             raise BadRequestError(
-                f"{count} pictures in one request, the limit is {limit} (setting --max-queued-media)",
+                f"{count} pictures and videos in one request, the limit is {limit} (setting --max-queued-media)",
                 code="too_many_media",
             )
         with self._lock:
             if self._in_pool + count > limit:
                 raise BadRequestError(
-                    f"{self._in_pool} pictures are being processed and {count} more came, the limit is {limit} "
-                    "(setting --max-queued-media); try again later",
+                    f"{self._in_pool} pictures and videos are being processed and {count} more came, the limit is "
+                    f"{limit} (setting --max-queued-media); try again later",
                     code="server_busy",
                     status=429,
                 )
@@ -134,19 +157,31 @@ class ProcessorPool:
         with self._lock:
             self._in_pool -= count
 
-    def _submit(self, request: ImageRequest) -> Future[ProcessedImage]:
+    def _submit(self, request: MediaRequest) -> Future[ProcessedMedium]:
         source = request.source
         try:
-            if isinstance(source, str) and source[:5].lower() != "data:":
-                return self._downloads.submit(self._download, request, source)
-            return self._workers.submit(self._process, request, source)
+            if isinstance(request, VideoRequest):
+                # Before anything is fetched. What needs the clip is checked with it.
+                check_knobs(request.knobs or VideoKnobs(), self._processor.limits.video)
+            if any(map(_is_remote, source if isinstance(source, tuple) else (source,))):
+                return self._downloads.submit(self._download, request)
+            return self._workers.submit(self._process, request)
+        except BadRequestError as error:
+            error.param = error.param or request.param
+            raise
         except RuntimeError:  # an executor after its shutdown
             raise _closing() from None
 
-    def _download(self, request: ImageRequest, url: str) -> ProcessedImage:
-        data = self._fetcher.fetch(url, param=request.param)
+    def _download(self, request: MediaRequest) -> ProcessedMedium:
+        source = request.source
+        if isinstance(request, VideoRequest) and isinstance(source, tuple):
+            request = replace(request, source=self._download_frames(source, request.param))
+        else:
+            assert isinstance(source, str)
+            modality = Modality.VIDEO if isinstance(request, VideoRequest) else Modality.IMAGE
+            request = replace(request, source=self._fetcher.fetch(source, param=request.param, modality=modality))
         try:
-            future = self._workers.submit(self._process, request, data)
+            future = self._workers.submit(self._process, request)
         except RuntimeError:
             raise _closing() from None
         try:
@@ -154,25 +189,92 @@ class ProcessorPool:
         except CancelledError:
             raise _closing() from None
 
-    def _process(self, request: ImageRequest, source: str | bytes | Image.Image) -> ProcessedImage:
+    def _download_frames(self, frames: tuple[Frame, ...], param: str | None) -> tuple[Frame, ...]:
+        """Fetch those that are URLs, one after the other, as long as they are no larger together than a video."""
+        limit = self._fetcher.limit(Modality.VIDEO)
+        count = self._processor.limits.video.max_frames
+        if len(frames) > count:
+            raise BadRequestError(
+                f"the list of frames has {len(frames)} frames; the limit is {count} (setting --max-video-frames)",
+                param=param,
+                code="too_many_frames",
+            )
+        done: list[Frame] = []
+        total = 0
+        for frame in frames:
+            got = self._fetcher.fetch(frame, param=param) if isinstance(frame, str) else frame
+            total += len(got) if isinstance(got, bytes) else 0
+            if total > limit.bytes:
+                raise BadRequestError(
+                    f"the frames are larger together than {limit.bytes} bytes (setting {limit.setting})",
+                    param=param,
+                    code="invalid_media_url",
+                )
+            done.append(got)
+        return tuple(done)
+
+    def _process(self, request: MediaRequest) -> ProcessedMedium:
         try:
+            if isinstance(request, VideoRequest):
+                return self._process_video(request)
+            source = request.source
             if isinstance(source, str):
                 source = self._fetcher.fetch(source)
             if isinstance(source, bytes):
-                return self._process_file(source, request.knobs)
+                return self._process_file(source, request.knobs or ImageKnobs())
             return self._processor.process_image(source, request.knobs)
         except BadRequestError as error:
             error.param = error.param or request.param
             raise
 
-    def _process_file(self, data: bytes, knobs: ImageKnobs | None) -> ProcessedImage:
-        key = self._cache.key(data, knobs)
+    def _process_file(self, data: bytes, knobs: ImageKnobs) -> ProcessedImage:
+        key = self._cache.key([data], knobs)
         found = self._cache.get(key)
-        if found is None:
+        if not isinstance(found, ProcessedImage):
             image = decode_image(data, self._processor.limits.decode)
             found = self._processor.process_image(image, knobs)
             self._cache.put(key, found)
         return found
+
+    def _process_video(self, request: VideoRequest) -> ProcessedVideo:
+        source, knobs = request.source, request.knobs or VideoKnobs()
+        if isinstance(source, str):
+            match = _JPEG_FRAMES.match(source)
+            if match:
+                source = tuple(f"data:image/jpeg;base64,{part}" for part in source[match.end() :].split(","))
+            else:
+                source = self._fetcher.fetch(source, modality=Modality.VIDEO)
+        if isinstance(source, tuple):
+            source = self._download_frames(source, request.param)
+            files = [frame for frame in source if isinstance(frame, bytes)]
+            cacheable = len(files) == len(source)
+        else:
+            files, cacheable = [source], True
+        key = self._cache.key(files, (type(source).__name__, knobs)) if cacheable else b""
+        found = self._cache.get(key) if cacheable else None
+        if not isinstance(found, ProcessedVideo):
+            if isinstance(source, bytes):
+                found = self._processor.process_video(source, knobs)
+            else:
+                found = self._processor.process_frames(self._frames(source), len(source), knobs)
+            if cacheable:
+                self._cache.put(key, found)
+        return found
+
+    def _frames(self, frames: tuple[Frame, ...]) -> Iterator[Image.Image]:
+        """Decoded one at a time: memory never holds them all at full size."""
+        limits = self._processor.limits.decode
+        for place, frame in enumerate(frames):
+            assert not isinstance(frame, str)  # they have been fetched
+            try:
+                yield decode_image(frame, limits) if isinstance(frame, bytes) else frame
+            except BadRequestError as error:
+                what = f"frame {place} of the video: {error.message}"
+                raise BadRequestError(what, code=error.code, status=error.status) from error
+
+
+def _is_remote(source: object) -> bool:
+    return isinstance(source, str) and source[:5].lower() != "data:"
 
 
 def _closing() -> BadRequestError:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -63,25 +63,18 @@ class VideoProcessor:
         choice = self._rules.choose(info.times, info.rate, knobs)
         return self._process(clip.read(choice.indices), choice, (info.width, info.height), knobs)
 
-    def process_frames(self, frames: Sequence[np.ndarray], knobs: VideoKnobs) -> ProcessedVideo:
-        """A list of RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
+    def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
+        """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
         check_knobs(knobs, self.limits)
-        if not frames:
+        if not count:
             raise BadRequestError("the video is an empty list of frames", code=_CODE)
-        if len(frames) > self.limits.max_frames:
-            raise _too_many("the list of frames has", len(frames), self.limits)
-        height, width = frames[0].shape[:2]
-        for place, frame in enumerate(frames):
-            if frame.shape[:2] != (height, width):
-                raise BadRequestError(
-                    f"frame {place} of the list has {frame.shape[1]}x{frame.shape[0]} pixels, the first one "
-                    f"{width}x{height}: all frames of a video must have one size",
-                    code="invalid_video",
-                )
+        if count > self.limits.max_frames:
+            raise _too_many("the list of frames has", count, self.limits)
+        first = next(frames)
         fps = knobs.fps or _LIST_FPS
-        indices = tuple(range(len(frames)))
-        choice = FrameChoice(indices=indices, times=tuple(i / fps for i in indices), fps=fps)
-        return self._process(frames, choice, (width, height), knobs)
+        choice = FrameChoice(indices=tuple(range(count)), times=tuple(i / fps for i in range(count)), fps=fps)
+        height, width = first.shape[:2]
+        return self._process(chain([first], _of_size(frames, height, width)), choice, (width, height), knobs)
 
     def _process(
         self, frames: Iterable[np.ndarray], choice: FrameChoice, source_size: tuple[int, int], knobs: VideoKnobs
@@ -142,6 +135,18 @@ class VideoProcessor:
             yield resize_frames(
                 frame[None], height, width, self._patches.resample, in_float=self._rules.resize_in_float
             )[0]
+
+
+def _of_size(frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
+    """The frames behind the first one of a list, which must have its size."""
+    for place, frame in enumerate(frames, 1):
+        if frame.shape[:2] != (height, width):
+            raise BadRequestError(
+                f"frame {place} of the list has {frame.shape[1]}x{frame.shape[0]} pixels, the first one "
+                f"{width}x{height}: all frames of a video must have one size",
+                code="invalid_video",
+            )
+        yield frame
 
 
 def check_knobs(knobs: VideoKnobs, limits: VideoLimits) -> None:

@@ -33,7 +33,8 @@ class Tower(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class VisionEncoderLimits:
-    """max_patches: patches per tower call (a single larger item goes alone). cache_bytes: embeddings kept."""
+    """max_patches: patches per tower call (a single larger item goes alone, a video in parts). cache_bytes: embeddings
+    kept."""
 
     max_patches: int
     cache_bytes: int
@@ -87,11 +88,23 @@ class VisionEncoder:
         return batches
 
     def _run(self, items: list[EncodableItem]) -> list[torch.Tensor]:
-        pixels = torch.from_numpy(np.concatenate([item.feature for item in items])).to(self._device)
+        pixels = torch.from_numpy(np.concatenate([item.feature for item in items]))
         grids = [item.grid_thw for item in items]
         with torch.inference_mode():
-            rows = self._tower(pixels, grids)
+            if len(items) == 1:
+                rows = self._run_long(pixels, grids[0])
+            else:
+                rows = self._tower(pixels.to(self._device), grids)
         sizes = [t * h * w // self._tower.spatial_merge_size**2 for t, h, w in grids]
         self.items_encoded += len(items)
         # clones, so that evicting one item of a batch frees its memory
         return [part.clone() for part in rows.split(sizes)] if len(items) > 1 else [rows]
+
+    def _run_long(self, pixels: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+        """One item, in as many calls as its temporal patches need: towers do not look beyond one."""
+        _, h, w = grid
+        step = max(1, self._limits.max_patches // (h * w))
+        parts = [
+            self._tower(part.to(self._device), [(len(part) // (h * w), h, w)]) for part in pixels.split(step * h * w)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

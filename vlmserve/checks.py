@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from vlmserve.common.errors import VlmserveError
 from vlmserve.engine_args import EngineArgs
 
@@ -17,6 +19,7 @@ _AT_LEAST_ONE = (
     "max_queued_requests",
     "max_mm_workers",
     "max_queued_media",
+    "max_video_frames",
 )
 _AT_LEAST_ONE_IF_SET = ("max_pixels", "encoder_max_patches", "max_model_len", "max_total_tokens", "num_threads")
 
@@ -46,6 +49,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("cpu_kv_cache_gib", "above 0")
     if not args.schedule_conservativeness > 0:
         refuse("schedule_conservativeness", "above 0")
+    if args.video_fps is not None and not 0 < args.video_fps < math.inf:
+        refuse("video_fps", "above 0, or left out")
     for name in ("encoder_cache_mib", "processor_cache_mib"):
         if getattr(args, name) < 0:
             refuse(name, "0 (no cache) or more")

@@ -48,8 +48,28 @@ class EngineArgs:
     max_pixels: int | None = _arg(
         None, "largest area in pixels that pictures are resized to; default: the checkpoint's own maximum"
     )
-    max_queued_media: int = _arg(1024, "pictures being fetched and processed above which requests are answered 429")
-    processor_cache_mib: int = _arg(128, "limit of the cache of decoded and resized pictures, in MiB")
+    video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _arg(
+        "transformers",
+        "whose rule chooses a video's frames and their size: the checkpoint's transformers processor, qwen_vl_utils, "
+        "or frames at whole multiples of 1/fps seconds, which overlapping parts of a file have in common",
+    )
+    video_fps: float | None = _arg(
+        None, "frames a second taken of a video where the request does not say; default: the checkpoint's, else 2"
+    )
+    video_frame_cap: bool = _arg(
+        False,
+        "with --video-sampling transformers: cap each frame's pixels as qwen_vl_utils does (cap_pixels_per_frame)",
+    )
+    video_reference: Literal["published", "transformers"] = _arg(
+        "published",
+        "where they disagree on a video's place in the prompt: the published code of the models, or transformers 5.10 "
+        "and later (Qwen3-VL: outer vision markers stay; Qwen2-VL, Qwen2.5-VL: text after a video ignores its time)",
+    )
+    max_video_frames: int = _arg(768, "most frames taken of one video")
+    max_queued_media: int = _arg(
+        1024, "pictures and videos being fetched and processed above which requests are answered 429"
+    )
+    processor_cache_mib: int = _arg(128, "limit of the cache of decoded and resized pictures and videos, in MiB")
     max_mm_workers: int = _arg(2, "threads that decode and resize media")
     num_threads: int | None = _arg(None, "CPU threads of the model; default: all cores")
     random_seed: int = _arg(0, "seed of requests that bring none (offline LLM only; the server draws one each)")

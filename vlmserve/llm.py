@@ -88,7 +88,7 @@ class LLM:
         *,
         num_logprobs: int | None = None,
     ) -> Completion:
-        """The answer to one conversation, in OpenAI's message form; a picture may be a PIL image, bytes or Path."""
+        """The answer to one conversation, in OpenAI's message form; media may be bytes, Paths or PIL images."""
         return self.chat_batch([messages], sampling, num_logprobs=num_logprobs)[0]
 
     def chat_batch(
@@ -164,8 +164,8 @@ class LLM:
         )
         tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
         self._requests += 1
-        images = self._media.load_sync(tokenized.images)
-        return self.builder.build(request, tokenized, self.builder.expand(tokenized, images))
+        media = self._media.load_sync(tokenized.media)
+        return self.builder.build(request, tokenized, self.builder.expand(tokenized, media))
 
     def _take(self, batch: BatchTokenOutput) -> None:
         texts, aborts = self._detokenizer.process(batch)

@@ -47,6 +47,10 @@ class ServerSettings:
     max_body_mib: float = _arg(64.0, "largest request body, in MiB (inline pictures included)")
     max_images_per_request: int = _arg(64, "most pictures in one request")
     max_image_pixels: int = _arg(64_000_000, "largest picture, in pixels; larger ones are refused before decoding")
+    max_videos_per_request: int = _arg(8, "most videos in one request")
+    max_video_bytes: int = _arg(256 * 2**20, "largest video file, in bytes")
+    max_video_duration_s: float = _arg(7200.0, "longest video, in seconds")
+    max_video_frame_pixels: int = _arg(4096 * 4096, "largest frame of a video file, in pixels")
     media_max_bytes: int = _arg(64 * 2**20, "largest picture file, in bytes")
     media_timeout_s: float = _arg(20.0, "seconds that fetching one picture may take, redirects included")
     media_max_redirects: int = _arg(3, "redirects followed when fetching a picture")
@@ -97,6 +101,17 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "encoder_max_patches",
         "encoder_cache_mib",
         "processor_cache_mib",
+    ),
+    "videos": (
+        "max_videos_per_request",
+        "max_video_bytes",
+        "max_video_duration_s",
+        "max_video_frame_pixels",
+        "max_video_frames",
+        "video_sampling",
+        "video_fps",
+        "video_frame_cap",
+        "video_reference",
     ),
     "memory": ("mem_fraction_static", "cpu_kv_cache_gib", "max_total_tokens", "page_size", "disable_radix_cache"),
     "scheduling": (
@@ -241,13 +256,13 @@ def _server_problems(settings: ServerSettings) -> list[str]:
 
     if not 0 <= settings.port <= 65535:
         refuse("port", "between 0 and 65535")
-    for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s"):
+    for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s", "max_video_duration_s"):
         if not getattr(settings, name) > 0:
             refuse(name, "above 0")
-    for name in ("shutdown_timeout_s", "media_max_redirects", "max_images_per_request"):
+    for name in ("shutdown_timeout_s", "media_max_redirects", "max_images_per_request", "max_videos_per_request"):
         if not getattr(settings, name) >= 0:
             refuse(name, "0 or more")
-    for name in ("max_image_pixels", "media_max_bytes"):
+    for name in ("max_image_pixels", "media_max_bytes", "max_video_bytes", "max_video_frame_pixels"):
         if getattr(settings, name) < 1:
             refuse(name, "1 or more")
     if settings.api_key == "":

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from PIL import Image
 from processors.base import ImageKnobs, ProcessedImage
 from processors.cache import ProcessorCache
 from processors.fetching import FetchSettings, MediaFetcher
-from processors.pool import ImageRequest, PoolSettings, ProcessorPool
+from processors.pool import ImageRequest, PoolSettings, ProcessorPool, VideoRequest
+from processors.video_options import VideoKnobs
 from tests import hf_env  # noqa: F401
+from tests.processors.clips import jpeg, make_clip
 from tests.processors.helpers import encoded, picture, tiny_processor
 from tests.processors.web import serve
 from vlmserve.common.errors import BadRequestError
@@ -155,13 +158,13 @@ def test_a_full_pool_refuses(make_pool, processor, monkeypatch):
     async def scenario():
         pool = make_pool(max_workers=1, max_queued=3)
         one = [ImageRequest(source=encoded(picture(30, 30)))]
-        with pytest.raises(BadRequestError, match="4 pictures in one request, the limit is 3") as caught:
+        with pytest.raises(BadRequestError, match="4 pictures and videos in one request, the limit is 3") as caught:
             await pool.load(one * 4)
         assert caught.value.status == 400
         running = asyncio.create_task(pool.load(one * 2))
         await gate.someone_arrived()
         assert pool.in_pool == 2
-        with pytest.raises(BadRequestError, match="2 pictures are being processed and 2 more came") as caught:
+        with pytest.raises(BadRequestError, match=r"2 pictures and videos are .* 2 more came") as caught:
             await pool.load(one * 2)
         assert caught.value.status == 429
         last = asyncio.create_task(pool.load(one))
@@ -328,3 +331,136 @@ def test_many_threads_keep_the_books():
     assert stats.bytes <= 4000
     held = [cache.get(bytes([n])) for n in range(40)]
     assert sum(image.feature.nbytes for image in held if image) == stats.bytes
+
+
+# ---------------------------------------------------------------- videos
+
+
+def serve_files(server, files):
+    """Let the server answer /NAME with files[NAME]."""
+
+    def answer(body):
+        return lambda self, _: self.answer(200, body)
+
+    handlers = {f"get_{name}": answer(body) for name, body in files.items()}
+    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), handlers)
+
+
+def test_videos_from_every_source_in_order(make_pool, processor, tmp_path):
+    clip, frames = make_clip(12), [jpeg(number) for number in range(3)]
+    (tmp_path / "clip.mp4").write_bytes(clip)
+    joined = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
+    pool = make_pool()
+    with serve() as server:
+        serve_files(server, {"clip": clip, "zero": frames[0], "one": frames[1]})
+        url = f"http://127.0.0.1:{server.server_port}/"
+        sources = [
+            clip,
+            data_url(clip),
+            (tmp_path / "clip.mp4").as_uri(),
+            url + "clip",
+            joined,
+            tuple(frames),
+            (url + "zero", url + "one", data_url(frames[2])),
+        ]
+        requests = [VideoRequest(source=source) for source in sources]
+        requests.insert(2, ImageRequest(source=frames[0]))
+        loaded = asyncio.run(pool.load(requests))
+    assert isinstance(loaded.pop(2), ProcessedImage)
+    whole, listed = processor.process_video(clip), processor.process_video([Image.open(io.BytesIO(f)) for f in frames])
+    assert [video.digest for video in loaded] == [whole.digest] * 4 + [listed.digest] * 3
+    assert pool.in_pool == 0
+
+
+def test_a_video_sent_again_is_not_decoded_again(make_pool, processor, monkeypatch):
+    pool, clip, frames = make_pool(), make_clip(12), (jpeg(0), jpeg(1))
+    asked = [
+        VideoRequest(source=clip),
+        VideoRequest(source=clip, knobs=VideoKnobs(num_frames=6)),
+        VideoRequest(source=frames),
+        VideoRequest(source=frames[::-1]),
+    ]
+    first = pool.load_sync(asked)
+    assert len({video.digest for video in first}) == 4
+    monkeypatch.setattr(processor, "process_video", None)
+    monkeypatch.setattr(processor, "process_frames", None)
+    for before, after in zip(first, pool.load_sync(asked), strict=True):
+        assert after is before
+
+
+BAD_VIDEOS = {
+    "bytes": (b"no video", None, "not a video of a supported format"),
+    "data": (data_url(b"no video"), None, "not a video"),
+    "frame": ((jpeg(0), b"no picture"), None, "frame 1 of the video: the data is not a picture"),
+    "sizes": ((jpeg(0), jpeg(0, 64, 64)), None, "all frames of a video must have one size"),
+    "none": ((), None, "empty list"),
+    "joined": ("data:video/jpeg;base64,%%%", None, "frame 0|base64"),
+    "fps": ("http://127.0.0.1:1/never-fetched", VideoKnobs(fps=0.0), "fps is 0.0"),
+    "count": (("http://127.0.0.1:1/never-fetched",) * 769, None, "769 frames; the limit is 768"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VIDEOS)
+def test_errors_of_videos_name_the_request_field(make_pool, name):
+    source, knobs, match = BAD_VIDEOS[name]
+    pool = make_pool()
+    request = VideoRequest(source=source, knobs=knobs, param="messages[0].content[1]")
+    for load in (pool.load_sync, lambda requests: asyncio.run(pool.load(requests))):
+        with pytest.raises(BadRequestError, match=match) as caught:
+            load([request])
+        assert caught.value.param == "messages[0].content[1]"
+        assert caught.value.status == 400
+    assert pool.in_pool == 0
+
+
+def test_videos_have_a_byte_limit_of_their_own(processor):
+    clip = make_clip(12)
+    settings = FetchSettings(allow_private_media=True, max_bytes=10, max_video_bytes=len(clip))
+    pool = ProcessorPool(processor, MediaFetcher(settings), PoolSettings())
+    tight = ProcessorPool(processor, MediaFetcher(replace(settings, max_video_bytes=len(clip) - 1)), PoolSettings())
+    with serve() as server:
+        serve_files(server, {"clip": clip, "frame": jpeg(0)})
+        url = f"http://127.0.0.1:{server.server_port}/"
+        for source in (url + "clip", data_url(clip)):
+            (video,) = pool.load_sync([VideoRequest(source=source)])
+            assert video.num_tokens
+            with pytest.raises(BadRequestError, match=r"limit (is|of) .*max_video_bytes"):
+                tight.load_sync([VideoRequest(source=source)])
+        with pytest.raises(BadRequestError, match="media_max_bytes"):  # a frame is a picture
+            pool.load_sync([VideoRequest(source=(url + "frame",))])
+        settings = FetchSettings(allow_private_media=True, max_video_bytes=2 * len(jpeg(0)) + 9)
+        small = ProcessorPool(processor, MediaFetcher(settings), PoolSettings())
+        with pytest.raises(BadRequestError, match=r"larger together than .*max_video_bytes"):
+            small.load_sync([VideoRequest(source=(url + "frame",) * 3)])
+    for one in (pool, tight, small):
+        one.close()
+
+
+def test_addresses_of_videos_are_checked_as_those_of_pictures(processor):
+    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings())
+    for source in ("http://127.0.0.1/clip.mp4", "file:///etc/passwd", ("http://127.0.0.1/a.jpg",)):
+        with pytest.raises(BadRequestError, match="refused"):
+            pool.load_sync([VideoRequest(source=source)])
+    pool.close()
+
+
+def test_the_event_loop_runs_while_a_video_is_decoded(make_pool, processor, monkeypatch):
+    entered, leave = threading.Event(), threading.Event()
+    real = processor.process_video
+
+    def slow(*args):
+        entered.set()
+        assert leave.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(processor, "process_video", slow)
+    pool = make_pool()
+
+    async def main():
+        loading = asyncio.create_task(pool.load([VideoRequest(source=make_clip(4))]))
+        while not entered.is_set():
+            await asyncio.sleep(0.01)
+        leave.set()  # only a loop that is not blocked gets here
+        return await loading
+
+    assert asyncio.run(main())[0].num_tokens

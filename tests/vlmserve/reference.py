@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.processors.clips import decode_all
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -27,17 +29,24 @@ class Reference:
 
     @torch.no_grad()
     def answer(self, messages: list[dict], max_tokens: int) -> Answer:
-        """messages as `LLM.chat` takes them, pictures as PIL images."""
+        """messages as `LLM.chat` takes them, pictures as PIL images, videos as bytes."""
         parts = [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
         images = [part["image"] for part in parts if part["type"] == "image"]
+        clips = [decode_all(part["video"]) for part in parts if part["type"] == "video"]
         plain = [
-            {**m, "content": [{"type": "image"} if p["type"] == "image" else p for p in m["content"]]}
+            {**m, "content": [{"type": p["type"]} if p["type"] != "text" else p for p in m["content"]]}
             if isinstance(m["content"], list)
             else m
             for m in messages
         ]
         text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-        inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
+        sampled = {
+            "videos": [frames for frames, _ in clips],
+            "video_metadata": [{"total_num_frames": len(frames), "fps": rate} for frames, rate in clips],
+            "do_sample_frames": True,
+            "fps": 2,
+        }
+        inputs = self.processor(text=[text], images=images or None, return_tensors="pt", **(sampled if clips else {}))
         self.model.model.rope_deltas = None
         out = self.model.generate(
             **inputs,

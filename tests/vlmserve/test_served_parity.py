@@ -13,6 +13,7 @@ import pytest
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, conversations
 from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.test_video import conversations as video_conversations
 
 NEW = 12
 # the second half also sees what the first left in the caches
@@ -20,11 +21,14 @@ ROUNDS = 2
 
 
 def as_openai(messages: list[dict]) -> list[dict]:
-    """PIL pictures to data: URLs."""
+    """PIL pictures, and videos' bytes, to data: URLs."""
 
     def part_of(part: dict) -> dict:
-        if part["type"] != "image":
+        if part["type"] == "text":
             return part
+        if part["type"] == "video":
+            url = "data:video/mp4;base64," + base64.b64encode(part["video"]).decode()
+            return {"type": "video_url", "video_url": {"url": url}}
         file = io.BytesIO()
         part["image"].save(file, "PNG")
         url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
@@ -49,11 +53,15 @@ def as_openai(messages: list[dict]) -> list[dict]:
 def test_served_answers_equal_transformers(family: str, flags: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path / "model")
     reference = Reference(folder)
-    asked = conversations()
+    asked = conversations() + video_conversations()
     wanted = [reference.answer(messages, NEW) for messages in asked]
     words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder), "--port", "0", "--num-threads", "1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
-    server = ServerProcess([*words, *flags.split(), "--served-model-name", "m"], tmp_path / "run", **environment)
+    server = ServerProcess(
+        [*words, *flags.split(), "--served-model-name", "m", "--video-reference", "transformers"],
+        tmp_path / "run",
+        **environment,
+    )
     try:
         url = f"http://127.0.0.1:{server.port()}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(8) as pool:

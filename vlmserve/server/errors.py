@@ -96,6 +96,12 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], *, absent: bool) -> str:
     path, value = "", raw
     for place, step in enumerate(loc):
         missing = absent and place == len(loc) - 1
+        if (
+            isinstance(value, dict)
+            and value.get("type") == step
+            and loc[place + 1 : place + 2] in [(k,) for k in value]
+        ):
+            continue  # a tag that is the name of a field, too: {"type": "video", "video": ...}
         if isinstance(step, int) and isinstance(value, list) and step < len(value):
             path, value = f"{path}[{step}]", value[step]
         elif isinstance(step, str) and isinstance(value, dict) and (step in value or missing):

@@ -50,6 +50,7 @@ def make_frontend(
         allow_private_media=settings.allow_private_media,
         allowed_local_media_path=settings.allowed_local_media_path,
         max_bytes=settings.media_max_bytes,
+        max_video_bytes=settings.max_video_bytes,
         timeout_s=settings.media_timeout_s,
         max_redirects=settings.media_max_redirects,
     )
@@ -57,6 +58,9 @@ def make_frontend(
         fetch=fetch,
         decode=DecodeLimits(max_image_pixels=settings.max_image_pixels),
         max_images=settings.max_images_per_request,
+        max_videos=settings.max_videos_per_request,
+        max_video_duration_s=settings.max_video_duration_s,
+        max_video_frame_pixels=settings.max_video_frame_pixels,
     )
     engine = settings.engine
     stage = make_tokenizer_stage(engine, limits, max_model_len=max_model_len)

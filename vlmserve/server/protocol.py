@@ -87,12 +87,29 @@ class VideoUrl(StrictModel):
     url: str
 
 
-class VideoUrlPart(StrictModel):
+class _VideoFields(StrictModel):
+    """What Qwen's own code takes beside a video; see `processors.video_options.VideoKnobs`."""
+
+    fps: float | None = None
+    sample_fps: float | None = None
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+
+
+class VideoUrlPart(_VideoFields):
     type: Literal["video_url"]
     video_url: Annotated[VideoUrl, BeforeValidator(_url_object)]
 
 
-class VideoPart(StrictModel):
+class VideoPart(_VideoFields):
     """Qwen's own form: a URL, or the frames'."""
 
     type: Literal["video"]

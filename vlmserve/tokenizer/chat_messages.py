@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+from processors.video_options import VideoKnobs
 from vlmserve.common.errors import BadRequestError
 
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_VIDEO_PARTS = ("video_url", "video")
+# Fields of Qwen's video parts -> `VideoKnobs`; sample_fps is the rate of frames that come as a list.
+_VIDEO_FIELDS = {
+    "fps": "fps",
+    "sample_fps": "fps",
+    "nframes": "num_frames",
+    "min_frames": "min_frames",
+    "max_frames": "max_frames",
+    "min_pixels": "min_pixels",
+    "max_pixels": "max_pixels",
+    "total_pixels": "total_pixels",
+    "resized_height": "resized_height",
+    "resized_width": "resized_width",
+    "video_start": "video_start",
+    "video_end": "video_end",
+}
 _OTHER_PARTS = ("input_audio", "audio_url", "file")
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -30,15 +45,31 @@ class ImageRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VideoRef:
+    """A video named in a message. source: a URL, a tuple of its frames (as of `ImageRef`), or offline bytes or a Path.
+
+    knobs: what the part says about frames and sizes.
+    """
+
+    source: Any
+    param: str
+    knobs: VideoKnobs = field(default_factory=VideoKnobs)
+
+
+MediaRef: TypeAlias = ImageRef | VideoRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateMessages:
-    """Messages for the template; the n-th image placeholder it writes stands for images[n]."""
+    """Messages for the template; the n-th media placeholder it writes stands for media[n]."""
 
     messages: list[dict[str, Any]]
-    images: list[ImageRef]
+    media: list[MediaRef]
 
 
 def to_template_messages(messages: Sequence[Message], *, reserved: Collection[str] = ()) -> TemplateMessages:
-    """Convert OpenAI messages (plain dicts): "developer" is "system", a picture is {"type": "image"}.
+    """Convert OpenAI messages (plain dicts): "developer" is "system", a picture is {"type": "image"}, a video
+    {"type": "video"}.
 
     reserved: texts of placeholder tokens; written out in a message they would ask for a picture that is not there.
     Raises BadRequestError naming the message or part.
@@ -46,13 +77,13 @@ def to_template_messages(messages: Sequence[Message], *, reserved: Collection[st
     if not messages:
         raise BadRequestError("messages must not be empty", param="messages")
     converted: list[dict[str, Any]] = []
-    images: list[ImageRef] = []
+    media: list[MediaRef] = []
     for index, message in enumerate(messages):
-        converted.append(_convert_message(message, f"messages[{index}]", images, reserved))
-    return TemplateMessages(messages=converted, images=images)
+        converted.append(_convert_message(message, f"messages[{index}]", media, reserved))
+    return TemplateMessages(messages=converted, media=media)
 
 
-def _convert_message(message: Message, param: str, images: list[ImageRef], reserved: Collection[str]) -> dict[str, Any]:
+def _convert_message(message: Message, param: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise BadRequestError(f"{param}.role is {role!r}; it must be one of {', '.join(ROLES)}", param=f"{param}.role")
@@ -64,7 +95,7 @@ def _convert_message(message: Message, param: str, images: list[ImageRef], reser
         _check_text(content, f"{param}.content", reserved)
     elif isinstance(content, Sequence):
         content = [
-            _convert_part(part, f"{param}.content[{i}]", role, images, reserved) for i, part in enumerate(content)
+            _convert_part(part, f"{param}.content[{i}]", role, media, reserved) for i, part in enumerate(content)
         ]
     else:
         raise BadRequestError(
@@ -78,9 +109,7 @@ def _convert_message(message: Message, param: str, images: list[ImageRef], reser
     return result
 
 
-def _convert_part(
-    part: Any, param: str, role: str, images: list[ImageRef], reserved: Collection[str]
-) -> dict[str, Any]:
+def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise BadRequestError(f"{param} is a {type(part).__name__}; it must be an object with a type", param=param)
     kind = part.get("type")
@@ -93,14 +122,21 @@ def _convert_part(
     if kind in ("image_url", "image"):
         if role != "user":
             raise BadRequestError(f"{param}: pictures belong into user messages, this one is of {role!r}", param=param)
-        images.append(_image_ref(part, kind, param))
+        media.append(_image_ref(part, kind, param))
         return {"type": "image"}
-    if kind in _VIDEO_PARTS or kind in _OTHER_PARTS:
+    if kind in ("video_url", "video"):
+        if role != "user":
+            raise BadRequestError(f"{param}: videos belong into user messages, this one is of {role!r}", param=param)
+        media.append(_video_ref(part, kind, param))
+        return {"type": "video"}
+    if kind in _OTHER_PARTS:
         raise BadRequestError(
             f"{param}: parts of type {kind!r} are not supported yet", param=param, code="unsupported_content"
         )
     raise BadRequestError(
-        f"{param}.type is {kind!r}; it must be text, image_url or image", param=f"{param}.type", code="invalid_value"
+        f"{param}.type is {kind!r}; it must be text, image_url, image, video_url or video",
+        param=f"{param}.type",
+        code="invalid_value",
     )
 
 
@@ -112,6 +148,20 @@ def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
     if value is None or (kind == "image_url" and not isinstance(value, str)):
         raise BadRequestError(f"{param}.{kind} has no url", param=f"{param}.{kind}")
     return ImageRef(source=value, param=param, detail=detail)
+
+
+def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
+    value: Any = part.get(kind)
+    if kind == "video_url" and isinstance(value, Mapping):
+        value = value.get("url")
+    if value is None or (kind == "video_url" and not isinstance(value, str)):
+        raise BadRequestError(f"{param}.{kind} has no url", param=f"{param}.{kind}")
+    if isinstance(value, list | tuple):
+        value = tuple(value)
+    if "fps" in part and "sample_fps" in part:
+        raise BadRequestError(f"{param}: fps and sample_fps exclude each other", param=param, code="invalid_value")
+    knobs = {knob: part[name] for name, knob in _VIDEO_FIELDS.items() if part.get(name) is not None}
+    return VideoRef(source=value, param=param, knobs=VideoKnobs(**knobs))
 
 
 def _convert_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from processors.base import ExpandedPrompt, ProcessedImage
+from processors.base import ExpandedPrompt, ProcessedMedium
 from vlmserve.common.errors import BadRequestError
 from vlmserve.media import RequestMedia
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
-from vlmserve.tokenizer.chat_messages import ImageRef, to_template_messages
+from vlmserve.tokenizer.chat_messages import MediaRef, VideoRef, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
@@ -39,10 +39,10 @@ class ChatPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextPrompt:
-    """A prompt that is rendered already; images[i] stands at its i-th image placeholder."""
+    """A prompt that is rendered already; media[i] stands at its i-th media placeholder."""
 
     text: str
-    images: tuple[ImageRef, ...] = ()
+    media: tuple[MediaRef, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class TokenizedPrompt:
     """A prompt's ids before media are expanded, its media, and the verified sampling parameters."""
 
     ids: list[int]
-    images: list[ImageRef]
+    media: list[MediaRef]
     params: SamplingParams
 
 
@@ -69,12 +69,13 @@ class TokenizedPrompt:
 class RequestLimits:
     """max_model_len: context length in tokens, prompt and answer together. vocab_size: ids of the model.
 
-    max_images: most pictures in a request.
+    max_images, max_videos: most pictures and videos in a request.
     """
 
     max_model_len: int
     vocab_size: int
     max_images: int = 64
+    max_videos: int = 8
 
 
 class RequestBuilder:
@@ -111,24 +112,21 @@ class RequestBuilder:
         verify_sampling_params(params, vocab_size=self.limits.vocab_size)
         if request.sampling.seed is None:
             params = replace(params, seed=default_seed)
-        text, images = self._render(request.prompt)
-        if len(images) > self.limits.max_images:
-            raise BadRequestError(
-                f"the request has {len(images)} pictures, the limit is {self.limits.max_images} "
-                "(setting --max-images-per-request)",
-                param="messages",
-            )
+        text, media = self._render(request.prompt)
+        videos = sum(isinstance(medium, VideoRef) for medium in media)
+        _check_count("picture", len(media) - videos, self.limits.max_images)
+        _check_count("video", videos, self.limits.max_videos)
         # A token has at most so many bytes (and normalisation composes at most 4 characters to one), so an endless
         # text is refused before it is tokenised.
         self._check_prompt_length(len(text) // (4 * self.tokenizer.longest_token_bytes()), at_least=True)
         ids = self.tokenizer.encode(text)
-        self._check_prompt_length(len(ids), at_least=bool(images))
-        return TokenizedPrompt(ids=ids, images=images, params=params)
+        self._check_prompt_length(len(ids), at_least=bool(media))
+        return TokenizedPrompt(ids=ids, media=media, params=params)
 
-    def expand(self, prompt: TokenizedPrompt, images: Sequence[ProcessedImage]) -> ExpandedPrompt:
-        """Put processed pictures, in the order of `prompt.images`, at their placeholders. Takes milliseconds."""
+    def expand(self, prompt: TokenizedPrompt, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
+        """Put processed media, in the order of `prompt.media`, at their placeholders. Takes milliseconds."""
         try:
-            return self._expander.process(prompt.ids, images)
+            return self._expander.process(prompt.ids, media)
         except BadRequestError as error:
             error.param = error.param or "messages"
             raise
@@ -151,9 +149,9 @@ class RequestBuilder:
             for index in range(request.n)
         ]
 
-    def _render(self, prompt: ChatPrompt | TextPrompt) -> tuple[str, list[ImageRef]]:
+    def _render(self, prompt: ChatPrompt | TextPrompt) -> tuple[str, list[MediaRef]]:
         if isinstance(prompt, TextPrompt):
-            return prompt.text, list(prompt.images)
+            return prompt.text, list(prompt.media)
         converted = to_template_messages(prompt.messages, reserved=self._placeholders)
         text = self._template.render(
             converted.messages,
@@ -162,7 +160,7 @@ class RequestBuilder:
             continue_final_message=prompt.continue_final_message,
             kwargs=prompt.template_kwargs,
         )
-        return text, converted.images
+        return text, converted.media
 
     def _check_prompt_length(self, length: int, *, at_least: bool = False) -> None:
         limit = self.limits.max_model_len
@@ -188,3 +186,11 @@ class RequestBuilder:
                 code="context_length_exceeded",
             )
         return wanted
+
+
+def _check_count(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        setting = f"--max-{'images' if what == 'picture' else 'videos'}-per-request"
+        raise BadRequestError(
+            f"the request has {count} {what}s, the limit is {limit} (setting {setting})", param="messages"
+        )

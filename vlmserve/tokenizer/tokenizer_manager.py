@@ -207,8 +207,8 @@ class TokenizerManager:
     async def _submit(self, request: GenerateReqInput, state: _Request) -> None:
         seed = secrets.randbits(63)
         prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
-        images = await self._media.load(prompt.images) if prompt.images else []
-        expanded = await self._in_thread(self.builder.expand, prompt, images)
+        media = await self._media.load(prompt.media) if prompt.media else []
+        expanded = await self._in_thread(self.builder.expand, prompt, media)
         messages = self.builder.build(request, prompt, expanded)
         self._check_available()
         for index, message in enumerate(messages):

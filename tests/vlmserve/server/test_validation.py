@@ -158,6 +158,14 @@ REFUSED = [
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),  # the template's own rule
     ({"messages": [{"role": "user", "content": "What is <|image_pad|> for?"}]}, "messages[0].content"),
     (part({"type": "text", "text": "<|video_pad|>"}), "messages[0].content[0].text"),
+    (part({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,eA=="}}), "messages[0].content[0]"),
+    (part({"type": "video", "video": ["data:image/png;base64,eA=="] * 2}), "messages[0].content[0]"),
+    (part({"type": "video", "video": []}), "messages[0].content[0]"),
+    (part({"type": "video", "video": "data:,", "fps": 0}), "messages[0].content[0]"),
+    (part({"type": "video", "video": "data:,", "fps": "2"}), "messages[0].content[0].fps"),
+    (part({"type": "video", "video": "data:,", "nframes": 2.5}), "messages[0].content[0].nframes"),
+    (part({"type": "video", "video": "data:,", "nframes": 769}), "messages[0].content[0]"),
+    (part({"type": "video", "video": "data:,", "speed": 2}), "messages[0].content[0].speed"),
 ]
 
 
@@ -182,8 +190,6 @@ UNSUPPORTED = [
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"functions": [{"name": "f"}]}, "functions"),
-    (part({"type": "video_url", "video_url": {"url": "http://x/"}}), "messages[0].content[0]"),
-    (part({"type": "video", "video": ["http://x/", "http://y/"]}), "messages[0].content[0]"),
     (part({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0].content[0]"),
     (part({"type": "file", "file": {"file_id": "x"}}), "messages[0].content[0]"),
 ]

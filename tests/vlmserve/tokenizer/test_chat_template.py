@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from processors.video_options import VideoKnobs
 from tests.vlmserve.tiny_tokenizer import TEMPLATE
 from vlmserve.common.errors import BadRequestError, CheckpointError
-from vlmserve.tokenizer.chat_messages import ImageRef, to_template_messages
+from vlmserve.tokenizer.chat_messages import ImageRef, VideoRef, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate, load_chat_template
 
 HI = [{"role": "user", "content": "hi"}]
@@ -123,10 +124,28 @@ def test_messages_on_their_way_to_the_template():
     assert [c["function"]["arguments"] for c in result.messages[2]["tool_calls"]] == [{"x": 1}, '{"x": ']
     assert call["function"]["arguments"] == '{"x": 1}', "the caller's messages stay as they are"
     assert result.messages[3] == {"role": "tool", "content": [{"type": "text", "text": "r"}], "tool_call_id": "1"}
-    assert result.images == [
+    assert result.media == [
         ImageRef(source="u1", detail="low", param="messages[1].content[0]"),
         ImageRef(source="u2", param="messages[1].content[2]"),
         ImageRef(source="u3", param="messages[1].content[3]"),
+    ]
+
+
+def test_videos_and_what_is_said_about_them():
+    parts = [
+        {"type": "video_url", "video_url": {"url": "u1"}, "fps": 1.5, "max_frames": 8},
+        {"type": "image", "image": "u2"},
+        {"type": "video", "video": "u3", "nframes": 6, "min_pixels": None, "video_start": 2},
+        {"type": "video", "video": ["f1", "f2"], "sample_fps": 4},
+    ]
+    result = to_template_messages([{"role": "user", "content": parts}])
+    assert [part["type"] for part in result.messages[0]["content"]] == ["video", "image", "video", "video"]
+    where = "messages[0].content"
+    assert result.media == [
+        VideoRef(source="u1", param=f"{where}[0]", knobs=VideoKnobs(fps=1.5, max_frames=8)),
+        ImageRef(source="u2", param=f"{where}[1]"),
+        VideoRef(source="u3", param=f"{where}[2]", knobs=VideoKnobs(num_frames=6, video_start=2)),
+        VideoRef(source=("f1", "f2"), param=f"{where}[3]", knobs=VideoKnobs(fps=4)),
     ]
 
 
@@ -138,7 +157,14 @@ def test_messages_on_their_way_to_the_template():
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].image_url"),
-        ({"role": "user", "content": [{"type": "video", "video": "x"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "video_url", "video_url": {}}]}, "messages[0].content[0].video_url"),
+        ({"role": "user", "content": [{"type": "video"}]}, "messages[0].content[0].video"),
+        (
+            {"role": "user", "content": [{"type": "video", "video": "x", "fps": 1, "sample_fps": 1}]},
+            "messages[0].content[0]",
+        ),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[0].content[0]"),
+        ({"role": "system", "content": [{"type": "video", "video": "x"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "hologram"}]}, "messages[0].content[0].type"),
         ({"role": "system", "content": [{"type": "image", "image": "x"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": "a <pad> b"}, "messages[0].content"),

@@ -1,0 +1,151 @@
+"""Videos through the whole engine, offline: every family answers as `transformers` does, wherever chunks are cut."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from tests.processors.clips import frame, jpeg, make_clip
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vlmserve.reference import Reference, assert_equal_answers, picture
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.common.errors import BadRequestError
+
+NEW = 12
+GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+# transformers' form of the prompt, to compare with transformers
+THEIRS = {"video_reference": "transformers", "num_threads": 1}
+
+
+def video(data, **knobs):
+    return {"type": "video", "video": data, **knobs}
+
+
+def ask(*parts):
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return [{"role": "user", "content": content}]
+
+
+def conversations():
+    short, other = make_clip(25), make_clip(14, fps=5, width=84, height=140, first=30)
+    still = {"type": "image", "image": picture(1, 96, 64)}
+    return [
+        ask(video(short), "What happens?"),
+        ask("Look:", video(other), still, "Compare."),
+        ask(still, video(short), video(other), "Which is longer?"),
+        [*ask(video(other), "What is this?"), {"role": "assistant", "content": "A disc."}, *ask("And this?", still)],
+        ask(video(make_clip(50, fps=5, width=60, height=60)), "How long is it?"),
+    ]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    reference = Reference(folder)
+    asked = conversations()
+    return folder, asked, [reference.answer(messages, NEW) for messages in asked]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"chunked_prefill_size": 16, "page_size": 1},
+        {"chunked_prefill_size": 16, "page_size": 16, "enable_mixed_chunk": True},
+        {"chunked_prefill_size": 64, "encoder_cache_mib": 0, "encoder_max_patches": 48, "disable_radix_cache": True},
+    ],
+    ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()) or "defaults",
+)
+def test_equals_transformers(family, settings):
+    folder, asked, wanted = family
+    with LLM(str(folder), **THEIRS, **settings) as llm:
+        for _ in range(2):  # the second time with warm caches
+            for got, want in zip(llm.chat_batch(asked, GREEDY, num_logprobs=2), wanted, strict=True):
+                assert_equal_answers(got, want)
+        stats = llm.stats()
+        assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
+
+
+def test_speed_is_part_of_what_is_reused(family):
+    """Frames that are equal, at another rate: nothing behind the video's beginning may come from the cache."""
+    folder, _, _ = family
+    frames = [Image.open(io.BytesIO(jpeg(i))) for i in range(8)]
+    with LLM(str(folder), num_threads=1, page_size=1) as llm:
+        first = llm.chat(ask("See", video(frames, sample_fps=2), "What?"), GREEDY)
+        again = llm.chat(ask("See", video(frames, sample_fps=2), "What?"), GREEDY)
+        slower = llm.chat(ask("See", video(frames, sample_fps=0.5), "What?"), GREEDY)
+    assert again.cached_tokens >= first.prompt_tokens - 1
+    assert again.token_ids == first.token_ids
+    assert slower.cached_tokens < first.prompt_tokens // 2
+    with LLM(str(folder), num_threads=1, page_size=1) as llm:
+        assert llm.chat(ask("See", video(frames, sample_fps=0.5), "What?"), GREEDY).token_ids == slower.token_ids
+
+
+def test_sources_of_a_video(family, tmp_path):
+    """A path, bytes, a data: URL, frames in any form: equal content, equal answers."""
+    import base64
+
+    folder, _, _ = family
+    data = make_clip(12)
+    (tmp_path / "clip.mp4").write_bytes(data)
+    text = base64.b64encode(data).decode()
+    jpegs = [jpeg(i) for i in range(4)]
+    urls = ["data:image/jpeg;base64," + base64.b64encode(one).decode() for one in jpegs]
+    joined = "data:video/jpeg;base64," + ",".join(url.split(",")[1] for url in urls)
+    pictures = [Image.open(io.BytesIO(one)) for one in jpegs]
+    with LLM(str(folder), num_threads=1) as llm:
+        for equal in (
+            [
+                video(data),
+                video(tmp_path / "clip.mp4"),
+                {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{text}"}},
+                {"type": "video_url", "video_url": f"data:video/mp4;base64,{text}"},
+            ],
+            [video(jpegs), video(urls), video(joined), video(pictures)],
+        ):
+            answers = [llm.chat(ask(part, "What?"), GREEDY) for part in equal]
+            assert len({answer.token_ids for answer in answers}) == 1
+            assert len({answer.prompt_tokens for answer in answers}) == 1
+
+
+def test_settings_and_fields_reach_the_frames(family):
+    folder, _, _ = family
+    data = make_clip(80, fps=10)
+
+    def tokens(settings, **knobs):
+        with LLM(str(folder), num_threads=1, **settings) as llm:
+            return llm.chat(ask(video(data, **knobs), "?"), replace(GREEDY, max_new_tokens=1)).prompt_tokens
+
+    default = tokens({})
+    assert tokens({"video_fps": 1.0}) < default
+    assert tokens({}, fps=1) == tokens({"video_fps": 1.0})
+    assert tokens({"max_video_frames": 4}) < tokens({"video_fps": 1.0})
+    assert tokens({}, nframes=4) == tokens({"max_video_frames": 4})
+    small = tokens({}, max_pixels=4 * 32 * 32)
+    assert small < default
+    assert tokens({"max_pixels": 4 * 32 * 32}) == small
+    with pytest.raises(BadRequestError, match="max_frames is 5; the limit is 4") as caught:
+        tokens({"max_video_frames": 4}, max_frames=5)
+    assert caught.value.param == "messages[0].content[0]"
+
+
+def test_limits_of_a_request(family):
+    folder, _, _ = family
+    data = make_clip(40)
+    with LLM(str(folder), num_threads=1, max_model_len=64) as llm:
+        with pytest.raises(BadRequestError, match="--max-model-len") as caught:
+            llm.chat(ask(video(data), "?"), GREEDY)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(BadRequestError, match=r"has 9 videos, the limit is 8 .*--max-videos-per-request"):
+            llm.chat(ask(*[video(b"")] * 9), GREEDY)
+
+
+def test_frame_numbers_are_told_apart(family):
+    """The tiny model sees order: reversed frames give other logprobs."""
+    folder, _, _ = family
+    frames = [Image.fromarray(frame(i, 112, 84)) for i in range(6)]
+    with LLM(str(folder), num_threads=1) as llm:
+        ahead, back = (llm.chat(ask(video(part), "What?"), GREEDY, num_logprobs=1) for part in (frames, frames[::-1]))
+    assert json.dumps([x.logprob for x in ahead.logprobs]) != json.dumps([x.logprob for x in back.logprobs])
