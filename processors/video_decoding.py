@@ -147,9 +147,10 @@ class Clip:
                 stream.codec_context.thread_count = self._limits.decode_threads
                 yield container, stream
         except av.error.ArgumentError as error:  # what FFmpeg says of frames above max_pixels
-            raise _broken(
-                f"{_words(error)}, or a frame has more than {self._limits.max_frame_pixels} pixels "
-                "(setting --max-video-frame-pixels)"
+            raise BadRequestError(
+                f"the video's frames have more than {self._limits.max_frame_pixels} pixels, the limit (setting "
+                "--max-video-frame-pixels), or their size is not valid",
+                code="video_too_large",
             ) from error
         except av.FFmpegError as error:
             raise _broken(_words(error)) from error

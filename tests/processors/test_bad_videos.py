@@ -1,0 +1,226 @@
+"""Broken, lying and oversized videos: each is refused with a 400 that says why, or served as what it really holds."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import subprocess
+import sys
+
+import av
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from processors.video_decoding import Clip
+from processors.video_options import VideoLimits
+from tests.processors.clips import decode_all, make_clip
+from vlmserve.common.errors import BadRequestError
+
+LIMITS = VideoLimits()
+MP4 = make_clip(60, gop=10)
+WEBM = make_clip(60, codec="libvpx-vp9", container="webm", width=160, height=120)
+GIF = make_clip(10, codec="gif", container="gif")
+
+
+def read_all(data, limits=LIMITS):
+    clip = Clip(data, limits)
+    return list(clip.read(range(clip.info.num_frames)))
+
+
+def refused(data, match, limits=LIMITS):
+    with pytest.raises(BadRequestError, match=match) as caught:
+        read_all(data, limits)
+    assert 400 <= caught.value.status < 500
+    return caught.value
+
+
+def overwritten(data, mark, offset, value, layout=">I"):
+    """`data` with a number put `offset` bytes behind `mark`."""
+    changed = bytearray(data)
+    struct.pack_into(layout, changed, data.index(mark) + len(mark) + offset, value)
+    return bytes(changed)
+
+
+def black_clip(width, height, frames=1):
+    """Made without the memory and time that drawn frames of that size would take."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as box:
+        stream = box.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.thread_count = 1
+        black = av.VideoFrame(width, height, "yuv420p")
+        for plane in black.planes:
+            plane.update(bytes(plane.buffer_size))
+        for number in range(frames):
+            black.pts = number
+            box.mux(stream.encode(black))
+        box.mux(stream.encode(None))
+    return file.getvalue()
+
+
+# ---------------------------------------------------------------- no video at all
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "empty"),
+        (b"this is not a video", "not a video of a supported format .* begins with b'this is '"),
+        (b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom", "broken or cut off"),
+        (b"\x1aE\xdf\xa3" + bytes(100), "broken or cut off|no video stream|no frames"),
+        (b"GIF89a" + bytes(3), "broken or cut off|no video stream|no frames"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(50), "not a video of a supported format"),
+        # playlists, which FFmpeg would follow to other files and hosts
+        (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "not a video of a supported format"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "not a video of a supported format"),
+    ],
+    ids=["empty", "text", "stub", "matroska", "gif", "png", "hls", "concat"],
+)
+def test_what_is_no_video(data, match):
+    refused(data, match)
+
+
+def test_a_file_with_sound_only():
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as box:
+        stream = box.add_stream("aac", rate=16000)
+        for index in range(5):
+            sound = av.AudioFrame(format="fltp", layout="mono", samples=1024)
+            sound.rate, sound.pts = 16000, index * 1024
+            for plane in sound.planes:
+                plane.update(bytes(plane.buffer_size))
+            box.mux(stream.encode(sound))
+        box.mux(stream.encode(None))
+    refused(file.getvalue(), "no video stream")
+
+
+def test_a_video_stream_without_frames():
+    end = WEBM.index(b"\x1f\x43\xb6\x75")  # the first cluster
+    refused(WEBM[:end], "no frames|cut off")
+    header = overwritten(MP4, b"stsz", 8, 0)  # no samples
+    refused(header, "no frames|cut off|no video stream")
+
+
+# ---------------------------------------------------------------- cut off and damaged
+
+
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.6, 0.8])
+@pytest.mark.parametrize("data", [MP4, WEBM, GIF], ids=["mp4", "webm", "gif"])
+def test_a_file_that_is_cut_off(data, part):
+    refused(data[: int(len(data) * part)], "cut off|no frames|no video stream")
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.sampled_from([MP4, WEBM, GIF]), at=st.floats(0, 1), size=st.integers(1, 4000), byte=st.integers(0, 255))
+def test_damage_is_refused_or_got_over_and_nothing_else(data, at, size, byte):
+    start = int(at * len(data))
+    damaged = data[:start] + bytes([byte]) * size + data[start + size :]
+    try:
+        frames = read_all(damaged)
+    except BadRequestError:
+        return
+    assert frames
+
+
+@settings(max_examples=40)
+@given(junk=st.binary(max_size=400), head=st.sampled_from([b"\0\0\0 ftypisom", b"\x1aE\xdf\xa3", b"GIF89a", b""]))
+def test_junk_is_refused(junk, head):
+    with contextlib.suppress(BadRequestError):
+        read_all(head + junk)
+
+
+# ---------------------------------------------------------------- too long, too large
+
+
+def test_ten_hours_between_frames():
+    clip = make_clip(3, times=[0, 1000, 36_000_000], container="matroska", codec="libx264")
+    error = refused(clip, r"36000\.\d s long; the limit is 7200 s \(setting --max-video-duration-s\)")
+    assert error.code == "video_too_long"
+
+
+def test_a_header_of_ten_hours():
+    ten_hours = overwritten(WEBM, b"\x44\x89\x88", 0, 36e6, ">d")  # Duration, in milliseconds
+    refused(ten_hours, r"36000.0 s long; the limit is 7200 s \(setting --max-video-duration-s\)")
+    one_hour = overwritten(WEBM, b"\x44\x89\x88", 0, 36e5, ">d")
+    refused(one_hour, r"its header promises 3600.00 s, its data end after 6.\d\d s")
+
+
+def test_more_frames_than_any_camera_takes():
+    limits = VideoLimits(max_duration_s=0.2)
+    times = list(range(60))  # a frame each millisecond
+    refused(make_clip(60, times=times, container="matroska", codec="libx264"), "more than 48 frames", limits)
+
+
+def test_frames_of_8k():
+    error = refused(black_clip(7680, 4320), "pixels.*--max-video-frame-pixels")
+    assert error.code == "video_too_large"
+
+
+def test_a_header_that_says_the_frames_are_small():
+    clip = black_clip(7680, 4320)
+    for offset in (24, 26):  # width and height in the sample entry
+        clip = overwritten(clip, b"mp4v", offset, 64, ">H")
+    refused(clip, "--max-video-frame-pixels")
+
+
+# ---------------------------------------------------------------- headers are not believed
+
+
+@pytest.mark.parametrize("seconds", [0, 3600, 36000])
+def test_an_mp4s_durations_do_not_matter(seconds):
+    lying = overwritten(MP4, b"mvhd", 16, seconds * 1000)
+    frames, rate = decode_all(MP4)
+    clip = Clip(lying, LIMITS)
+    assert (clip.info.num_frames, clip.info.rate) == (60, rate)
+    (last,) = clip.read([59])
+    assert np.array_equal(last, frames[59])
+
+
+def test_a_table_of_samples_that_are_not_there():
+    refused(overwritten(MP4, b"stsz", 8, 2**28), "cut off")
+
+
+# ---------------------------------------------------------------- memory
+
+_MEASURE = """
+import resource, sys
+from pathlib import Path
+from processors.video_decoding import Clip
+from processors.video_options import VideoLimits
+from vlmserve.common.errors import BadRequestError
+data = Path(sys.argv[1]).read_bytes()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+before = peak()
+try:
+    clip = Clip(data, VideoLimits())
+    count = sum(1 for _ in clip.read(range(clip.info.num_frames)))
+except BadRequestError:
+    count = 0
+print(count, peak() - before)
+"""
+
+
+def growth(data, tmp_path):
+    """Frames read and the growth of the peak, in MiB, of a process of its own."""
+    path = tmp_path / "clip"
+    path.write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    count, grown = map(int, done.stdout.split())
+    return count, grown
+
+
+def test_memory_does_not_grow_with_the_clip(tmp_path):
+    count, grown = growth(black_clip(640, 360, frames=300), tmp_path)  # 198 MiB of RGB
+    assert count == 300
+    assert grown < 100
+
+
+def test_a_frame_over_the_limit_is_not_decoded(tmp_path):
+    count, grown = growth(black_clip(8100, 8100), tmp_path)
+    assert count == 0
+    assert grown < 100
