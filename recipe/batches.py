@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from recipe.lessons import Lesson, Teacher
+from recipe.plan import Stage
 from recipe.sizes import MERGE
 
 
@@ -18,7 +19,7 @@ class Batch:
     """ids, branches: int64 [B, L]; taught, visual: bool [B, L]; positions: int64 [3, B, L]; branch -1 is padding.
 
     patches: float16 [n, 1536]; grids: int64 [pictures, 3].
-    things, offsets, characters, outline: as in Hints, of all pictures.
+    things, offsets, places, characters, outline: as in Hints, of all pictures.
     """
 
     ids: torch.Tensor
@@ -30,6 +31,7 @@ class Batch:
     grids: torch.Tensor
     things: torch.Tensor
     offsets: torch.Tensor
+    places: torch.Tensor
     characters: torch.Tensor
     outline: torch.Tensor
 
@@ -72,6 +74,7 @@ def collate(lessons: list[Lesson]) -> Batch:
         grids=torch.tensor(grids).reshape(-1, 3),
         things=torch.from_numpy(np.concatenate([lesson.hints.things for lesson in lessons])),
         offsets=torch.from_numpy(np.concatenate([lesson.hints.offsets for lesson in lessons])),
+        places=torch.from_numpy(np.concatenate([lesson.hints.places for lesson in lessons])),
         characters=torch.from_numpy(np.concatenate([lesson.hints.characters for lesson in lessons])),
         outline=torch.from_numpy(np.concatenate([lesson.hints.outline for lesson in lessons])),
     )
@@ -89,35 +92,22 @@ def attention_mask(branches: torch.Tensor) -> torch.Tensor:
 class _Batches(torch.utils.data.IterableDataset):
     """Batch k is made from (seed, k) alone, so training can go on from any step with the same data."""
 
-    def __init__(
-        self, tokenizer: str, chances: dict[str, float], budget: int, size: int, seed: int, first: int, end: int
-    ) -> None:
-        self._settings = tokenizer, chances, budget, size, seed, first, end
+    def __init__(self, tokenizer: str, stage: Stage, seed: int, first: int, end: int) -> None:
+        self._settings = tokenizer, stage, seed, first, end
 
     def __iter__(self) -> Iterator[Batch]:
-        torch.set_num_threads(1)
-        tokenizer, chances, budget, size, seed, first, end = self._settings
-        teacher = Teacher(Tokenizer.from_str(tokenizer), chances, budget)
+        tokenizer, stage, seed, first, end = self._settings
+        teacher = Teacher(Tokenizer.from_str(tokenizer), stage.chances, stage.budget)
         worker = torch.utils.data.get_worker_info()
         offset, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for k in range(first + offset, end, step):
             rng = np.random.default_rng([seed, k])
-            yield collate([teacher.lesson(rng) for _ in range(size)])
+            yield collate([teacher.lesson(rng) for _ in range(stage.batch)])
 
 
-def batches(
-    tokenizer: Tokenizer,
-    chances: dict[str, float],
-    *,
-    budget: int,
-    size: int,
-    seed: int,
-    first: int,
-    end: int,
-    workers: int,
-) -> Iterator[Batch]:
-    """Batches number first..end-1, in order."""
-    data = _Batches(tokenizer.to_str(), chances, budget, size, seed, first, end)
+def batches(tokenizer: Tokenizer, stage: Stage, *, seed: int, first: int, end: int, workers: int) -> Iterator[Batch]:
+    """Batches number first..end-1, in order. workers: processes that make them; 0: this one."""
+    data = _Batches(tokenizer.to_str(), stage, seed, first, end)
     loader = torch.utils.data.DataLoader(
         data, batch_size=None, num_workers=workers, prefetch_factor=3 if workers else None
     )

@@ -6,7 +6,7 @@ The pictures are paid for once: dialogues that begin after the same pictures are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,15 @@ from processors.mrope import MediaSpan, mrope_positions
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
 from recipe.clips import Clip, make_clip
 from recipe.paint import font, paint, strange, wear
-from recipe.sizes import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH, TEMPORAL_PATCH, VIDEO_MAX_PIXELS, VIDEO_MIN_PIXELS
+from recipe.sizes import (
+    MAX_PIXELS,
+    MERGE,
+    MIN_PIXELS,
+    PATCH,
+    TEMPORAL_PATCH,
+    VIDEO_MAX_PIXELS,
+    VIDEO_MIN_PIXELS,
+)
 from recipe.tokenizer import EVERYDAY
 from recipe.wording import Dialogue, about_clip, about_strange, album, dialogues, talk
 from recipe.world import COLOURS, SHAPES, Rng, Scene, make_scene, pick_size
@@ -41,12 +49,14 @@ class Hints:
 
     things: int64 [n], 0 for nothing, else 1 + 8 * shape + colour of the object over the token's middle.
     offsets: float32 [n, 4], from the token's middle to the object's, and its size, all in tokens.
+    places: float32 [n, 2], the object's middle in the picture, 0..1 from left and from top.
     characters: int64 [n, 4], per patch: 0 for none, else 1 + index of the character printed over its middle.
     outline: uint8 [n, 64], for each patch 4x4 shares of it, 0..255, that are covered by objects or print.
     """
 
     things: np.ndarray
     offsets: np.ndarray
+    places: np.ndarray
     characters: np.ndarray
     outline: np.ndarray
 
@@ -130,6 +140,7 @@ def hints(scene: Scene | None, grid: tuple[int, int, int]) -> Hints:
     rows, columns = grid[1] // MERGE, grid[2] // MERGE
     things = np.zeros((rows, columns), np.int64)
     offsets = np.zeros((rows, columns, 4), np.float32)
+    places = np.zeros((rows, columns, 2), np.float32)
     characters = np.zeros((rows, MERGE, columns, MERGE), np.int64)
     if scene is not None:
         y, x = np.mgrid[:rows, :columns] + 0.5
@@ -141,10 +152,12 @@ def hints(scene: Scene | None, grid: tuple[int, int, int]) -> Hints:
             over[min(rows - 1, int(cy)), min(columns - 1, int(cx))] = True
             things[over] = 1 + len(COLOURS) * SHAPES.index(thing.shape) + COLOURS.index(thing.colour)
             offsets[over] = np.stack([cx - x, cy - y, np.full_like(x, x1 - x0), np.full_like(y, y1 - y0)], -1)[over]
+            places[over] = thing.centre[0] / scene.width, thing.centre[1] / scene.height
         _mark_characters(scene, characters)
     return Hints(
         things=things.reshape(-1),
         offsets=offsets.reshape(-1, 4),
+        places=places.reshape(-1, 2),
         characters=characters.transpose(0, 2, 1, 3).reshape(-1, MERGE**2),
         outline=_outline(scene, rows, columns),
     )
@@ -190,7 +203,7 @@ def _mark_characters(scene: Scene, characters: np.ndarray) -> None:
 class Teacher:
     """Makes lessons. chances: how often each kind comes. budget: most tokens in a row; 0: pictures, no questions."""
 
-    def __init__(self, tokenizer: Tokenizer, chances: dict[str, float], budget: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, chances: Mapping[str, float], budget: int) -> None:
         self._tokenizer = tokenizer
         self._kinds = list(chances)
         self._chances = np.asarray(list(chances.values())) / sum(chances.values())
@@ -208,7 +221,7 @@ class Teacher:
         if kind == "scene" or kind == "print":
             if kind == "scene":
                 count = int(rng.choice([0, 1, 2, 3, 4, 5, 6], p=[0.02, 0.2, 0.23, 0.25, 0.1, 0.1, 0.1]))
-                scene = make_scene(rng, count)
+                scene = make_scene(rng, count) if self._budget else make_scene(rng, min(count, 4), smallest=0.2)
             else:
                 scene = make_print_scene(rng)
                 prints = [p.text for p in scene.prints]
@@ -300,6 +313,7 @@ class Teacher:
             hints=Hints(
                 things=np.concatenate([h.things for h in parts]),
                 offsets=np.concatenate([h.offsets for h in parts]),
+                places=np.concatenate([h.places for h in parts]),
                 characters=np.concatenate([h.characters for h in parts]),
                 outline=np.concatenate([h.outline for h in parts]),
             ),

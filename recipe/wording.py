@@ -34,21 +34,46 @@ def _with_article(name: str) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
+_BEFORE = (
+    "Please tell me: ",
+    "Tell me, ",
+    "Can you tell me: ",
+    "Look at the picture. ",
+    "Look closely: ",
+    "In this picture, ",
+    "In this image, ",
+    "In the photo, ",
+    "Question: ",
+    "Hi! ",
+    "I would like to know: ",
+    "Quick question: ",
+)
+_AFTER_QUESTION = (
+    " in the picture",
+    " in this image",
+    " in the photo",
+    " here",
+    ", please",
+    " in this picture, please",
+)
+_AFTER = (" Answer briefly.", " Be brief.", " Answer in one word.", " Short answer.", " Thanks!", " Just the answer.")
+
+
 def _polite(question: str, rng: Rng) -> str:
     """The same question as different people type it."""
-    roll = rng.random()
-    if roll < 0.06:
-        question = "Please " + question[0].lower() + question[1:] if not question.endswith("?") else question
-    elif roll < 0.10:
-        question = question[:-1] + ", please" + question[-1]
-    elif roll < 0.16:
+    if rng.random() < 0.14 and question[-1] in "?." and " in the " not in question:
+        question = question[:-1] + pick(rng, _AFTER_QUESTION) + question[-1]
+    if rng.random() < 0.22:
+        before = pick(rng, _BEFORE)
+        question = before + (question if before[-2] in ".!" else question[0].lower() + question[1:])
+    elif rng.random() < 0.06 and not question.endswith("?"):
+        question = "Please " + question[0].lower() + question[1:]
+    if rng.random() < 0.12:
         question = question[0].lower() + question[1:]
-    elif roll < 0.20:
+    if rng.random() < 0.10:
         question = question.rstrip("?.")
-    elif roll < 0.25:
-        question += " " + pick(rng, ("Answer briefly.", "Be brief.", "Answer in one word.", "Short answer."))
-    elif roll < 0.29:
-        question = pick(rng, ("Look at the picture. ", "In this picture: ", "Tell me: ", "Question: ")) + question
+    elif rng.random() < 0.05:
+        question += pick(rng, _AFTER)
     return question
 
 
@@ -116,6 +141,14 @@ DESCRIBE = (
     "Which objects are there?",
     "Which shapes are there?",
     "What is this?",
+    "Tell me what is in this picture.",
+    "What objects do you see?",
+    "What objects are there, and what are their colours?",
+    "List each object and its color.",
+    "Name every shape and its colour.",
+    "Say what you see, with colours.",
+    "Describe all the shapes.",
+    "Which shapes do you see, and in which colours?",
 )
 
 
@@ -196,6 +229,10 @@ def _where_questions(name: str) -> tuple[str, ...]:
         f"What is the location of {name}?",
         f"Tell me where {name} is.",
         f"Which part of the picture holds {name}?",
+        f"Which part of the picture is {name} in?",
+        f"Where exactly is {name}?",
+        f"Whereabouts in the picture is {name}?",
+        f"Say where {name} is.",
     )
 
 
@@ -268,6 +305,9 @@ def exists(scene: Scene, rng: Rng) -> Dialogue | None:
         f"Does the {picture} show {a}?",
         f"Does the {picture} contain {a}?",
         f"Is {a} shown?",
+        f"Does the {picture} have {a}?",
+        f"Is there {a} anywhere?",
+        f"Have we got {a}?",
         f"Is there {a} here? Yes or no?",
     )
     return [_ask(rng, questions, answer)]
@@ -312,12 +352,24 @@ def relation(scene: Scene, rng: Rng) -> Dialogue | None:
         side = int(rng.integers(2))
         right = (gap < 0) == (side == 0)
         word = pick(rng, words[side])
-        questions = (f"Is {a} {word} {b}?", f"Is {a} {word} {b}?", f"Is it true that {a} is {word} {b}?")
+        questions = (
+            f"Is {a} {word} {b}?",
+            f"Is {a} {word} {b}?",
+            f"Is it true that {a} is {word} {b}?",
+            f"Does {a} lie {word} {b}?",
+            f"Would you say {a} is {word} {b}?",
+        )
         return [_ask(rng, questions, "Yes." if right else "No.")]
     side = 0 if gap < 0 else 1
     if roll < 0.75 and len(scene.things) == 2:
         word = pick(rng, words[side])
-        questions = (f"What is {word} {b}?", f"Which object is {word} {b}?", f"What do you see {word} {b}?")
+        questions = (
+            f"What is {word} {b}?",
+            f"Which object is {word} {b}?",
+            f"What do you see {word} {b}?",
+            f"Which thing is {word} {b}?",
+            f"What lies {word} {b}?",
+        )
         return [_ask(rng, questions, _with_article(one.name).capitalize() + ".")]
     extreme = (("further left", "further right"), ("higher", "lower"))[axis][side]
     first, second = (a, b) if rng.random() < 0.5 else (b, a)
@@ -680,14 +732,14 @@ def talk(rng: Rng, words: Sequence[str]) -> Dialogue:
 BASIC: tuple[tuple[Asker, float], ...] = (
     (describe, 1.6),
     (colour, 1),
-    (shape, 1),
-    (where, 1.3),
+    (shape, 0.7),
+    (where, 2.5),
     (count, 1.0),
-    (exists, 1.3),
+    (exists, 1.7),
     (absent, 0.3),
-    (relation, 1.0),
+    (relation, 1.2),
     (largest, 0.35),
-    (boxes, 0.6),
+    (boxes, 0.2),
     (follow_up, 0.7),
 )
 

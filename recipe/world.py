@@ -173,8 +173,8 @@ def pick_background(avoid: list[Rgb], rng: Rng) -> Rgb:
     return best
 
 
-def make_scene(rng: Rng, count: int, size: tuple[int, int] | None = None) -> Scene:
-    """A scene of `count` objects, or of fewer where they find no room."""
+def make_scene(rng: Rng, count: int, size: tuple[int, int] | None = None, smallest: float = SMALLEST * 1.02) -> Scene:
+    """A scene of `count` objects, or of fewer where they find no room. smallest: of their sizes, in short sides."""
     width, height = size or pick_size(rng)
     short = min(width, height)
     # Half the scenes use few colours or shapes, so that counting and telling apart is learnt.
@@ -192,7 +192,7 @@ def make_scene(rng: Rng, count: int, size: tuple[int, int] | None = None) -> Sce
         if distance(rgb, background) < CONTRAST:
             continue
         for _ in range(25):
-            side = short * math.exp(rng.uniform(math.log(SMALLEST * 1.02), math.log(largest)))
+            side = short * math.exp(rng.uniform(math.log(smallest), math.log(largest)))
             thing = make_thing(
                 str(rng.choice(shapes)),  # type: ignore[arg-type]
                 colour,

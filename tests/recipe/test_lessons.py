@@ -15,11 +15,12 @@ from processors.registry import make_processor
 from recipe.batches import attention_mask, batches, collate
 from recipe.clips import make_clip
 from recipe.lessons import CHARACTERS, Lesson, Teacher, see
+from recipe.losses import Hinter, losses
 from recipe.network import Network, make_network, write_checkpoint
 from recipe.paint import paint
+from recipe.plan import PLAN
 from recipe.sizes import MERGE
 from recipe.tokenizer import make_recipe_tokenizer
-from recipe.train import STAGES, Hinter, losses
 from recipe.world import COLOURS, SHAPES, Scene, make_scene, make_thing, pick_colour
 from recipe.writing import make_print_scene
 from vlmserve.common.checkpoint import read_json
@@ -105,9 +106,9 @@ def test_prompt_and_patches_are_those_that_are_served(tokenizer: Tokenizer, netw
 
 
 def test_the_same_batches_wherever_one_goes_on(tokenizer: Tokenizer) -> None:
-    settings = {"budget": 120, "size": 2, "seed": 1, "workers": 0}
-    whole = list(batches(tokenizer, STAGES["shapes"], first=0, end=3, **settings))
-    rest = list(batches(tokenizer, STAGES["shapes"], first=2, end=3, **settings))
+    stage = dataclasses.replace(PLAN[-1], batch=2, budget=120)
+    whole = list(batches(tokenizer, stage, seed=1, first=0, end=3, workers=0))
+    rest = list(batches(tokenizer, stage, seed=1, first=2, end=3, workers=0))
     assert len(whole) == 3
     for name in ("ids", "patches", "positions", "outline"):
         assert torch.equal(getattr(whole[2], name), getattr(rest[0], name))

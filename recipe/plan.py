@@ -1,0 +1,62 @@
+"""In which order, how long and how fast the network learns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+WARMUP = 200
+"""Steps in which a stage gets up to its learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """chances: how often each kind of lesson comes. steps, batch: how many batches of how many lessons.
+
+    rate: learning rate; it goes down to nothing over the last `decay` steps. hint_weight: of the hints' loss.
+    budget: most tokens in a lesson; 0: no questions, so that the hints alone teach the tower.
+    """
+
+    name: str
+    chances: Mapping[str, float]
+    steps: int
+    batch: int = 24
+    rate: float = 2e-3
+    decay: int = 0
+    hint_weight: float = 0.5
+    budget: int = 256
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of the stage's step number `step`, counted from 0."""
+        fall = (self.steps - step) / self.decay if self.decay else 1.0
+        return self.rate * min(1.0, (step + 1) / WARMUP, fall)
+
+
+PLAN = (
+    # The tower first, which takes no text and so goes twice as fast. Shapes are told apart only from step 500 on.
+    Stage(
+        name="look",
+        chances={"scene": 0.7, "print": 0.27, "strange": 0.03},
+        steps=800,
+        batch=48,
+        rate=3e-3,
+        hint_weight=1.0,
+        budget=0,
+    ),
+    Stage(
+        name="shapes",
+        chances={"scene": 0.85, "album": 0.06, "print": 0.04, "strange": 0.03, "talk": 0.02},
+        steps=2650,
+        decay=450,
+    ),
+)
+
+
+def stage_at(step: int, plan: tuple[Stage, ...] = PLAN) -> tuple[Stage, int]:
+    """The stage of a step of the whole plan, and its first step. The last stage when the plan is done."""
+    first = 0
+    for stage in plan[:-1]:
+        if step < first + stage.steps:
+            return stage, first
+        first += stage.steps
+    return plan[-1], first
