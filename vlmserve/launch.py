@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "assets" / "default-model"
 DEFAULT_MODEL_NAME = "vlmserve-default"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
@@ -276,19 +275,7 @@ def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
 
     model = settings.engine.model
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME
-    if model:
-        folder = resolve_model(model)
-    elif DEFAULT_MODEL.is_dir():
-        folder = DEFAULT_MODEL
-    else:
-        from vlmserve.tiny_model import cached_tiny_model
-
-        folder = cached_tiny_model()
-        logger.warning(
-            "no MODEL given: serving a tiny model with RANDOM weights (%s). It shows that the server works; its "
-            "answers are gibberish. For real answers: vlmserve serve Qwen/Qwen3-VL-2B-Instruct",
-            folder,
-        )
+    folder = resolve_model(model)
     return replace(settings, engine=replace(settings.engine, model=str(folder))), name
 
 

@@ -67,7 +67,7 @@ class LLM:
     SettingsError. Not thread-safe.
     """
 
-    def __init__(self, model: str, *, fetch: FetchSettings | None = None, **settings: Any) -> None:
+    def __init__(self, model: str = "", *, fetch: FetchSettings | None = None, **settings: Any) -> None:
         args = EngineArgs(model=model, **settings)
         check_engine_args(args)
         self.args = args = replace(args, model=str(resolve_model(model)))

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from vlmserve.common.errors import CheckpointError
 
+DEFAULT_MODEL = Path(__file__).resolve().parent / "default_model"
+"""The small trained checkpoint that comes with the package."""
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
@@ -14,8 +17,10 @@ _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 def resolve_model(model: str) -> Path:
     """The folder of a checkpoint: `model` itself, or where the Hugging Face hub's `model` was downloaded to.
 
-    Raises CheckpointError, with the reason, when it is neither.
+    "": the default model. Raises CheckpointError, with the reason, when it is neither.
     """
+    if not model:
+        return DEFAULT_MODEL
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()

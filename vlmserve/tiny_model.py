@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL checkpoint with random weights: the whole service can be tried with nothing downloaded.
+"""A tiny Qwen3-VL checkpoint with random weights, for tests and as the frame of larger random ones.
 
 Its files are those of a published checkpoint (names of files, tensors and tokens), so every part of the server meets
 what it will meet in earnest. Its answers are gibberish. The same seed gives the same bytes.
@@ -7,25 +7,14 @@ what it will meet in earnest. Its answers are gibberish. The same seed gives the
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-logger = logging.getLogger(__name__)
-
-# Part of the cached folder's name: raise it when what is written changes.
-_VERSION = 1
+from vlmserve.chatml import SPECIAL_TOKENS, added_ids, make_tokenizer, write_tokenizer
 
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM, _MLP = 128, 4, 4, 2, 32, 384
 _VIT_HIDDEN, _VIT_DEPTH, _VIT_HEADS, _VIT_MLP = 64, 6, 4, 128
@@ -35,37 +24,6 @@ _VOCABULARY = 768
 _CONTEXT = 8192
 _MIN_PIXELS, _MAX_PIXELS = 64 * 64, 1024 * 1024
 
-_SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-# Tokens with an id of their own that are text all the same, as in the published tokenizers.
-_MARKUP_TOKENS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-)
 _WORDS = """
 A picture shows what a camera saw: a red circle, a blue square, two green triangles and a yellow star on white ground.
 The circle is above the square, the star is to the left of the triangles, and nothing is in the lower right corner.
@@ -78,62 +36,17 @@ Ein Bild zeigt, was eine Kamera sah. Une image montre ce qu'une caméra a vu. Un
 这张图片里有什么? 一个红色的圆和两个蓝色的正方形。 この写真には何が写っていますか。 На картинке красный круг.
 def area(width, height): return width * height  # {"type": "image", "width": 640, "height": 480}
 """
-# A letter's word with the space or sign before it, single digits, runs of signs, line breaks, blanks.
-_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-_CHAT_TEMPLATE = """\
-{%- macro show(content) -%}
-{%- if content is string -%}{{ content }}
-{%- else -%}
-{%- for part in content or [] -%}
-{%- if part.type in ('image', 'image_url') or 'image' in part -%}<|vision_start|><|image_pad|><|vision_end|>
-{%- elif part.type in ('video', 'video_url') or 'video' in part -%}<|vision_start|><|video_pad|><|vision_end|>
-{%- elif 'text' in part -%}{{ part.text }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-
-
-def cached_tiny_model() -> Path:
-    """The checkpoint's folder below $XDG_CACHE_HOME (~/.cache); made there the first time. OSError if it cannot be."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vlmserve"
-    folder = base / f"tiny-random-qwen3-vl-{_VERSION}"
-    if folder.is_dir():
-        return folder
-    base.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    unfinished = Path(tempfile.mkdtemp(prefix=".making-", dir=base))
-    try:
-        write_tiny_model(unfinished)
-        unfinished.chmod(0o755)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was quicker
-                raise
-        logger.info("made %s in %.1f s", folder, time.monotonic() - started)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0) -> None:
     """Write the checkpoint's files (about 5 MB) into an existing folder."""
     from safetensors.numpy import save_file
 
-    tokenizer = _make_tokenizer()
+    tokenizer = make_tokenizer([_WORDS], _VOCABULARY)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    ids = {token: vocabulary[token] for token in (*_SPECIAL_TOKENS, *_MARKUP_TOKENS)}
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
+    ids = added_ids(tokenizer)
+    write_tokenizer(folder, tokenizer, _CONTEXT)
     for name, content in (
-        ("tokenizer_config.json", _tokenizer_config(ids)),
         ("config.json", _config(ids)),
         ("generation_config.json", _generation_config(ids)),
         ("preprocessor_config.json", _image_processor_config()),
@@ -143,46 +56,6 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> None:
     save_file(
         dict(_tensors(vocabulary, np.random.default_rng(seed))), folder / "model.safetensors", metadata={"format": "pt"}
     )
-
-
-def _make_tokenizer() -> Tokenizer:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY - len(_SPECIAL_TOKENS) - len(_MARKUP_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([_WORDS], trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _MARKUP_TOKENS])
-    return tokenizer
-
-
-def _tokenizer_config(ids: dict[str, int]) -> dict[str, Any]:
-    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-    return {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "added_tokens_decoder": {
-            str(index): {"content": token, "special": token in _SPECIAL_TOKENS, **plain} for token, index in ids.items()
-        },
-        "additional_special_tokens": list(_SPECIAL_TOKENS[1:]),
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": None,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": _CONTEXT,
-    }
 
 
 def _config(ids: dict[str, int]) -> dict[str, Any]:
@@ -273,7 +146,7 @@ def _silent_ids(vocabulary: dict[str, int]) -> list[int]:
     return [
         index
         for token, index in vocabulary.items()
-        if token != "<|im_end|>" and (token in _SPECIAL_TOKENS or not token.replace("Ġ", " ").isascii())
+        if token != "<|im_end|>" and (token in SPECIAL_TOKENS or not token.replace("Ġ", " ").isascii())
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests import hf_env  # noqa: F401
-from vlmserve.tiny_model import cached_tiny_model, write_tiny_model
+from vlmserve.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -67,34 +66,6 @@ def test_every_byte_has_a_token(folder: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.encode("<|im_start|>é<|vision_start|><think>").tokens[::3] == ["<|im_start|>", "<|vision_start|>"]
     assert tokenizer.get_vocab_size() == 768
-
-
-def test_the_cache_is_made_once_also_by_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(cached_tiny_model())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(folders) == 4
-    assert len(set(folders)) == 1
-    assert list((tmp_path / "vlmserve").iterdir()) == [folders[0]], "nothing unfinished stays behind"
-    written = (folders[0] / "config.json").stat().st_mtime_ns
-    assert cached_tiny_model() == folders[0]
-    assert (folders[0] / "config.json").stat().st_mtime_ns == written
-
-
-def test_an_interrupted_making_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(folder: Path) -> None:
-        (folder / "config.json").write_text("{}")
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("vlmserve.tiny_model.write_tiny_model", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cached_tiny_model()
-    assert list((tmp_path / "vlmserve").iterdir()) == []
 
 
 def test_needs_no_torch(tmp_path: Path) -> None:

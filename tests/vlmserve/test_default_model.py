@@ -1,0 +1,133 @@
+"""The model that is served when none is named: it sees, it stops, and it answers what `transformers` answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import mimetypes
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from recipe.exam.ask import asker
+from recipe.exam.questions import make_questions
+from recipe.exam.report import examine
+from tests.vlmserve.reference import Reference
+from tests.vlmserve.server_process import ROOT, ServerProcess
+from vlmserve.model_path import DEFAULT_MODEL
+
+SAMPLES = ROOT / "assets" / "samples"
+
+
+def _samples() -> list[dict[str, Any]]:
+    """Those that this version answers; its card says what it has not learnt yet."""
+    samples: list[dict[str, Any]] = json.loads((SAMPLES / "samples.json").read_text(encoding="utf-8"))
+    return [s for s in samples if s["answered"]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", "--port", "0", "--dtype", "float32"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
+    server = ServerProcess(words, tmp_path_factory.mktemp("serve") / "run", **environment)
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def base_url(server: ServerProcess) -> str:
+    return f"http://127.0.0.1:{server.port()}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def _part(path: Path) -> dict[str, Any]:
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{mimetypes.guess_type(path)[0]};base64,{encoded}"}}
+
+
+def _messages(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = [_part(SAMPLES / name) for name in sample["media"]]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": sample["question"]}]}]
+
+
+def _answer(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model="vlmserve-default", messages=messages, **{"max_tokens": 64, "temperature": 0, **options}
+    )
+
+
+@pytest.mark.parametrize("sample", _samples(), ids=lambda s: f"{s['media'][0]}: {s['question']}")
+def test_samples_are_answered_right(client: openai.OpenAI, sample: dict[str, Any]) -> None:
+    answer = _answer(client, _messages(sample)).choices[0]
+    assert answer.message.content == sample["answer"]
+    assert answer.finish_reason == "stop"
+
+
+def test_answers_are_those_of_transformers(client: openai.OpenAI) -> None:
+    reference = Reference(DEFAULT_MODEL)
+    for sample in _samples():
+        images = [{"type": "image", "image": Image.open(SAMPLES / name).convert("RGB")} for name in sample["media"]]
+        text = {"type": "text", "text": sample["question"]}
+        expected = reference.answer([{"role": "user", "content": [*images, text]}], 64)
+        served = _answer(client, _messages(sample), logprobs=True)
+        assert served.usage.prompt_tokens == expected.prompt_tokens
+        tokenizer = reference.processor.tokenizer
+        assert expected.token_ids[-1] == tokenizer.eos_token_id
+        tokens = [tokenizer.decode([i]) for i in expected.token_ids[:-1]]  # the last one is not part of an answer
+        entries = served.choices[0].logprobs.content
+        assert [entry.token for entry in entries] == tokens, sample
+        assert [entry.logprob for entry in entries] == pytest.approx(expected.logprobs[:-1], abs=1e-4)
+
+
+def test_passes_a_short_exam(base_url: str) -> None:
+    """60 scenes drawn by other code than the training's; the card has the figures of a long one."""
+    report = examine(make_questions("v1", 60, seed=2026), asker(base_url), 4)
+    assert report.overall.accuracy >= 0.9, str(report)
+
+
+def test_follows_a_conversation(client: openai.OpenAI) -> None:
+    messages = _messages({"media": ["tower.png"], "question": "What shape is the green one?"})
+    first = _answer(client, messages).choices[0].message.content
+    assert first == "A square."
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Where is it?"}]
+    assert _answer(client, messages).choices[0].message.content == "Bottom middle."
+
+
+@pytest.mark.parametrize("kind", ["noise", "gradient", "checks", "blobs"])
+def test_stops_on_pictures_outside_its_world(client: openai.OpenAI, tmp_path: Path, kind: str) -> None:
+    rng = np.random.default_rng(8)
+    y, x = np.mgrid[:300, :400]
+    pixels = {
+        "noise": lambda: rng.integers(0, 256, (300, 400, 3)),
+        "gradient": lambda: np.stack([y * 0.8, x * 0.6, 255 - x * 0.6], -1),
+        "checks": lambda: np.where(((x // 12 + y // 12) % 2)[..., None], (200, 40, 90), (20, 200, 160)),
+        "blobs": lambda: np.asarray(
+            Image.fromarray(rng.integers(0, 256, (9, 12, 3), np.uint8)).resize((400, 300), Image.Resampling.BICUBIC)
+        ),
+    }[kind]()
+    path = tmp_path / "picture.png"
+    Image.fromarray(pixels.astype(np.uint8)).save(path)
+    for question in ("Describe the picture.", "What is this?", "Who painted it, and when?"):
+        content = [_part(path), {"type": "text", "text": question}]
+        answer = _answer(client, [{"role": "user", "content": content}], max_tokens=96).choices[0]
+        assert answer.finish_reason == "stop"
+        assert answer.message.content
+
+
+def test_stops_without_a_picture(client: openai.OpenAI) -> None:
+    for text in ("Hello!", "What is the capital of France?", "Schreibe ein Gedicht über den Herbst.", "def f(x):"):
+        answer = _answer(client, [{"role": "user", "content": text}], max_tokens=96).choices[0]
+        assert answer.finish_reason == "stop"
+        assert answer.message.content
