@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WARMUP = 200
+WARMUP = 100
 """Steps in which a stage gets up to its learning rate."""
 
 
@@ -48,6 +48,13 @@ PLAN = (
         chances={"scene": 0.85, "album": 0.06, "print": 0.04, "strange": 0.03, "talk": 0.02},
         steps=2650,
         decay=450,
+    ),
+    Stage(
+        name="albums",
+        chances={"scene": 0.6, "album": 0.3, "print": 0.02, "strange": 0.05, "talk": 0.03},
+        steps=500,
+        rate=1.5e-3,
+        decay=250,
     ),
 )
 

@@ -737,7 +737,7 @@ BASIC: tuple[tuple[Asker, float], ...] = (
     (count, 1.0),
     (exists, 1.7),
     (absent, 0.3),
-    (relation, 1.2),
+    (relation, 3.0),
     (largest, 0.35),
     (boxes, 0.2),
     (follow_up, 0.7),
