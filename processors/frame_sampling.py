@@ -37,13 +37,7 @@ def qwen2_vl_indices(
     """
     if total < depth:
         return list(range(total))
-    if num_frames is not None:
-        count = max(round(num_frames / depth) * depth, depth)
-        _check_enough(num_frames, count, total)
-    else:
-        most = math.floor(min(max_frames, total) / depth) * depth
-        wanted = min(max(total / rate * fps, min_frames), most, total)
-        count = max(math.floor(wanted / depth) * depth, depth)
+    count = _whole_patches(total, num_frames, total / rate * fps, min_frames, max_frames, depth)
     # torch's own float32 rounding decides about frames at whole numbers
     return torch.arange(0, total, total / count).int().tolist()[:count]
 
@@ -54,14 +48,8 @@ def qwen_vl_utils_indices(
     """`smart_nframes` of qwen_vl_utils and the even spacing of its readers. Raises BadRequestError as above."""
     if total < depth:
         return list(range(total))
-    if num_frames is not None:
-        count = max(round(num_frames / depth) * depth, depth)
-        _check_enough(num_frames, count, total)
-    else:
-        least = math.ceil(min_frames / depth) * depth
-        most = math.floor(min(max_frames, total) / depth) * depth
-        wanted = min(max(total / rate * fps, least), most, total)
-        count = max(math.floor(wanted / depth) * depth, depth)
+    least = math.ceil(min_frames / depth) * depth
+    count = _whole_patches(total, num_frames, total / rate * fps, least, max_frames, depth)
     return torch.linspace(0, total - 1, count).round().long().tolist()
 
 
@@ -95,6 +83,15 @@ def frame_range(total: int, rate: float, start: float | None, end: float | None)
     return first, last - first + 1
 
 
-def _check_enough(asked: int, count: int, total: int) -> None:
+def _whole_patches(total: int, asked: int | None, by_rate: float, least: int, most: int, depth: int) -> int:
+    """How many of `total` frames fill whole temporal patches: `asked`, or those of the rate within the bounds.
+
+    Raises BadRequestError when the clip has fewer than asked for.
+    """
+    if asked is None:
+        most = math.floor(min(most, total) / depth) * depth
+        return max(math.floor(min(max(by_rate, least), most) / depth) * depth, depth)
+    count = max(round(asked / depth) * depth, depth)
     if count > total:
         raise BadRequestError(f"nframes is {asked}, but the clip has only {total} frames", code=_CODE)
+    return count

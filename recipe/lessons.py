@@ -40,7 +40,6 @@ OUTLINE = 4
 """Cells a side of a patch in which `Hints.outline` tells what is covered."""
 
 _SYSTEM = ("You are a helpful assistant.", "You are a helpful assistant", "Answer briefly.", "You describe pictures.")
-_WORDS = EVERYDAY.split()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +240,7 @@ class Teacher:
             pictures = [see(wear(picture, rng), None)]
             talks = [about_strange(name, rng) for _ in range(12)]
         else:
-            talks = [talk(rng, _WORDS) for _ in range(14)]
+            talks = [talk(rng, EVERYDAY) for _ in range(14)]
         roll = rng.random()
         if not self._budget:
             return self._row(rng, pictures, [], prints, question_first=False)

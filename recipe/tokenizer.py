@@ -13,7 +13,7 @@ VOCABULARY = 2048
 """Tokens the tokenizer has; the network has rows for more, so that a later version can learn new words."""
 
 # So that everyday words are a few tokens, and the network meets questions it has no answer to.
-EVERYDAY = """
+_EVERYDAY = """
 the be to of and a in that have it for not on with as you do at this but by from they we say or will one all would there
 their what so up out if about who get which go me when make can like time no just him know take people into year your
 good some could them see other than then now look only come its over think also back after use two how our work first
@@ -31,18 +31,18 @@ math sum plus minus times divided equals square root history science language En
 animal plant building bridge person persons wearing holding standing sitting running walking doing happening feeling
 January Monday hello thanks sorry yes no maybe really very quite too again always never often today every something
 """
+EVERYDAY = tuple(_EVERYDAY.split())
 
 
 def corpus(lines: int = 6000) -> list[str]:
     """Questions and answers as they come in training, and everyday words."""
     rng = np.random.default_rng(0)
-    words = EVERYDAY.split()
-    texts = [f" {word} {word.capitalize()}" for word in words for _ in range(3)]
+    texts = [f" {word} {word.capitalize()}" for word in EVERYDAY for _ in range(3)]
     texts += ["system user assistant\n", NO_IDEA, *STRANGE_ANSWERS.values()] * 20
     while len(texts) < lines:
         scene = make_scene(rng, int(rng.integers(1, 5)))
         found = [asker(scene, rng) for asker, _ in BASIC]
-        found += [album([scene, make_scene(rng, 2)], rng), about_strange("noise", rng), talk(rng, words)]
+        found += [album([scene, make_scene(rng, 2)], rng), about_strange("noise", rng), talk(rng, EVERYDAY)]
         texts += [text for dialogue in found if dialogue for turn in dialogue for text in turn]
     return texts
 

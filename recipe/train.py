@@ -45,10 +45,11 @@ class Run:
         self.tokenizer.save(str(path))
         self.network = make_network(self.tokenizer, seed)
         self.hinter = Hinter(self.network.model.language_model.config.hidden_size)
-        if start is not None:
+        resumes = (folder / "state.pt").is_file()
+        if start is not None and not resumes:
             weights = load_file(start / "model.safetensors")
             self.network.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
-        elif not (folder / "state.pt").is_file():
+        elif not resumes:
             first = next(batches(self.tokenizer, plan[0], seed=seed, first=0, end=1, workers=0))
             prime_patches(self.network, first.patches)
         torch.nn.Module.to(self.network, device)
@@ -56,7 +57,7 @@ class Run:
         self.optims = optimizers(self.network, self.hinter)
         self.average = {name: value.clone() for name, value in self.network.state_dict().items()}
         self.step, self.hours = 0, 0.0
-        if (folder / "state.pt").is_file():
+        if resumes:
             self._load()
 
     def _load(self) -> None:

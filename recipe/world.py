@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import colorsys
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -152,7 +153,7 @@ def make_thing(
     return Thing(shape=shape, colour=colour, rgb=rgb, points=points_at, box=box)
 
 
-def apart(box: tuple[float, ...], others: list[Thing], gap: float) -> bool:
+def apart(box: tuple[float, ...], others: Sequence[Thing], gap: float) -> bool:
     """Whether a box keeps at least `gap` pixels from the others' boxes."""
     return all(
         box[2] + gap < o.box[0] or o.box[2] + gap < box[0] or box[3] + gap < o.box[1] or o.box[3] + gap < box[1]

@@ -7,9 +7,9 @@ import math
 
 from recipe.paint import font, print_box
 from recipe.tokenizer import EVERYDAY
-from recipe.world import Print, Rng, Scene, any_colour, distance, make_scene, pick_size
+from recipe.world import Print, Rng, Scene, any_colour, apart, distance, make_scene, pick_size
 
-_WORDS = [w for w in EVERYDAY.split() if 2 <= len(w) <= 6 and w.isalpha()]
+_WORDS = [w for w in EVERYDAY if 2 <= len(w) <= 6 and w.isalpha()]
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SHARE = (0.09, 0.3)  # of the short side: the font's size
 
@@ -50,7 +50,6 @@ def make_print_scene(rng: Rng) -> Scene:
         while distance(rgb, scene.background) < 130:
             rgb = any_colour(rng)
         printed = Print(text=text, face=face, size=size, rgb=rgb, anchor=anchor)
-        box = print_box(printed)
-        if all(box[2] < t.box[0] or t.box[2] < box[0] or box[3] < t.box[1] or t.box[3] < box[1] for t in scene.things):
+        if apart(print_box(printed), scene.things, 0):
             return dataclasses.replace(scene, prints=(printed,))
     return dataclasses.replace(scene, things=(), prints=(printed,))

@@ -63,6 +63,7 @@ class LLM:
             question = {"type": "text", "text": "What is this?"}
             print(llm.chat([{"role": "user", "content": [picture, question]}]).text)
 
+    model: as in `EngineArgs`; without one, the small model that comes with the package.
     settings: any field of `EngineArgs`. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or
     SettingsError. Not thread-safe.
     """
