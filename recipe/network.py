@@ -19,8 +19,8 @@ from recipe.sizes import (
     VIDEO_MAX_PIXELS,
     VIDEO_MIN_PIXELS,
 )
-from vlmserve.bench.torchvision_shim import make_torchvision_importable
 from vlmserve.chatml import added_ids, write_tokenizer
+from vlmserve.common.torchvision_shim import make_torchvision_importable
 
 make_torchvision_importable()
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3VLConfig  # noqa: E402

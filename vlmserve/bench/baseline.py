@@ -14,7 +14,7 @@ from typing import Any
 
 from vlmserve.bench.load import BenchRequest, Timing, make_requests
 from vlmserve.bench.processes import own_peak_memory
-from vlmserve.bench.torchvision_shim import make_torchvision_importable
+from vlmserve.common.torchvision_shim import make_torchvision_importable
 
 
 def run_baseline(model_path: Path, plan: dict[str, int]) -> dict[str, Any]:
