@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import typing
 from collections.abc import Sequence
@@ -13,12 +14,18 @@ from vlmserve.common.errors import VlmserveError
 from vlmserve.settings import ENV_PREFIX, Setting, iter_settings, load_settings
 
 USAGE_ERROR = 2
+# Commands whose flags, --help too, are their own: words -> module with a main(argv) that returns the exit status.
+_TOOLS = {
+    ("bench", "serve"): "vlmserve.bench.serve",
+    ("verify",): "vlmserve.verify.command",
+}
 
 _EPILOG = """\
 examples:
   vlmserve serve                                     a small built-in model, to try things out
   vlmserve serve Qwen/Qwen3-VL-2B-Instruct           a model of the Hugging Face hub
   vlmserve serve ./checkpoint --port 9000 --dtype bfloat16
+  vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it
 """
 _SERVE_ABOUT = """\
@@ -62,6 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
     bench_serve = benches.add_parser("serve", help="throughput and latency of a served model", add_help=False)
     bench_serve.add_argument("rest", nargs=argparse.REMAINDER)
+    verify = commands.add_parser("verify", help="compare a model's answers with those of transformers", add_help=False)
+    verify.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")
     return parser
 
@@ -69,8 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 for a failure, 2 for a wrong command line or setting."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:2] == ["bench", "serve"]:  # its flags, --help too, are its own
-        return _bench_serve(words[2:])
+    for name, module in _TOOLS.items():
+        if tuple(words[: len(name)]) == name:
+            return _run_tool(module, words[len(name) :])
     args = build_parser().parse_args(words)
     if args.command == "version":
         print(f"vlmserve {__version__}")
@@ -148,11 +158,10 @@ def _serve(args: argparse.Namespace) -> int:
         return _complain(str(error), 1)
 
 
-def _bench_serve(words: list[str]) -> int:
-    from vlmserve.bench.serve import main as bench_main
-
+def _run_tool(module: str, words: list[str]) -> int:
     try:
-        return bench_main(words)
+        status: int = importlib.import_module(module).main(words)
+        return status
     except KeyboardInterrupt:
         return 130
     except (VlmserveError, OSError) as error:

@@ -1,0 +1,144 @@
+"""`vlmserve verify` agrees where the models are the same, and says which case is not where they differ."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+
+# isort: split
+import numpy as np
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.processors.clips import make_clip
+from vlmserve import cli
+from vlmserve.common.errors import EngineError
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.verify import command, reference
+from vlmserve.verify.cases import made_cases
+from vlmserve.verify.comparison import Finding, Verdict
+from vlmserve.verify.ours import RunSettings
+
+SETTINGS = RunSettings(dtype="float32", device="cpu", max_tokens=8, num_threads=1)
+FEW = ["--max-tokens", "8", "--num-threads", "1"]
+TOLERANCE = 1e-4
+
+
+def verify(ours: Path, theirs: Path, media: Path, settings: RunSettings = SETTINGS) -> list[Finding]:
+    return command.run(ours, theirs, made_cases(("text", "image", "video"), media), settings, TOLERANCE)
+
+
+def different(findings: list[Finding]) -> set[str]:
+    return {finding.case for finding in findings if finding.verdict is Verdict.DIFFERENT}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_every_family_agrees(folder: Path, tmp_path: Path) -> None:
+    findings = verify(folder, folder, tmp_path)
+    assert [finding.why for finding in findings if finding.why] == []
+    assert {finding.variant for finding in findings} == {"whole", "warm cache", "small chunks"}
+    assert len(findings) == 3 * 6
+    assert all(finding.equal_tokens == finding.tokens > 0 for finding in findings)
+    for finding in findings:
+        assert (finding.cached_tokens > 0) == (finding.variant == "warm cache")
+        assert finding.prompt_tokens > 32 or finding.case == "text, several turns"  # more than a chunk
+
+
+def test_other_weights_of_the_tower_show_wherever_it_looks(folder: Path, tmp_path: Path) -> None:
+    ours = _copy(folder, tmp_path / "ours")
+    tensors = load_file(ours / "model.safetensors")
+    [name] = [name for name in tensors if name.endswith("visual.blocks.1.attn.proj.weight")]
+    tensors[name] *= 1.02
+    save_file(tensors, ours / "model.safetensors", metadata={"format": "pt"})
+    found = verify(ours, folder, tmp_path)
+    assert different(found) == {"image", "images, several turns", "video", "image and video"}
+
+
+def test_wrong_positions_show(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a picture were text: one position a token."""
+    flat = lambda length, spans, **_: (np.tile(np.arange(length, dtype=np.int64), (3, 1)), 0)  # noqa: E731
+    monkeypatch.setattr("processors.base.mrope_positions", flat)
+    found = verify(folder, folder, tmp_path)
+    assert different(found) == {"image", "images, several turns", "video", "image and video"}
+
+
+def test_the_command_names_the_case_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The built-in model, with the reference's answers of its pictures from elsewhere."""
+    other = _copy(command.resolve_model(""), tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.visual.merger.linear_fc2.weight"] *= -1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    answers = command.reference_answers
+    monkeypatch.setattr(command, "reference_answers", lambda _, cases, settings: answers(other, cases, settings))
+    assert cli.main(["verify", "--cases", "text,image", *FEW]) == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERENT: image (whole): logprobs differ by " in printed
+    assert "DIFFERENT: text" not in printed
+    assert "6 of 12 agree with transformers" in printed
+
+
+def test_the_built_in_model_agrees_also_about_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And only one model is in memory at a time."""
+    answers = command.reference_answers
+
+    def alone(*args: object) -> object:
+        gc.collect()
+        assert not any(type(thing) is ModelRunner for thing in gc.get_objects())
+        return answers(*args)
+
+    monkeypatch.setattr(command, "reference_answers", alone)
+    picture, clip, out = tmp_path / "a.png", tmp_path / "b.mp4", tmp_path / "out.json"
+    layer = np.random.default_rng(0).integers(0, 256, (90, 130, 4), dtype=np.uint8)
+    Image.fromarray(layer).save(picture)  # with transparency
+    clip.write_bytes(make_clip(20))
+    own = ["--picture", str(picture), "--video", str(clip), "--prompt", "What is this?", "--json", str(out)]
+    assert cli.main(["verify", *own, *FEW]) == 0
+    assert "3 of 3 agree with transformers" in capsys.readouterr().out
+    assert {found["case"] for found in json.loads(out.read_text())["findings"]} == {"own"}
+    assert cli.main(["verify", "--cases", "text", "--dtype", "bfloat16", *FEW]) == 0
+
+
+def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def not_here(name: str) -> None:
+        return None
+
+    monkeypatch.setattr(reference.importlib.util, "find_spec", not_here)
+    with pytest.raises(EngineError):
+        reference.check_reference_can_run()
+    assert cli.main(["verify"]) == 1
+    assert "pip install 'vlmserve[verify]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--cases", "text,sound"], "'sound' is none of text, image, video"),
+        (["--picture", "/no/such.png"], "there is no file '/no/such.png'"),
+        (["--max-tokens", "0"], "0 is not 1 or more"),
+        (["--tolerance", "-1"], "-1 is not above 0"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_wrong_command_lines(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["verify", *words])
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def _copy(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
