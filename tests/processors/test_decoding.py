@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from processors.decoding import DecodeLimits, decode_image, normalize_image, supported_formats, to_rgb
+from processors.decoding import DecodeLimits, decode_image, normalize_image
+from processors.picture_formats import supported_formats
+from processors.rgb import to_rgb
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import encoded, noise, picture
 from vlmserve.common.errors import BadRequestError
@@ -146,7 +148,8 @@ def test_premultiplied_alpha():
 def test_pixels_wider_than_16_bits_are_refused(mode):
     image = Image.fromarray(np.full((4, 4), 100_000, np.float32 if mode == "F" else np.int32))
     assert image.mode == mode
-    with pytest.raises(BadRequestError, match="not supported"):
+    expected = "floating-point" if mode == "F" else "values from 100000 to 100000; whole numbers from 0 to 65535"
+    with pytest.raises(BadRequestError, match=expected):
         decode_image(encoded(image, "TIFF"), LIMITS)
 
 

@@ -1,0 +1,82 @@
+"""Which picture formats there are: the ones that are read, and others that are at least called by their names.
+
+The content's first bytes decide, never a name or a MIME type.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from PIL import features
+
+from vlmserve.common.errors import BadRequestError
+
+INVALID_IMAGE = "invalid_image"
+"""The error code of a picture that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFormat:
+    """A format's first bytes, and the Pillow plugin that reads it."""
+
+    name: str
+    magic: re.Pattern[bytes]
+    module: str
+    opener: str
+
+
+# An ISO media file says its brands first: one of its own, then those of others that it agrees with.
+_BRANDS = rb"....ftyp(?:....){0,16}?"
+_READ = (
+    PictureFormat("PNG", re.compile(rb"\x89PNG\r\n\x1a\n"), "PIL.PngImagePlugin", "PngImageFile"),
+    PictureFormat("JPEG", re.compile(rb"\xff\xd8\xff"), "PIL.JpegImagePlugin", "jpeg_factory"),
+    PictureFormat("WebP", re.compile(rb"RIFF....WEBP", re.DOTALL), "PIL.WebPImagePlugin", "WebPImageFile"),
+    PictureFormat("GIF", re.compile(rb"GIF8[79]a"), "PIL.GifImagePlugin", "GifImageFile"),
+    PictureFormat("BMP", re.compile(rb"BM"), "PIL.BmpImagePlugin", "BmpImageFile"),
+    PictureFormat("TIFF", re.compile(rb"II[*+]\0|MM\0[*+]"), "PIL.TiffImagePlugin", "TiffImageFile"),
+    PictureFormat("AVIF", re.compile(_BRANDS + rb"avi[fs]", re.DOTALL), "PIL.AvifImagePlugin", "AvifImageFile"),
+)
+_OTHERS = (
+    ("a HEIC picture", re.compile(_BRANDS + rb"he(?:ic|ix|vc|vx|im|is)", re.DOTALL)),
+    ("a JPEG 2000 picture", re.compile(rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51")),
+    ("a JPEG XL picture", re.compile(rb"\xff\x0a|\0\0\0\x0cJXL ")),
+    (
+        "an SVG picture",
+        re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.{0,999}?-->\s*)?(?:<!DOCTYPE )?<?svg\b", re.DOTALL),
+    ),
+    ("an icon (ICO)", re.compile(rb"\0\0[\1\2]\0")),
+    ("a Photoshop file (PSD)", re.compile(rb"8BPS")),
+    ("a PDF file", re.compile(rb"%PDF-")),
+    ("a video (MP4 or MOV)", re.compile(rb"....(?:ftyp|moov)", re.DOTALL)),
+    ("a video (WebM or Matroska)", re.compile(rb"\x1aE\xdf\xa3")),
+    ("an HTML page", re.compile(rb"\s*<(?:!doctype html|html)", re.IGNORECASE)),
+)
+
+
+def supported_formats() -> tuple[str, ...]:
+    """The picture formats that are read; AVIF depends on how this Pillow was built."""
+    return tuple(known.name for known in _READ if known.name != "AVIF" or features.check("avif"))
+
+
+def looks_like_picture(head: bytes) -> bool:
+    """Whether a file that begins with `head` (128 bytes will do) is of a picture format that is read here."""
+    return any(known.magic.match(head) for known in _READ)
+
+
+def picture_format(data: bytes) -> PictureFormat:
+    """The format of a picture file. Raises BadRequestError, with the format's name where there is one."""
+    if not data:
+        raise BadRequestError("the picture is empty (zero bytes)", code=INVALID_IMAGE)
+    found = next((known for known in _READ if known.magic.match(data)), None)
+    supported = supported_formats()
+    if found is not None and found.name in supported:
+        return found
+    name = f"an {found.name} picture" if found else next((n for n, magic in _OTHERS if magic.match(data)), None)
+    readable = f"pictures of the formats {', '.join(supported)} are read"
+    if name is not None:
+        raise BadRequestError(f"the data is {name}, which is not a supported picture; {readable}", code=INVALID_IMAGE)
+    raise BadRequestError(
+        f"the data is not a picture of a supported format; {readable}, and it begins with {data[:8]!r}",
+        code=INVALID_IMAGE,
+    )

@@ -1,0 +1,336 @@
+"""Pictures that no encoder at hand writes, built byte by byte: wide TIFFs, interlaced PNGs, YCCK, and costly lies."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, features
+
+from processors import rgb
+from processors.decoding import DecodeLimits, decode_image, normalize_image
+from processors.picture_formats import looks_like_picture
+from tests.processors.helpers import encoded, picture
+from tests.processors.test_decoding import FILES, LIMITS, NOT_PICTURES, png_chunk, reference_rgb, with_alpha
+from vlmserve.common.errors import BadRequestError
+
+GREY, RGB, CMYK = 1, 2, 5
+BITS, COMPRESSION, PHOTOMETRIC, SAMPLES, STRIP_BYTES = 258, 259, 262, 277, 279
+TILE_WIDTH, TILE_LENGTH, TILE_OFFSETS, TILE_BYTES = 322, 323, 324, 325
+EXTRA_SAMPLES, SAMPLE_FORMAT = 338, 339
+
+
+def tiff(width, height, data, *, bits=(8,), photometric=GREY, order="<", deflate=False, tile=None, **tags):
+    """A TIFF of one strip, or of one tile of size `tile`. order: struct's sign for the byte order."""
+    data = zlib.compress(data) if deflate else data
+    fields = {
+        256: (width,),
+        257: (height,),
+        BITS: bits,
+        COMPRESSION: (8 if deflate else 1,),
+        PHOTOMETRIC: (photometric,),
+        SAMPLES: (len(bits),),
+        **({TILE_WIDTH: (tile[0],), TILE_LENGTH: (tile[1],)} if tile else {278: (height,)}),
+        (TILE_BYTES if tile else STRIP_BYTES): (len(data),),
+        **{int(name[1:]): values for name, values in tags.items()},
+    }
+    offsets = TILE_OFFSETS if tile else 273
+    count = len(fields) + 1
+    end_of_directory = 8 + 2 + 12 * count + 4
+    outside = b""
+    entries = []
+    for tag, values in fields.items():
+        packed = struct.pack(f"{order}{len(values)}I", *values)
+        if len(packed) > 4:
+            entries.append((tag, len(values), struct.pack(f"{order}I", end_of_directory + len(outside))))
+            outside += packed
+        else:
+            entries.append((tag, len(values), packed))
+    entries.append((offsets, 1, struct.pack(f"{order}I", end_of_directory + len(outside))))
+    directory = b"".join(struct.pack(f"{order}HHI", tag, 4, n) + value for tag, n, value in sorted(entries))
+    magic = b"II*\0" if order == "<" else b"MM\0*"
+    head = magic + struct.pack(f"{order}IH", 8, count)
+    return head + directory + bytes(4) + outside + data
+
+
+def pixels(data, limits=LIMITS):
+    return np.asarray(decode_image(data, limits)).tolist()
+
+
+def greys(data):
+    levels = np.asarray(decode_image(data, LIMITS))
+    assert np.ptp(levels, axis=-1).max() == 0
+    return levels[..., 0].ravel().tolist()
+
+
+def refused(data, match, limits=LIMITS):
+    with pytest.raises(BadRequestError, match=match) as caught:
+        decode_image(data, limits)
+    assert caught.value.status == 400
+    return caught.value
+
+
+# ---------------------------------------------------------------- more than 8 bits
+
+WIDE = (0, 128, 129, 385, 32768, 65535)
+NARROW = [0, 0, 1, 1, 128, 255]
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("deflate", [False, True])
+def test_16_bit_grey_tiff_is_scaled(order, deflate):
+    data = struct.pack(f"{order}6H", *WIDE)
+    assert greys(tiff(3, 2, data, bits=(16,), order=order, deflate=deflate)) == NARROW
+
+
+def test_16_bit_grey_tiff_whose_zero_is_white():
+    data = struct.pack("<6H", *WIDE)
+    assert greys(tiff(6, 1, data, bits=(16,), photometric=0)) == [255 - level for level in NARROW]
+
+
+def test_12_bit_grey_tiff_is_scaled_from_12_bits():
+    data = bytes([0x00, 0x08, 0x00, 0x00, 0x8F, 0xFF])  # 0, 0x800, 8, 0xfff
+    assert greys(tiff(4, 1, data, bits=(12,))) == [0, 128, 0, 255]
+
+
+@pytest.mark.parametrize("mode", ["I", "I;16", "I;16B"])
+def test_wide_pillow_pictures_are_scaled(mode):
+    wide = np.array([WIDE], {"I": np.int32, "I;16": "<u2", "I;16B": ">u2"}[mode])
+    image = Image.frombytes(mode, (6, 1), wide.tobytes())
+    assert np.asarray(normalize_image(image, LIMITS))[0, :, 0].tolist() == NARROW
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_16_bit_colour_tiffs_keep_the_high_byte(order):
+    colour = struct.pack(f"{order}6H", 0, 0x1234, 0xFFFF, 0x80FF, 0xAB00, 0x00FF)
+    assert pixels(tiff(2, 1, colour, bits=(16,) * 3, photometric=RGB, order=order)) == [[[0, 18, 255], [128, 171, 0]]]
+    alpha = struct.pack(f"{order}8H", 0x1000, 0x2000, 0x3000, 0xFFFF, 0x1000, 0x2000, 0x3000, 0)
+    data = tiff(2, 1, alpha, bits=(16,) * 4, photometric=RGB, order=order, t338=(2,))
+    assert pixels(data) == [[[16, 32, 48], [255, 255, 255]]]
+    inks = struct.pack(f"{order}8H", 0, 0xFFFF, 0x8000, 0, 0, 0, 0, 0xFFFF)
+    assert pixels(tiff(2, 1, inks, bits=(16,) * 4, photometric=CMYK, order=order)) == [[[255, 0, 127], [0, 0, 0]]]
+
+
+UNSUPPORTED = {
+    "float": (tiff(2, 1, struct.pack("<2f", 0.5, 1), bits=(32,), t339=(3,)), "floating-point"),
+    "half": (tiff(2, 1, struct.pack("<2e", 0.5, 1), bits=(16,), t339=(3,)), "sample format"),
+    "double": (tiff(2, 1, struct.pack("<2d", 0.5, 1), bits=(64,), t339=(3,)), "sample format"),
+    "float colour": (
+        tiff(1, 1, struct.pack("<3f", 0, 0.5, 1), bits=(32,) * 3, photometric=RGB, t339=(3, 3, 3)),
+        "sample format",
+    ),
+    "signed": (tiff(2, 1, struct.pack("<2h", -5, 7), bits=(16,), t339=(2,)), "values from -5 to 7; whole numbers"),
+    "32 bits": (
+        tiff(2, 1, struct.pack("<2I", 3, 65536), bits=(32,)),
+        "values from 3 to 65536; whole numbers from 0 to",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_refuses_other_kinds_of_pixels_by_their_name(name):
+    refused(*UNSUPPORTED[name])
+
+
+# ---------------------------------------------------------------- interlaced, CMYK, several pictures
+
+_PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+
+
+def interlaced(levels, depth, colour, *more):
+    """An Adam7 PNG. levels: uint8 [H, W, bytes of a pixel], whole bytes only."""
+    height, width = levels.shape[:2]
+    passes = [levels[top::down, left::right] for left, top, right, down in _PASSES]
+    rows = b"".join(b"\0" + line.tobytes() for part in passes if part.size for line in part)
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 1))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        [header, *more, png_chunk(b"IDAT", zlib.compress(rows)), png_chunk(b"IEND", b"")]
+    )
+
+
+@pytest.mark.parametrize(("depth", "colour", "mode"), [(8, 0, "L"), (8, 2, "RGB"), (8, 4, "LA"), (8, 6, "RGBA")])
+def test_interlaced_png(depth, colour, mode):
+    image = with_alpha("RGBA").convert(mode)
+    levels = np.asarray(image).reshape(30, 40, -1)
+    assert pixels(interlaced(levels, depth, colour)) == pixels(encoded(image))
+
+
+def test_interlaced_png_of_16_bits():
+    wide = (np.arange(11 * 9).reshape(9, 11, 1) * 660).astype(">u2")
+    data = interlaced(wide.view(np.uint8).reshape(9, 11, 2), 16, 0)
+    assert greys(data) == [(level * 255 + 32767) // 65535 for level in wide.ravel().tolist()]
+
+
+def test_interlaced_png_with_a_palette():
+    image = picture(40, 30).quantize(32)
+    palette = bytes(image.getpalette())
+    data = interlaced(np.asarray(image)[..., None], 8, 3, png_chunk(b"PLTE", palette))
+    assert pixels(data) == pixels(encoded(image))
+
+
+def cmyk_jpeg(inks, transform=0):
+    """A flat 16x16 JPEG as Adobe writes them: ink values stand inverted in the file. transform 2: YCCK."""
+    data = encoded(Image.new("CMYK", (16, 16), inks), "JPEG", quality=100, subsampling=0)
+    at = data.index(b"Adobe") + 11
+    return data[:at] + bytes([transform]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("inks", [(0, 0, 0, 0), (255, 0, 0, 0), (0, 200, 100, 50), (0, 0, 0, 255), (30, 60, 90, 120)])
+def test_adobe_cmyk_jpeg(inks):
+    *colours, black = inks
+    expected = [(255 - ink) * (255 - black) / 255 for ink in colours]
+    assert np.abs(np.asarray(pixels(cmyk_jpeg(inks))) - expected).max() <= 2
+
+
+def test_adobe_ycck_jpeg():
+    """What stands in the file as C, M, Y are luma and chroma of the inverted inks, which is RGB."""
+    stored = (100, 140, 110)  # Y, Cb, Cr, black inverted below
+    y, cb, cr = stored
+    colour = [y + 1.402 * (cr - 128), y - 0.344136 * (cb - 128) - 0.714136 * (cr - 128), y + 1.772 * (cb - 128)]
+    data = cmyk_jpeg((*(255 - value for value in stored), 55), transform=2)
+    # libjpeg gives inks for YCCK: 255 - RGB; they are taken for inverted ones like all others.
+    expected = [(255 - level) * 200 / 255 for level in colour]
+    assert np.abs(np.asarray(pixels(data)) - expected).max() <= 3
+    assert np.array_equal(np.asarray(pixels(data)), reference_rgb(data))
+
+
+def test_the_first_of_several_pictures():
+    pages = [picture(40, 30, seed) for seed in range(3)]
+    data = encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:])
+    assert np.array_equal(pixels(data), np.asarray(pages[0]))
+    frames = encoded(pages[0], "WEBP", save_all=True, append_images=pages[1:], lossless=True)
+    assert np.array_equal(pixels(frames), np.asarray(pages[0]))
+
+
+# ---------------------------------------------------------------- formats by name
+
+
+def test_every_readable_format_is_known_by_its_head():
+    assert all(looks_like_picture(make()[:128]) for make in FILES.values())
+    assert not any(looks_like_picture(data[:128]) for name, data in NOT_PICTURES.items() if "magic" not in name)
+
+
+OTHER_FORMATS = {
+    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC"),
+    "heic of the general brand": (b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic", "HEIC"),
+    "jpeg 2000": (encoded(picture(32, 32), "JPEG2000"), "JPEG 2000"),
+    "jpeg xl": (b"\xff\x0a\xfa\x7f", "JPEG XL"),
+    "svg": (b'<?xml version="1.0"?>\n<!-- a -->\n<svg xmlns="x"/>', "SVG"),
+    "icon": (encoded(picture(32, 32), "ICO"), "ICO"),
+    "psd": (b"8BPS\0\1", "PSD"),
+    "pdf": (b"%PDF-1.7", "PDF"),
+    "video": (b"\0\0\0\x18ftypisom\0\0\0\0", "video"),
+    "page": (b"\n<!DOCTYPE html><html>", "HTML"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_other_formats_are_called_by_their_names(name):
+    data, word = OTHER_FORMATS[name]
+    assert "JPEG, WebP" in refused(data, word).message
+
+
+def test_avif_of_the_general_brand():
+    data = encoded(picture(40, 30), "AVIF")
+    assert data[8:12] == b"avif"
+    assert pixels(data[:8] + b"mif1" + data[12:]) == pixels(data)
+
+
+def test_a_pillow_without_avif_says_so(monkeypatch):
+    data = encoded(picture(40, 30), "AVIF")
+    monkeypatch.setattr(features, "check", lambda name: name != "avif")
+    message = refused(data, "an AVIF picture, which is not a supported").message
+    assert message.endswith("PNG, JPEG, WebP, GIF, BMP, TIFF are read")
+
+
+# ---------------------------------------------------------------- no pixels, lies, and what is costly to decode
+
+
+def edited(data, at, format, *values):
+    return data[:at] + struct.pack(format, *values) + data[at + struct.calcsize(format) :]
+
+
+def test_pictures_without_pixels():
+    empty = png_chunk(b"IDAT", zlib.compress(b"")) + png_chunk(b"IEND", b"")
+    for size in ((0, 5), (5, 0)):
+        header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0))
+        refused(b"\x89PNG\r\n\x1a\n" + header + empty, "no pixels")
+    refused(edited(encoded(picture(4, 4), "BMP"), 22, "<i", 0), "no pixels")
+    refused(tiff(0, 4, b""), "no pixels")
+
+
+def test_a_gif_frame_larger_than_its_screen():
+    data = encoded(picture(40, 30).quantize(8), "GIF")
+    refused(edited(data, data.index(b"\x2c") + 5, "<HH", 20000, 20000), "of 400000000 pixels; the limit is 64000000")
+    refused(edited(data, data.index(b"\x2c") + 5, "<HH", 5000, 5000), "5000x5000", DecodeLimits(max_image_pixels=10**7))
+
+
+def test_a_bmp_of_negative_width():
+    refused(edited(encoded(picture(4, 4), "BMP"), 18, "<i", -40), "the limit is 64000000")
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_a_webp_canvas_larger_than_its_picture():
+    data = encoded(with_alpha("RGBA"), "WEBP")
+    at = data.index(b"VP8X") + 12
+    side = (16382).to_bytes(3, "little")
+    refused(data[:at] + side + side + data[at + 6 :], r"of 268402689 pixels; the limit is 64000000 \(setting max_image")
+
+
+def test_a_small_tiff_with_a_huge_tile():
+    """Its tile would be unpacked as a whole: 256 MiB out of 250 kB."""
+    data = tiff(16, 16, bytes(2**28), deflate=True, tile=(2**14, 2**14))
+    assert len(data) < 300_000
+    error = refused(data, "16x16 pixels with a tile of 16384x16384 = 268435456 pixels; the limit is 64000000")
+    assert error.code == "image_too_large"
+    tile = np.arange(32 * 32, dtype=np.uint8).reshape(32, 32)
+    fine = tiff(16, 16, tile.tobytes(), deflate=True, tile=(32, 32))
+    assert greys(fine) == tile[:16, :16].ravel().tolist()
+    refused(fine, "tile of 32x32 = 1024 pixels; the limit is 1023", DecodeLimits(max_image_pixels=1023))
+
+
+def test_a_jpeg_of_very_many_scans():
+    """Eleven bytes each, and each goes over the whole picture again."""
+    data = encoded(Image.new("L", (64, 64), 77), "JPEG", progressive=True)
+    count = data.count(b"\xff\xda")
+    refinement = b"\xff\xda\0\x08\1\1\0\0\0\x10\0"  # one more bit of the constant parts, none set
+    more = data[:-2] + refinement * (200 - count) + data[-2:]
+    assert greys(more) == greys(data)
+    refused(data[:-2] + refinement * (201 - count) + data[-2:], "201 scans, the limit is 200")
+
+
+@pytest.mark.parametrize(
+    "name", ["rgba", "la", "palette alpha", "palette one transparent", "rgb colour key", "gif transparent"]
+)
+def test_transparency_is_laid_on_white_band_by_band(name, monkeypatch):
+    monkeypatch.setattr(rgb, "_BAND_PIXELS", 40 * 7)
+    data = FILES[name]()
+    assert np.array_equal(pixels(data), reference_rgb(data))
+
+
+_MEASURE = """
+import re, sys
+from pathlib import Path
+from PIL import PngImagePlugin
+from processors.decoding import DecodeLimits, decode_image
+data = Path(sys.argv[1]).read_bytes()
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+before = peak()
+decode_image(data, DecodeLimits())
+print(peak() - before)
+"""
+
+
+def test_memory_of_a_large_transparent_picture(tmp_path):
+    """Two pictures of four bytes a pixel, the one that was read and the one on white, and not four of them."""
+    path = tmp_path / "picture"
+    path.write_bytes(encoded(Image.new("RGBA", (4096, 4096), (10, 20, 30, 40)), compress_level=1))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(done.stdout) < 2 * 64 + 32
