@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from recipe.lessons import Lesson, Teacher
+from recipe.lessons import Hints, Lesson, Teacher
 from recipe.plan import Stage
 from recipe.sizes import MERGE
 
@@ -19,7 +19,7 @@ class Batch:
     """ids, branches: int64 [B, L]; taught, visual: bool [B, L]; positions: int64 [3, B, L]; branch -1 is padding.
 
     patches: float16 [n, 1536]; grids: int64 [pictures, 3].
-    things, offsets, places, characters, outline: as in Hints, of all pictures.
+    hints: of all pictures, as tensors.
     """
 
     ids: torch.Tensor
@@ -29,11 +29,7 @@ class Batch:
     positions: torch.Tensor
     patches: torch.Tensor
     grids: torch.Tensor
-    things: torch.Tensor
-    offsets: torch.Tensor
-    places: torch.Tensor
-    characters: torch.Tensor
-    outline: torch.Tensor
+    hints: Mapping[str, torch.Tensor]
 
 
 _LENGTHS, _PATCHES = 32, 512
@@ -72,11 +68,10 @@ def collate(lessons: list[Lesson]) -> Batch:
         positions=torch.from_numpy(positions),
         patches=torch.from_numpy(patches),
         grids=torch.tensor(grids).reshape(-1, 3),
-        things=torch.from_numpy(np.concatenate([lesson.hints.things for lesson in lessons])),
-        offsets=torch.from_numpy(np.concatenate([lesson.hints.offsets for lesson in lessons])),
-        places=torch.from_numpy(np.concatenate([lesson.hints.places for lesson in lessons])),
-        characters=torch.from_numpy(np.concatenate([lesson.hints.characters for lesson in lessons])),
-        outline=torch.from_numpy(np.concatenate([lesson.hints.outline for lesson in lessons])),
+        hints={
+            field.name: torch.from_numpy(np.concatenate([getattr(lesson.hints, field.name) for lesson in lessons]))
+            for field in fields(Hints)
+        },
     )
 
 

@@ -34,7 +34,8 @@ _MOVES: dict[Event, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": 
 class Clip:
     """frames: an even number, two to a temporal patch; times: of each, seconds. actor: index of the thing it is about.
 
-    later_colour, change_time: for event "colour", what it becomes and when, seconds.
+    later_colour, change_time: for event "colour", what it becomes and when, seconds. change_seen: the time
+    that the first temporal patch which shows it is labelled with.
     """
 
     frames: tuple[Scene, ...]
@@ -43,6 +44,7 @@ class Clip:
     actor: int
     later_colour: str = ""
     change_time: float = 0.0
+    change_seen: float = 0.0
 
     @property
     def thing(self) -> Thing:
@@ -93,9 +95,9 @@ def make_clip(rng: Rng) -> Clip:
         shift = np.zeros(2)
     ends = np.stack([start, start + shift])
     swept = (*(ends.min(0) - size / 2), *(ends.max(0) + size / 2))
-    others = tuple(t for t in others if t.shape != shape and t.colour != colour and apart(swept, [t], 2))
+    others = tuple(t for t in others if t.shape != shape and t.colour != colour and apart(swept, [t.box], 2))
     original = make_thing(shape, colour, rgb, (0.0, 0.0), size, rng)
-    later_colour, change_time, later_rgb = "", 0.0, rgb
+    later_colour, change_time, change_seen, later_rgb = "", 0.0, 0.0, rgb
     if event == "colour":
         later_colour = str(rng.choice([c for c in COLOURS if c != colour and c not in {t.colour for t in others}]))
         later_rgb = pick_colour(later_colour, rng)
@@ -106,6 +108,8 @@ def make_clip(rng: Rng) -> Clip:
             later_rgb = pick_colour(later_colour, rng)
         boundary = int(rng.integers(2, len(times)))
         change_time = (times[boundary - 1] + times[boundary]) / 2
+        pair = boundary // 2 * 2
+        change_seen = (times[pair] + times[pair + 1]) / 2
     frames = []
     for time, part in zip(times, share, strict=True):
         at = start + shift * part
@@ -125,4 +129,5 @@ def make_clip(rng: Rng) -> Clip:
         actor=0,
         later_colour=later_colour,
         change_time=change_time,
+        change_seen=change_seen,
     )

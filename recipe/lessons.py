@@ -7,7 +7,7 @@ The pictures are paid for once: dialogues that begin after the same pictures are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw
@@ -29,13 +29,14 @@ from recipe.sizes import (
 from recipe.tokenizer import EVERYDAY
 from recipe.wording import Dialogue, about_clip, about_strange, album, dialogues, talk
 from recipe.world import COLOURS, SHAPES, Rng, Scene, make_scene, pick_size
-from recipe.writing import make_print_scene
+from recipe.writing import LONGEST, make_page, make_print_scene
 from vlmserve.chatml import added_ids
 
 PATCHES = PatchConfig(
     patch_size=PATCH, merge_size=MERGE, temporal_patch_size=TEMPORAL_PATCH, mean=(0.5,) * 3, std=(0.5,) * 3
 )
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+MOTIONS = ("left", "right", "up", "down")
 OUTLINE = 4
 """Cells a side of a patch in which `Hints.outline` tells what is covered."""
 
@@ -48,15 +49,19 @@ class Hints:
 
     things: int64 [n], 0 for nothing, else 1 + 8 * shape + colour of the object over the token's middle.
     offsets: float32 [n, 4], from the token's middle to the object's, and its size, all in tokens.
-    places: float32 [n, 2], the object's middle in the picture, 0..1 from left and from top.
+    places: float32 [n, 6], the object's middle and its box in the picture, (x, y, x0, y0, x1, y1), 0..1.
+    motion: int64 [n], between the two frames: 0 for none, else 1 + index in MOTIONS of the object over the token.
     characters: int64 [n, 4], per patch: 0 for none, else 1 + index of the character printed over its middle.
+    turns: int64 [n, 4], which character of its text that is, from 1; 0 for none.
     outline: uint8 [n, 64], for each patch 4x4 shares of it, 0..255, that are covered by objects or print.
     """
 
     things: np.ndarray
     offsets: np.ndarray
     places: np.ndarray
+    motion: np.ndarray
     characters: np.ndarray
+    turns: np.ndarray
     outline: np.ndarray
 
 
@@ -127,37 +132,42 @@ def watch(clip: Clip, rng: Rng) -> list[Seen]:
             Seen(
                 patches=patches.astype(np.float16),
                 grid=grid,
-                hints=hints(clip.frames[k], grid),
+                hints=hints(clip.frames[k], grid, clip.event if clip.event in MOTIONS else None),
                 seconds=sum(clip.times[k : k + TEMPORAL_PATCH]) / TEMPORAL_PATCH,
             )
         )
     return seen
 
 
-def hints(scene: Scene | None, grid: tuple[int, int, int]) -> Hints:
-    """Of one picture; scene None: of a picture that shows nothing known."""
+def hints(scene: Scene | None, grid: tuple[int, int, int], motion: str | None = None) -> Hints:
+    """Of one picture; scene None: of a picture that shows nothing known. motion: of the scene's first object."""
     rows, columns = grid[1] // MERGE, grid[2] // MERGE
     things = np.zeros((rows, columns), np.int64)
     offsets = np.zeros((rows, columns, 4), np.float32)
-    places = np.zeros((rows, columns, 2), np.float32)
-    characters = np.zeros((rows, MERGE, columns, MERGE), np.int64)
+    places = np.zeros((rows, columns, 6), np.float32)
+    motions = np.zeros((rows, columns), np.int64)
+    characters = np.zeros((2, rows, MERGE, columns, MERGE), np.int64)
     if scene is not None:
         y, x = np.mgrid[:rows, :columns] + 0.5
         sx, sy = columns / scene.width, rows / scene.height
-        for thing in scene.things:
+        for k, thing in enumerate(scene.things):
             x0, y0, x1, y1 = thing.box[0] * sx, thing.box[1] * sy, thing.box[2] * sx, thing.box[3] * sy
             cx, cy = (x0 + x1) / 2, (y0 + y1) / 2
             over = (x > x0) & (x < x1) & (y > y0) & (y < y1)
             over[min(rows - 1, int(cy)), min(columns - 1, int(cx))] = True
             things[over] = 1 + len(COLOURS) * SHAPES.index(thing.shape) + COLOURS.index(thing.colour)
             offsets[over] = np.stack([cx - x, cy - y, np.full_like(x, x1 - x0), np.full_like(y, y1 - y0)], -1)[over]
-            places[over] = thing.centre[0] / scene.width, thing.centre[1] / scene.height
+            places[over] = np.asarray((*thing.centre, *thing.box)) / ((scene.width, scene.height) * 3)
+            if k == 0 and motion is not None:
+                motions[over] = 1 + MOTIONS.index(motion)
         _mark_characters(scene, characters)
     return Hints(
         things=things.reshape(-1),
         offsets=offsets.reshape(-1, 4),
-        places=places.reshape(-1, 2),
-        characters=characters.transpose(0, 2, 1, 3).reshape(-1, MERGE**2),
+        places=places.reshape(-1, 6),
+        motion=motions.reshape(-1),
+        characters=characters[0].transpose(0, 2, 1, 3).reshape(-1, MERGE**2),
+        turns=characters[1].transpose(0, 2, 1, 3).reshape(-1, MERGE**2),
         outline=_outline(scene, rows, columns),
     )
 
@@ -184,10 +194,10 @@ def _outline(scene: Scene | None, rows: int, columns: int) -> np.ndarray:
 
 
 def _mark_characters(scene: Scene, characters: np.ndarray) -> None:
-    """characters: [rows, 2, columns, 2], written in place."""
-    flat = characters.reshape(characters.shape[0] * MERGE, -1)  # a view: patches by row and column
-    y, x = np.mgrid[: flat.shape[0], : flat.shape[1]] + 0.5
-    x, y = x * scene.width / flat.shape[1], y * scene.height / flat.shape[0]
+    """characters: [2, rows, 2, columns, 2], what and which of its text, written in place."""
+    what, which = characters.reshape(2, characters.shape[1] * MERGE, -1)  # views: patches by row and column
+    y, x = np.mgrid[: what.shape[0], : what.shape[1]] + 0.5
+    x, y = x * scene.width / what.shape[1], y * scene.height / what.shape[0]
     for text in scene.prints:
         face = font(text.face, text.size)
         start = text.anchor[0] - face.getlength(text.text) / 2
@@ -196,7 +206,8 @@ def _mark_characters(scene: Scene, characters: np.ndarray) -> None:
             if character in CHARACTERS:
                 left, right = (start + face.getlength(text.text[:n]) for n in (k, k + 1))
                 over = (x > left) & (x < right) & (y > text.anchor[1] + top - 2) & (y < text.anchor[1] + bottom + 2)
-                flat[over] = 1 + CHARACTERS.index(character)
+                what[over] = 1 + CHARACTERS.index(character)
+                which[over] = min(k + 1, LONGEST)
 
 
 class Teacher:
@@ -217,12 +228,12 @@ class Teacher:
         kind = self._kinds[int(rng.choice(len(self._kinds), p=self._chances))]
         pictures: list[Seen] = []
         prints: list[str] = []
-        if kind == "scene" or kind == "print":
+        if kind in ("scene", "print", "page"):
             if kind == "scene":
                 count = int(rng.choice([0, 1, 2, 3, 4, 5, 6], p=[0.02, 0.2, 0.23, 0.25, 0.1, 0.1, 0.1]))
                 scene = make_scene(rng, count) if self._budget else make_scene(rng, min(count, 4), smallest=0.2)
             else:
-                scene = make_print_scene(rng)
+                scene = make_print_scene(rng) if kind == "print" else make_page(rng)
                 prints = [p.text for p in scene.prints]
             pictures = [see(wear(paint(scene), rng), scene)]
             talks = dialogues(scene, rng, 16 if self._budget else 0)
@@ -309,13 +320,7 @@ class Teacher:
             if pictures
             else np.zeros((0, 3 * TEMPORAL_PATCH * PATCH**2), np.float16),
             grids=tuple(seen.grid for seen in pictures),
-            hints=Hints(
-                things=np.concatenate([h.things for h in parts]),
-                offsets=np.concatenate([h.offsets for h in parts]),
-                places=np.concatenate([h.places for h in parts]),
-                characters=np.concatenate([h.characters for h in parts]),
-                outline=np.concatenate([h.outline for h in parts]),
-            ),
+            hints=Hints(**{f.name: np.concatenate([getattr(h, f.name) for h in parts]) for f in fields(Hints)}),
         )
 
     def _encode(self, text: str) -> list[int]:

@@ -6,13 +6,14 @@ import torch
 from torch.nn import functional
 
 from recipe.batches import Batch, attention_mask
-from recipe.lessons import CHARACTERS, OUTLINE
+from recipe.lessons import CHARACTERS, MOTIONS, OUTLINE
 from recipe.network import Network
 from recipe.sizes import MERGE
 from recipe.world import COLOURS, SHAPES
+from recipe.writing import LONGEST
 
-PLACES = 12
-"""Strips across a picture, and down, that tell where an object's middle is."""
+PLACES, EDGES = 12, 40
+"""Strips across a picture, and down, that tell where an object's middle is, and where its box begins and ends."""
 
 
 class Hinter(torch.nn.Module):
@@ -25,30 +26,44 @@ class Hinter(torch.nn.Module):
         self.characters = torch.nn.Linear(hidden, MERGE**2 * (1 + len(CHARACTERS)))
         self.outline = torch.nn.Linear(hidden, (MERGE * OUTLINE) ** 2)
         self.places = torch.nn.Linear(hidden, 2 * PLACES)
+        self.edges = torch.nn.Linear(hidden, 4 * EDGES)
+        self.turns = torch.nn.Linear(hidden, MERGE**2 * (1 + LONGEST))
+        self.motion = torch.nn.Linear(hidden, 1 + len(MOTIONS))
 
     def forward(self, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The loss."""
         if not len(tokens):
             return tokens.sum()
-        device = tokens.device
+        told = {name: value.to(tokens.device) for name, value in batch.hints.items()}
         out = self.things(tokens).float()
-        things = batch.things.to(device)
-        shown = things > 0
+        shown = told["things"] > 0
         # What is there and what is not count the same, though most of a picture is background.
-        loss = _mean(functional.cross_entropy(out[:, : self.classes], things, reduction="none"), shown)
-        off = functional.smooth_l1_loss(out[:, self.classes :], batch.offsets.to(device), reduction="none", beta=0.3)
+        loss = _classes(out[:, : self.classes], told["things"])
+        off = functional.smooth_l1_loss(out[:, self.classes :], told["offsets"], reduction="none", beta=0.3)
         loss = loss + 0.5 * (off.sum(-1) * shown).sum() / shown.sum().clamp(min=1)
-        # Strips, not coordinates: a class is told more loudly than a number, and answers listen to what is loud.
-        strips = (batch.places.to(device) * PLACES).long().clamp(0, PLACES - 1)
-        where = self.places(tokens).float().view(-1, 2, PLACES)[shown]
-        loss = loss + functional.cross_entropy(where.flatten(0, 1), strips[shown].flatten(), reduction="sum") / (
-            shown.sum().clamp(min=1)
+        loss = loss + _strips(self.places(tokens)[shown], told["places"][shown, :2], PLACES)
+        loss = loss + 0.5 * _strips(self.edges(tokens)[shown], told["places"][shown, 2:], EDGES)
+        loss = loss + 2 * functional.binary_cross_entropy_with_logits(
+            self.outline(tokens).float(), told["outline"].float() / 255
         )
-        covered = batch.outline.to(device).float() / 255
-        loss = loss + 2 * functional.binary_cross_entropy_with_logits(self.outline(tokens).float(), covered)
-        marks = batch.characters.to(device).view(-1)
-        letters = self.characters(tokens).float().view(-1, 1 + len(CHARACTERS))
-        return loss + 0.5 * _mean(functional.cross_entropy(letters, marks, reduction="none"), marks > 0)
+        loss = loss + 0.5 * _classes(self.characters(tokens).float(), told["characters"])
+        loss = loss + 0.25 * _classes(self.turns(tokens).float(), told["turns"])
+        return loss + 0.25 * _classes(self.motion(tokens).float(), told["motion"])
+
+
+def _classes(out: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
+    """Of classes in groups, out [n, groups * classes], told [n, groups] or [n]: 0 is nothing, half of the loss."""
+    told = told.flatten()
+    return _mean(functional.cross_entropy(out.reshape(len(told), -1), told, reduction="none"), told > 0)
+
+
+def _strips(out: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+    """Of coordinates as strips, out [n, k * count], places [n, k] in 0..1: the sum over k, the mean over n.
+
+    Strips, not coordinates: a class is told more loudly than a number, and answers listen to what is loud.
+    """
+    strips = (places * count).long().clamp(0, count - 1).flatten()
+    return functional.cross_entropy(out.float().view(-1, count), strips, reduction="sum") / max(1, len(places))
 
 
 def _mean(values: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
@@ -66,7 +81,7 @@ def losses(network: Network, hinter: Hinter, batch: Batch) -> tuple[torch.Tensor
     hint = embeds.new_zeros(())
     if len(batch.grids):
         seen = model.visual(batch.patches.to(device).float(), grid_thw=batch.grids.to(device))
-        shown = len(batch.things)  # what follows is the blank picture
+        shown = len(batch.hints["things"])  # what follows is the blank picture
         tokens = seen.pooler_output[:shown]
         deepstack = [layer[:shown] for layer in seen.deepstack_features]
         embeds = embeds.masked_scatter(visual[..., None], tokens.to(embeds.dtype))

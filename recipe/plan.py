@@ -56,6 +56,22 @@ PLAN = (
         rate=1.5e-3,
         decay=250,
     ),
+    # What characters look like, and motion: again the tower alone.
+    Stage(
+        name="pages",
+        chances={"page": 0.6, "scene": 0.2, "clip": 0.2},
+        steps=900,
+        batch=48,
+        hint_weight=1.0,
+        budget=0,
+    ),
+    Stage(
+        name="all",
+        chances={"scene": 0.38, "print": 0.24, "album": 0.1, "clip": 0.22, "strange": 0.04, "talk": 0.02},
+        steps=4000,
+        decay=1200,
+        budget=288,
+    ),
 )
 
 

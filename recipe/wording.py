@@ -6,6 +6,7 @@ has no clear answer for the scene at hand.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -340,7 +341,7 @@ def relation(scene: Scene, rng: Rng) -> Dialogue | None:
     if a is None or b is None:
         return None
     axis = int(rng.integers(2))
-    gap = (one.centre[axis] - other.centre[axis]) / (scene.width, scene.height)[axis]
+    gap = _gap(one, other, scene, axis)
     if abs(gap) < 0.05:
         return None
     words = (
@@ -380,6 +381,56 @@ def relation(scene: Scene, rng: Rng) -> Dialogue | None:
             f"{a.capitalize()}.",
         )
     ]
+
+
+def side(scene: Scene, rng: Rng) -> Dialogue | None:
+    """On which side of another object one is: a comparison and nothing else, so it is learnt before `relation`."""
+    if len(scene.things) < 2:
+        return None
+    i, j = rng.choice(len(scene.things), 2, replace=False)
+    one, other = scene.things[int(i)], scene.things[int(j)]
+    a, b = _reference(one, scene, rng), _reference(other, scene, rng)
+    axis = int(rng.integers(2))
+    gap = _gap(one, other, scene, axis)
+    if a is None or b is None or abs(gap) < 0.05:
+        return None
+    if axis == 0:
+        questions: tuple[str, ...] = (
+            f"Is {a} left or right of {b}?",
+            f"Is {a} to the left or to the right of {b}?",
+            f"Left or right of {b}: where is {a}?",
+        )
+    else:
+        questions = (
+            f"Is {a} above or below {b}?",
+            f"Is {a} above {b} or below it?",
+            f"Above or below {b}: where is {a}?",
+        )
+    return [_ask(rng, questions, (("Left.", "Right."), ("Above.", "Below."))[axis][gap > 0])]
+
+
+def in_order(scene: Scene, rng: Rng) -> Dialogue | None:
+    """The objects from left to right, or from top to bottom."""
+    if not 2 <= len(scene.things) <= 4:
+        return None
+    axis, back = int(rng.integers(2)), rng.random() < 0.25
+    row = sorted(scene.things, key=lambda t: t.centre[axis], reverse=back)
+    if any(abs(_gap(a, b, scene, axis)) < 0.05 for a, b in itertools.pairwise(row)):
+        return None
+    ways = (("from left to right", "from right to left"), ("from top to bottom", "from bottom to top"))
+    way = ways[axis][back]
+    questions = (
+        f"Name the objects {way}.",
+        f"List the shapes {way}.",
+        f"Which objects are there, {way}?",
+        f"What do you see, {way}?",
+    )
+    return [_ask(rng, questions, ", ".join(t.name for t in row).capitalize() + ".")]
+
+
+def _gap(one: Thing, other: Thing, scene: Scene, axis: int) -> float:
+    """How far right of the other (axis 0) or below it (axis 1) one's centre is, as a share of the picture's side."""
+    return (one.centre[axis] - other.centre[axis]) / (scene.width, scene.height)[axis]
 
 
 def largest(scene: Scene, rng: Rng) -> Dialogue | None:
@@ -684,8 +735,7 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
             f"At what time does the {thing.shape} turn {clip.later_colour}?",
             "After how many seconds does it change?",
         )
-        seconds = round(clip.change_time)
-        return [_ask(rng, questions, f"After {NUMBERS[seconds].lower()} second{'s' * (seconds != 1)}.")]
+        return [_ask(rng, questions, f"At about {clip.change_seen:.1f} seconds.")]
     if roll < 0.87:
         return [_ask(rng, (f"What {word} is the {thing.shape}?",), f"{thing.colour.capitalize()}.")]
     total = len(clip.frames[0].things)
@@ -730,23 +780,25 @@ def talk(rng: Rng, words: Sequence[str]) -> Dialogue:
 
 
 BASIC: tuple[tuple[Asker, float], ...] = (
-    (describe, 1.6),
-    (colour, 1),
-    (shape, 0.7),
-    (where, 2.5),
+    (describe, 1.4),
+    (colour, 0.8),
+    (shape, 0.6),
+    (where, 1.6),
     (count, 1.0),
-    (exists, 1.7),
+    (exists, 1.4),
     (absent, 0.3),
-    (relation, 3.0),
-    (largest, 0.35),
-    (boxes, 0.2),
+    (side, 1.8),
+    (in_order, 0.6),
+    (relation, 2.2),
+    (largest, 0.3),
+    (boxes, 0.7),
     (follow_up, 0.7),
 )
 
 
 def dialogues(scene: Scene, rng: Rng, wanted: int) -> list[Dialogue]:
     """`wanted` dialogues about the scene, of kinds drawn by weight."""
-    askers = ((read, 3.5), (text_box, 0.8), *BASIC) if scene.prints else BASIC
+    askers = ((read, 12), (text_box, 0.8), *BASIC) if scene.prints else BASIC
     weights = [w for _, w in askers]
     chances = [w / sum(weights) for w in weights]
     found: list[Dialogue] = []

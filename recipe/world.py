@@ -16,6 +16,8 @@ import numpy as np
 
 Rng = np.random.Generator
 Rgb = tuple[int, int, int]
+Box = tuple[float, float, float, float]
+"""x0, y0, x1, y1 in pixels."""
 Shape = Literal["circle", "square", "triangle", "star"]
 
 SHAPES: tuple[Shape, ...] = ("circle", "square", "triangle", "star")
@@ -42,14 +44,14 @@ SMALLEST = 0.12
 class Thing:
     """One object. points: its outline, counted around; for a circle (cx, cy) and radius are enough.
 
-    box: (x0, y0, x1, y1), the outline's bounding box.
+    box: of the outline.
     """
 
     shape: Shape
     colour: str
     rgb: Rgb
     points: tuple[tuple[float, float], ...]
-    box: tuple[float, float, float, float]
+    box: Box
 
     @property
     def centre(self) -> tuple[float, float]:
@@ -153,12 +155,9 @@ def make_thing(
     return Thing(shape=shape, colour=colour, rgb=rgb, points=points_at, box=box)
 
 
-def apart(box: tuple[float, ...], others: Sequence[Thing], gap: float) -> bool:
-    """Whether a box keeps at least `gap` pixels from the others' boxes."""
-    return all(
-        box[2] + gap < o.box[0] or o.box[2] + gap < box[0] or box[3] + gap < o.box[1] or o.box[3] + gap < box[1]
-        for o in others
-    )
+def apart(box: Box, others: Sequence[Box], gap: float) -> bool:
+    """Whether a box keeps at least `gap` pixels from the others."""
+    return all(box[2] + gap < o[0] or o[2] + gap < box[0] or box[3] + gap < o[1] or o[3] + gap < box[1] for o in others)
 
 
 def pick_background(avoid: list[Rgb], rng: Rng) -> Rgb:
@@ -202,7 +201,7 @@ def make_scene(rng: Rng, count: int, size: tuple[int, int] | None = None, smalle
                 side,
                 rng,
             )
-            if apart(thing.box, things, 0.015 * short):
+            if apart(thing.box, [t.box for t in things], 0.015 * short):
                 things.append(thing)
                 break
     texture = "plain" if rng.random() < 0.35 else str(rng.choice(TEXTURES))

@@ -12,19 +12,22 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from processors.registry import make_processor
+from processors.video_options import VideoKnobs
 from recipe.batches import attention_mask, batches, collate
 from recipe.clips import make_clip
-from recipe.lessons import CHARACTERS, Lesson, Teacher, see
+from recipe.lessons import CHARACTERS, MOTIONS, Lesson, Teacher, see, watch
 from recipe.losses import Hinter, losses
 from recipe.network import Network, make_network, write_checkpoint
-from recipe.paint import paint
+from recipe.paint import paint, print_box
 from recipe.plan import PLAN
 from recipe.sizes import MERGE
 from recipe.tokenizer import make_recipe_tokenizer
-from recipe.world import COLOURS, SHAPES, Scene, make_scene, make_thing, pick_colour
-from recipe.writing import make_print_scene
+from recipe.wording import about_clip, in_order, side
+from recipe.world import COLOURS, SHAPES, Scene, Thing, apart, make_scene, make_thing, pick_colour
+from recipe.writing import make_page, make_print_scene
 from vlmserve.common.checkpoint import read_json
 from vlmserve.tokenizer.chat_template import load_chat_template
+from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -105,23 +108,45 @@ def test_prompt_and_patches_are_those_that_are_served(tokenizer: Tokenizer, netw
     np.testing.assert_array_equal(expanded.mm_inputs.mrope_positions, lesson.positions[:, :length])
 
 
+def test_clips_are_those_that_are_served(tokenizer: Tokenizer, network: Network, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, network, tokenizer)
+    clip = make_clip(np.random.default_rng(6))
+    clip = dataclasses.replace(clip, times=tuple(k / 2 for k in range(len(clip.frames))))
+    seen = watch(clip, np.random.default_rng(0))  # this seed wears nothing
+    lesson = Teacher(tokenizer, {"clip": 1.0}, 400)._row(
+        np.random.default_rng(1), seen, [[("What moves?", "Nothing moves.")]], [], question_first=False
+    )
+    continue_text = load_text_tokenizer(tmp_path).continue_text
+    processor = make_processor(tmp_path, read_json(tmp_path, "config.json"), continue_text=continue_text)
+    processed = processor.process_video([paint(frame) for frame in clip.frames], VideoKnobs(fps=2.0))
+    np.testing.assert_array_equal(processed.feature.astype(np.float16), np.concatenate([s.patches for s in seen]))
+    content = [{"type": "video"}, {"type": "text", "text": "What moves?"}]
+    prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
+    expanded = processor.expand(tokenizer.encode(prompt).ids, [processed])
+    length = int(np.argmax(lesson.taught))
+    assert expanded.input_ids.tolist() == lesson.ids[:length].tolist()
+    assert expanded.mm_inputs is not None
+    np.testing.assert_array_equal(expanded.mm_inputs.mrope_positions, lesson.positions[:, :length])
+
+
 def test_the_same_batches_wherever_one_goes_on(tokenizer: Tokenizer) -> None:
     stage = dataclasses.replace(PLAN[-1], batch=2, budget=120)
     whole = list(batches(tokenizer, stage, seed=1, first=0, end=3, workers=0))
     rest = list(batches(tokenizer, stage, seed=1, first=2, end=3, workers=0))
     assert len(whole) == 3
-    for name in ("ids", "patches", "positions", "outline"):
+    for name in ("ids", "patches", "positions"):
         assert torch.equal(getattr(whole[2], name), getattr(rest[0], name))
+    assert torch.equal(whole[2].hints["outline"], rest[0].hints["outline"])
     assert not torch.equal(whole[1].ids, whole[2].ids)
 
 
 def test_hints_tell_what_is_where() -> None:
     rng = np.random.default_rng(0)
     red = make_thing("star", "red", pick_colour("red", rng), (48.0, 112.0), 40, rng)
-    scene = Scene(width=192, height=160, background=(255, 255, 255), texture="plain", strength=0, seed=0, things=(red,))
+    scene = Scene(width=192, height=224, background=(255, 255, 255), texture="plain", strength=0, seed=0, things=(red,))
     seen = see(paint(scene), scene)
     rows, columns = seen.grid[1] // MERGE, seen.grid[2] // MERGE
-    assert (rows, columns) == (5, 6)
+    assert (rows, columns) == (7, 6)
     things = seen.hints.things.reshape(rows, columns)
     assert things[3, 1] == 1 + len(COLOURS) * SHAPES.index("star") + COLOURS.index("red")
     assert things[0].max() == 0
@@ -129,6 +154,18 @@ def test_hints_tell_what_is_where() -> None:
     outline = seen.hints.outline.reshape(rows, columns, MERGE, MERGE, 4, 4)
     assert outline[3, 1].mean() > 60
     assert outline[0].max() == 0
+    middle, corner, opposite = seen.hints.places.reshape(rows, columns, 3, 2)[3, 1]
+    assert middle == pytest.approx([48 / 192, 112 / 224])
+    assert corner == pytest.approx([red.box[0] / 192, red.box[1] / 224])
+    assert opposite == pytest.approx([red.box[2] / 192, red.box[3] / 224])
+
+
+def test_hints_tell_the_motion_of_the_actor_alone() -> None:
+    clip = next(c for s in range(99) for c in [make_clip(np.random.default_rng(s))] if c.event == "up")
+    for seen, frame in zip(watch(clip, np.random.default_rng(0)), clip.frames[::2], strict=True):
+        told = set(seen.hints.motion[seen.hints.things > 0])
+        assert told == ({1 + MOTIONS.index("up")} if len(frame.things) == 1 else {0, 1 + MOTIONS.index("up")})
+        assert not seen.hints.motion[seen.hints.things == 0].any()
 
 
 def test_characters_are_marked_where_they_stand() -> None:
@@ -139,6 +176,65 @@ def test_characters_are_marked_where_they_stand() -> None:
         assert marked <= set(scene.prints[0].text)
         if scene.prints[0].size > 0.2 * min(scene.width, scene.height):
             assert marked, scene.prints[0]
+        for what, turn in zip(seen.hints.characters.flat, seen.hints.turns.flat, strict=True):
+            assert (turn > 0) == (what > 0)
+            if what:
+                assert scene.prints[0].text[turn - 1] == CHARACTERS[what - 1]
+
+
+def test_pages_have_many_texts_that_do_not_touch() -> None:
+    counts = []
+    for seed in range(30):
+        page = make_page(np.random.default_rng(seed))
+        found = [print_box(text) for text in page.prints]
+        counts.append(len(found))
+        assert all(apart(box, found[:k], 0) for k, box in enumerate(found))
+        assert all(x0 >= -1 and y0 >= -1 and x1 <= page.width + 1 and y1 <= page.height + 1 for x0, y0, x1, y1 in found)
+    assert np.mean(counts) > 3
+
+
+def test_sides_and_orders_are_true() -> None:
+    left, right = _named("red circle", (30.0, 90.0)), _named("blue star", (140.0, 40.0))
+    scene = Scene(
+        width=192, height=128, background=(255, 255, 255), texture="plain", strength=0, seed=0, things=(left, right)
+    )
+    told = [side(scene, np.random.default_rng(seed)) for seed in range(60)]
+    found = [turn for dialogue in told if dialogue for turn in dialogue]
+    assert {answer for _, answer in found} == {"Left.", "Right.", "Above.", "Below."}
+    for question, answer in found:
+        words = question.lower()
+        of_star = max(words.find("star"), words.find("blue")) < max(words.find("circle"), words.find("red"))
+        if ": where is" in words:  # "Left of the circle, or right: where is the star?"
+            of_star = not of_star
+        assert answer in (("Right.", "Above.") if of_star else ("Left.", "Below.")), question
+    orders = {
+        answer
+        for seed in range(60)
+        for turns in [in_order(scene, np.random.default_rng(seed))]
+        if turns
+        for _, answer in turns
+    }
+    assert orders == {"Red circle, blue star.", "Blue star, red circle."}
+    turns = next(
+        t for s in range(99) for t in [in_order(scene, np.random.default_rng(s))] if t and "top to bottom" in t[0][0]
+    )
+    assert turns[0][1] == "Blue star, red circle."
+
+
+def _named(name: str, centre: tuple[float, float]) -> Thing:
+    colour, shape = name.split()
+    rng = np.random.default_rng(0)
+    return make_thing(shape, colour, pick_colour(colour, rng), centre, 30, rng)  # type: ignore[arg-type]
+
+
+def test_a_change_is_told_by_the_label_of_the_patch_that_shows_it() -> None:
+    clip = next(c for s in range(99) for c in [make_clip(np.random.default_rng(s))] if c.event == "colour")
+    seen = watch(clip, np.random.default_rng(0))
+    colours = [{frame.things[0].colour for frame in clip.frames[k : k + 2]} for k in range(0, len(clip.frames), 2)]
+    first = next(k for k, names in enumerate(colours) if clip.later_colour in names)
+    assert clip.change_seen == pytest.approx(seen[first].seconds)
+    answers = {t[1] for s in range(200) for d in [about_clip(clip, np.random.default_rng(s))] if d for t in d}
+    assert f"At about {seen[first].seconds:.1f} seconds." in answers
 
 
 def test_clips_do_what_they_say() -> None:
