@@ -1,9 +1,12 @@
 """The exam: scenes drawn and questions asked by code that the lessons have never seen.
 
 Nothing here imports the rest of `recipe`, and nothing there imports this: a model that has merely learnt its lessons'
-own brush strokes and turns of phrase fails here. Needs numpy and pillow; `ask`, which goes through a server, also
-openai.
+own brush strokes and turns of phrase fails here. Needs numpy, pillow and av; `ask`, which goes through a server, also
+openai. With matplotlib, texts come in more faces.
 
-chance, colours, figures -> grounds -> scenes -> wordings, reading -> judges -> items -> v1, v2 -> questions -> report
--> ask.
+v1: one to three things, one picture, one turn. v2: up to six things, how they lie to each other, several pictures, a
+second turn. v3: printed words and numbers, bounding boxes in JSON. v4: short clips.
+
+chance, colours, figures -> grounds, texts -> scenes -> signs, clips -> wordings, reading, clip_reading -> judges,
+print_judges, clip_judges -> items -> v1, v2, v3, v4 -> questions -> report -> ask.
 """

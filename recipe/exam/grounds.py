@@ -20,6 +20,7 @@ from recipe.exam.figures import Field
 Texture: TypeAlias = Literal["plain", "gradient", "grain", "stripes", "blotches"]
 TEXTURES: tuple[Texture, ...] = get_args(Texture)
 LEAST_CONTRAST = 110.0  # RGB distance between a thing and any pixel of its background
+LEAST_LUMA_CONTRAST = 70.0  # of 255, in brightness, between a text and any pixel of its background
 _TRIES = 60
 
 
@@ -39,9 +40,17 @@ class Ground:
         share = np.clip(np.dot(point - start, line) / max(np.dot(line, line), 1e-9), 0, 1)
         return float(np.linalg.norm(point - start - share * line))
 
+    def luma_contrast(self, rgb: RGB) -> float:
+        """The least difference in brightness between `rgb` and any pixel of this background."""
+        gaps = _luma(rgb) - _luma(self.colour), _luma(rgb) - _luma(self.other)
+        return min(abs(gap) for gap in gaps) if gaps[0] * gaps[1] > 0 else 0.0
 
-def sample_ground(rng: Generator, beside: Sequence[RGB]) -> Ground | None:
-    """A background that contrasts with every colour in `beside`; None where a few tries find none."""
+
+def sample_ground(rng: Generator, beside: Sequence[RGB], legible: Sequence[RGB] = ()) -> Ground | None:
+    """A background that contrasts with every colour in `beside` and in `legible`, with the latter in brightness too.
+
+    None where a few tries find none.
+    """
     for _ in range(_TRIES):
         texture = pick(rng, TEXTURES)
         colour = _any_colour(rng)
@@ -50,7 +59,9 @@ def sample_ground(rng: Generator, beside: Sequence[RGB]) -> Ground | None:
         moved = np.clip(np.array(colour) + reach * direction / np.linalg.norm(direction), 0, 255)
         red, green, blue = (int(channel) for channel in moved.round())
         ground = Ground(texture, colour, (red, green, blue), int(rng.integers(2**31)))
-        if all(ground.contrast(rgb) > LEAST_CONTRAST for rgb in beside):
+        if all(ground.contrast(rgb) > LEAST_CONTRAST for rgb in (*beside, *legible)) and all(
+            ground.luma_contrast(rgb) > LEAST_LUMA_CONTRAST for rgb in legible
+        ):
             return ground
     return None
 
@@ -60,6 +71,11 @@ def paint_ground(ground: Ground, width: int, height: int) -> Field:
     start, end = (np.array(value, np.float32) for value in (ground.colour, ground.other))
     blend = _field(ground, width, height)
     return start + blend[:, :, None] * (end - start)
+
+
+def _luma(rgb: RGB) -> float:
+    """Brightness, 0..255, as JPEG files reckon it (ITU-R BT.601)."""
+    return 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
 
 
 def _any_colour(rng: Generator) -> RGB:

@@ -1,10 +1,11 @@
-"""One question of the exam: the pictures, the words, and the judge of its answers."""
+"""One question of the exam: the pictures or the clip, the words, and the judge of its answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from recipe.exam.clips import Clip
 from recipe.exam.judges import Judge
 from recipe.exam.scenes import Picture, Scene
 
@@ -13,13 +14,13 @@ Message: TypeAlias = dict[str, Any]  # as the chat completions API takes it
 
 @dataclass(frozen=True)
 class Question:
-    """A question about `pictures`, of which `about` is the index of the one that decides the answer.
+    """A question about `media`, of which `about` is the index of the one that decides the answer.
 
     `earlier` are the turns before it: what the user asked, and what the assistant rightly said.
     """
 
     kind: str
-    pictures: tuple[Picture, ...]
+    media: tuple[Picture | Clip, ...]
     text: str
     judge: Judge
     earlier: tuple[tuple[str, str], ...] = ()
@@ -27,11 +28,12 @@ class Question:
 
     @property
     def scene(self) -> Scene:
-        return self.pictures[self.about].scene
+        """What is decisive, or how it looks at first."""
+        return self.media[self.about].scene
 
     def messages(self) -> list[Message]:
-        """The conversation as the chat completions API takes it: pictures as `data:` URLs before the first words."""
+        """The conversation as the chat completions API takes it: media as `data:` URLs before the first words."""
         said = [*(text for turn in self.earlier for text in turn), self.text]
-        pictures = [{"type": "image_url", "image_url": {"url": picture.url}} for picture in self.pictures]
-        first: Message = {"role": "user", "content": [*pictures, {"type": "text", "text": said[0]}]}
+        media = [medium.part for medium in self.media]
+        first: Message = {"role": "user", "content": [*media, {"type": "text", "text": said[0]}]}
         return [first, *({"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said) if n)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from recipe.exam import reading
 from recipe.exam.scenes import Scene, Thing
 from recipe.exam.wordings import with_article
 
-NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six")
 THIRD_LINE_MARGIN = 0.025  # of the picture's side
 
 
@@ -21,6 +20,16 @@ class Judge(Protocol):
     def right(self) -> str: ...
 
     def accepts(self, answer: str) -> bool: ...
+
+
+@runtime_checkable
+class Measuring(Judge, Protocol):
+    """A judge that also tells how good an answer is; `measure` is what it measures, None that it cannot."""
+
+    @property
+    def measure(self) -> str: ...
+
+    def measured(self, answer: str) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Number:
 
     @property
     def right(self) -> str:
-        return NUMBER_WORDS[self.value]
+        return reading.NUMBER_WORDS[self.value]
 
     def accepts(self, answer: str) -> bool:
         return reading.numbers_in(answer) == {self.value}

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from recipe.exam.colours import COLOURS
 from recipe.exam.figures import SHAPES
 
-_COUNTED = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_COUNTED = "zero one two three four five six seven eight nine ten eleven twelve"
+NUMBER_WORDS = tuple(_COUNTED.split())
 _NUMBERS: Mapping[str, int] = MappingProxyType(
-    {word: value for value, word in enumerate(_COUNTED)} | {"no": 0, "none": 0, "nothing": 0, "single": 1}
+    {word: value for value, word in enumerate(NUMBER_WORDS)} | {"no": 0, "none": 0, "nothing": 0, "single": 1}
 )
 _ORDINALS: Mapping[str, int] = MappingProxyType({"first": 1, "1st": 1, "second": 2, "2nd": 2, "third": 3, "3rd": 3})
 _ROWS: Mapping[str, str] = MappingProxyType({"top": "top", "upper": "top", "bottom": "bottom", "lower": "bottom"})
@@ -24,7 +25,7 @@ _FOREIGN_COLOURS = "pink brown grey gray cyan magenta teal turquoise violet indi
 _FOREIGN_SHAPES = "rectangle oval ellipse pentagon hexagon octagon diamond rhombus heart cross cube sphere ball dot"
 _SPELLINGS: Mapping[str, str] = MappingProxyType({"circular": "circle", "triangular": "triangle"})
 
-_COLOUR = rf"(?:{'|'.join((*COLOURS, *_FOREIGN_COLOURS.split()))})"
+COLOUR = rf"(?:{'|'.join((*COLOURS, *_FOREIGN_COLOURS.split()))})"
 _SHAPE = rf"(?:{'|'.join((*SHAPES, *_FOREIGN_SHAPES.split()))})"
 _NUMBER = rf"(?:{'|'.join(_NUMBERS)}|\d+)"
 _DETAIL = (
@@ -33,12 +34,12 @@ _DETAIL = (
 )
 _PAIRS = re.compile(
     rf"\b(?:({_NUMBER}) )?(?:{_DETAIL} )*"
-    rf"({_COLOUR}(?: (?:and )?(?:(?:an?|one) )?(?:{_DETAIL} )*{_COLOUR})*)"
+    rf"({COLOUR}(?: (?:and )?(?:(?:an?|one) )?(?:{_DETAIL} )*{COLOUR})*)"
     rf"(?: {_DETAIL})* ({_SHAPE})s?\b"
 )
 _BACKGROUND = re.compile(
     rf"\b(?:on|against|over|with|in front of) (?:(?!{_SHAPE})\w+ ){{0,5}}?background\b"
-    rf"|\bbackground is (?:a )?(?:{_DETAIL} )*{_COLOUR}\b"
+    rf"|\bbackground is (?:a )?(?:{_DETAIL} )*{COLOUR}\b"
 )
 _STAR_POINTS = re.compile(r"\b(?:five|5) point(?:ed)? ")
 
@@ -56,8 +57,8 @@ def things_in(answer: str) -> Counter[str]:
     """
     found: Counter[str] = Counter()
     listed = re.sub(r"(?m)^\s*\d+[.)]\s", "", answer)  # "1. A red circle": a place in a list, no amount
-    for number, colours, shape in _PAIRS.findall(_without_background(listed)):
-        named = re.findall(rf"\b{_COLOUR}\b", colours)
+    for number, colours, shape in _PAIRS.findall(without_background(listed)):
+        named = re.findall(rf"\b{COLOUR}\b", colours)
         for colour in named:
             found[f"{colour} {shape}"] += _value(number) if number and len(named) == 1 else 1
     return +found
@@ -65,7 +66,7 @@ def things_in(answer: str) -> Counter[str]:
 
 def colours_in(answer: str) -> set[str]:
     """The colours that the answer names, but for the background's."""
-    return set(re.findall(rf"\b{_COLOUR}\b", _without_background(answer)))
+    return set(re.findall(rf"\b{COLOUR}\b", without_background(answer)))
 
 
 def shapes_in(answer: str) -> set[str]:
@@ -88,8 +89,7 @@ def place_in(answer: str) -> tuple[str, str] | None:
 
     Whatever axis goes unnamed is the middle one: "left" is "middle left". A side of another thing is no place.
     """
-    text = re.sub(rf"\b(?:left|right|top|bottom) of (?:the |an? )?(?:{_COLOUR} )?{_SHAPE}\b", "", plain(answer))
-    words = text.split()
+    words = without_sides_of_things(answer).split()
     rows = {_ROWS[word] for word in words if word in _ROWS}
     columns = {_COLUMNS[word] for word in words if word in _COLUMNS}
     if len(rows) > 1 or len(columns) > 1 or not (rows or columns or _MIDDLES.intersection(words)):
@@ -126,9 +126,15 @@ def without_place_beside(answer: str, name: str) -> str:
     return re.sub(beside, "", plain(answer))
 
 
+def without_sides_of_things(answer: str) -> str:
+    """The plain answer without "left of the red circle", "top of a star" and the like."""
+    return re.sub(rf"\b(?:left|right|top|bottom) of (?:the |an? )?(?:{COLOUR} )?{_SHAPE}\b", "", plain(answer))
+
+
+def without_background(answer: str) -> str:
+    """The plain answer without what it says about the background, and about how many points a star has."""
+    return _STAR_POINTS.sub("", _BACKGROUND.sub("", plain(answer)))
+
+
 def _value(number: str) -> int:
     return int(number) if number.isdecimal() else _NUMBERS[number]
-
-
-def _without_background(answer: str) -> str:
-    return _STAR_POINTS.sub("", _BACKGROUND.sub("", plain(answer)))

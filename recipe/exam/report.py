@@ -6,11 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from recipe.exam.items import Message, Question
+from recipe.exam.judges import Measuring
 
 Ask: TypeAlias = Callable[[list[Message]], str]
 
@@ -29,7 +30,7 @@ class Outcome:
         return self.question.judge.accepts(self.answer)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for a report; without the picture's bytes."""
+        """Plain data, for a report; without the files' bytes."""
         scene = self.question.scene
         return {
             "kind": self.question.kind,
@@ -39,7 +40,7 @@ class Outcome:
             "got": self.answer,
             "size": [scene.width, scene.height],
             "format": scene.file_format,
-            "things": [thing.name for thing in scene.things],
+            "things": list(scene.contents),
         }
 
 
@@ -53,6 +54,15 @@ class Tally:
     @property
     def accuracy(self) -> float:
         return self.right / self.asked if self.asked else 0.0
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean of what the judges of one kind measure, over the `count` answers that could be measured."""
+
+    measure: str
+    value: float
+    count: int
 
 
 @dataclass(frozen=True)
@@ -75,12 +85,23 @@ class Report:
         return len(self.outcomes) / self.seconds
 
     def tables(self) -> dict[str, dict[str, Tally]]:
-        """Tallies by kind of question, by the picture's short side and by its file format."""
+        """Tallies by kind of question, by the printed text's face if any, by the file's short side and its format."""
+        printed = [outcome for outcome in self.outcomes if outcome.question.scene.text]
         return {
             "kind": _by(self.outcomes, lambda outcome: outcome.question.kind),
+            **({"face": _by(printed, _face)} if printed else {}),
             "short side": _by(self.outcomes, lambda outcome: _bucket(outcome.question.scene.short_side)),
             "format": _by(self.outcomes, lambda outcome: outcome.question.scene.file_format),
         }
+
+    def means(self) -> dict[str, Mean]:
+        """What judges measure, by kind of question: how far boxes overlap, how far off times are."""
+        found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+        for outcome in self.outcomes:
+            judge = outcome.question.judge
+            if isinstance(judge, Measuring) and (value := judge.measured(outcome.answer)) is not None:
+                found[outcome.question.kind, judge.measure].append(value)
+        return {kind: Mean(name, sum(each) / len(each), len(each)) for (kind, name), each in sorted(found.items())}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with every wrong answer."""
@@ -93,14 +114,17 @@ class Report:
                 title: {row: {"asked": tally.asked, "right": tally.right} for row, tally in table.items()}
                 for title, table in self.tables().items()
             },
+            "means": {kind: asdict(mean) for kind, mean in self.means().items()},
             "wrong": [outcome.as_dict() for outcome in self.wrong],
         }
 
     def __str__(self) -> str:
         lines = []
         for title, table in self.tables().items():
-            lines += [f"{title:<12}{'asked':>7}{'right':>7}{'accuracy':>10}"]
+            lines += [f"{title:<16}{'asked':>7}{'right':>7}{'accuracy':>10}"]
             lines += [_line(f"  {row}", tally) for row, tally in table.items()] + [""]
+        for kind, mean in self.means().items():
+            lines += [f"{kind}: mean {mean.measure} {mean.value:.3f} ({mean.count} answers)"]
         return "\n".join([*lines, _line("overall", self.overall), f"{self.answers_per_second:.1f} answers/s"])
 
 
@@ -121,6 +145,11 @@ def _bucket(short_side: int) -> str:
     return next(bucket for bucket in _BUCKETS if short_side <= int(bucket.split("-")[1]))
 
 
+def _face(outcome: Outcome) -> str:
+    text = outcome.question.scene.text
+    return text.face if text else ""
+
+
 def _by(outcomes: Iterable[Outcome], key: Callable[[Outcome], str]) -> dict[str, Tally]:
     groups: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -135,4 +164,4 @@ def _tally(outcomes: Iterable[Outcome]) -> Tally:
 
 
 def _line(name: str, tally: Tally) -> str:
-    return f"{name:<12}{tally.asked:>7}{tally.right:>7}{tally.accuracy:>10.1%}"
+    return f"{name:<16}{tally.asked:>7}{tally.right:>7}{tally.accuracy:>10.1%}"

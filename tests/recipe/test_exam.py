@@ -22,7 +22,7 @@ from recipe.exam.figures import SHAPES
 from recipe.exam.grounds import LEAST_CONTRAST, TEXTURES, Ground, paint_ground
 from recipe.exam.items import Message
 from recipe.exam.judges import AllThings, Judge, Number, OtherThing, Place, WhichPicture, Word, YesNo
-from recipe.exam.questions import make_question, make_questions
+from recipe.exam.questions import Level, make_question, make_questions
 from recipe.exam.report import Outcome, Report, examine
 from recipe.exam.scenes import Scene, Thing, draw, make_scene, take_picture
 
@@ -126,16 +126,24 @@ def test_files_hold_the_drawing() -> None:
 
 
 def test_a_seed_settles_everything() -> None:
-    first, again = ([make_question("all", 5, number) for number in (20, 3)] for _ in range(2))
+    first, again = ([make_question("all", 5, number) for number in (20, 3, 11, 17)] for _ in range(2))
     assert first == again
     assert first[1] == list(make_questions("all", 4, 5))[3], "a question does not depend on how many there are"
     assert make_question("all", 6, 3) != first[1]
 
 
-def test_questions_are_fair() -> None:
-    questions = list(make_questions("all", 88, 2))
-    assert len({question.text for question in questions}) > 60
-    assert set(Counter(question.kind for question in questions).values()) == {8}
+def test_all_levels_together() -> None:
+    levels: list[tuple[Level, int]] = [("v1", 6), ("v2", 5), ("v3", 3), ("v4", 5)]
+    kinds = [question.kind for level, count in levels for question in make_questions(level, count, 2)]
+    assert [question.kind for question in make_questions("all", 19, 2)] == kinds
+    assert len(set(kinds)) == 19
+
+
+@pytest.mark.parametrize(("level", "kinds"), [("v1", 6), ("v2", 5)])
+def test_questions_are_fair(level: Level, kinds: int) -> None:
+    questions = list(make_questions(level, 8 * kinds, 2))
+    assert len({question.text for question in questions}) > 27
+    assert list(Counter(question.kind for question in questions).values()) == [8] * kinds
     for question in questions:
         assert question.judge.accepts(question.judge.right), question
         assert not question.judge.accepts(""), question
@@ -147,7 +155,7 @@ def test_questions_are_fair() -> None:
                 asked = next(f"{c} {s}" for c in COLOURS for s in SHAPES if f"{c} {s}" in question.text.lower())
                 assert question.judge.accepts("Yes.") is (asked in names)
             case "album":
-                others = [p.scene for p in question.pictures if p.scene is not question.scene]
+                others = [p.scene for p in question.media if p.scene is not question.scene]
                 asked = next(name for name in names if name in question.text.lower())
                 assert asked not in [thing.name for scene in others for thing in scene.things]
 
@@ -309,7 +317,7 @@ def test_an_exam_in_this_process() -> None:
     ]
     for messages, question in zip(asked, questions, strict=True):
         *pictures, text = messages[0]["content"]
-        assert [picture["image_url"]["url"] for picture in pictures] == [picture.url for picture in question.pictures]
+        assert pictures == [picture.part for picture in question.media]
         assert text["text"] == (question.earlier[0][0] if question.earlier else question.text)
         assert not question.earlier or messages[-1]["content"] == question.text
 
