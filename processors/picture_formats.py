@@ -37,7 +37,7 @@ _READ = (
     PictureFormat("TIFF", re.compile(rb"II[*+]\0|MM\0[*+]"), "PIL.TiffImagePlugin", "TiffImageFile"),
     PictureFormat("AVIF", re.compile(_BRANDS + rb"avi[fs]", re.DOTALL), "PIL.AvifImagePlugin", "AvifImageFile"),
 )
-_OTHERS = (
+_OTHER_PICTURES = (
     ("a HEIC picture", re.compile(_BRANDS + rb"he(?:ic|ix|vc|vx|im|is)", re.DOTALL)),
     ("a JPEG 2000 picture", re.compile(rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51")),
     ("a JPEG XL picture", re.compile(rb"\xff\x0a|\0\0\0\x0cJXL ")),
@@ -47,6 +47,8 @@ _OTHERS = (
     ),
     ("an icon (ICO)", re.compile(rb"\0\0[\1\2]\0")),
     ("a Photoshop file (PSD)", re.compile(rb"8BPS")),
+)
+_NO_PICTURES = (
     ("a PDF file", re.compile(rb"%PDF-")),
     ("a video (MP4 or MOV)", re.compile(rb"....(?:ftyp|moov)", re.DOTALL)),
     ("a video (WebM or Matroska)", re.compile(rb"\x1aE\xdf\xa3")),
@@ -64,6 +66,11 @@ def looks_like_picture(head: bytes) -> bool:
     return any(known.magic.match(head) for known in _READ)
 
 
+def looks_like_other_picture(head: bytes) -> bool:
+    """Whether it is of a picture format that is known, and not read here."""
+    return any(magic.match(head) for _, magic in _OTHER_PICTURES)
+
+
 def picture_format(data: bytes) -> PictureFormat:
     """The format of a picture file. Raises BadRequestError, with the format's name where there is one."""
     if not data:
@@ -72,7 +79,8 @@ def picture_format(data: bytes) -> PictureFormat:
     supported = supported_formats()
     if found is not None and found.name in supported:
         return found
-    name = f"an {found.name} picture" if found else next((n for n, magic in _OTHERS if magic.match(data)), None)
+    others = (name for name, magic in _OTHER_PICTURES + _NO_PICTURES if magic.match(data))
+    name = f"an {found.name} picture" if found else next(others, None)
     readable = f"pictures of the formats {', '.join(supported)} are read"
     if name is not None:
         raise BadRequestError(f"the data is {name}, which is not a supported picture; {readable}", code=INVALID_IMAGE)

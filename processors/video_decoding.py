@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import io
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,16 +18,11 @@ from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
+from processors.video_formats import video_format
 from processors.video_options import VideoLimits
 from vlmserve.common.errors import BadRequestError
 
 _CODE = "invalid_video"
-# Named, never guessed: among FFmpeg's demuxers are playlists, which open other files and addresses.
-_FORMATS = (
-    ("mov", re.compile(rb"....(ftyp|moov|mdat|wide|free|skip|pnot)", re.DOTALL)),
-    ("matroska", re.compile(rb"\x1aE\xdf\xa3")),
-    ("gif", re.compile(rb"GIF8[79]a")),
-)
 _MAX_RATE = 240  # frames a second of the fastest clip: together with its duration it bounds the list of frames
 _SEEK_GAP = 8  # frames: to decode that many is about as quick as to seek
 
@@ -216,9 +210,9 @@ def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:
 def _format_of(data: bytes) -> str:
     if not data:
         raise BadRequestError("the video is empty (zero bytes)", code=_CODE)
-    for name, magic in _FORMATS:
-        if magic.match(data):
-            return name
+    found = video_format(data)
+    if found is not None:
+        return found
     raise BadRequestError(
         f"the data is not a video of a supported format (MP4, MOV, WebM, Matroska, GIF); it begins with {data[:8]!r}",
         code=_CODE,

@@ -60,6 +60,15 @@ class ServerSettings:
     allowed_local_media_path: str | None = _arg(
         None, "folder that file: URLs may read from; default: file: URLs are refused"
     )
+    file_store_dir: str | None = _arg(
+        None, "folder that keeps uploaded files across restarts; default: a private one that goes with the server"
+    )
+    max_file_bytes: int = _arg(256 * 2**20, "largest uploaded file, in bytes")
+    max_file_store_bytes: int = _arg(2**30, "all uploaded files together, in bytes")
+    max_files: int = _arg(1000, "most uploaded files; 0 takes none")
+    file_expire_after_s: float | None = _arg(
+        None, "seconds after which an uploaded file is deleted if its upload does not say; default: never"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +121,13 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "video_fps",
         "video_frame_cap",
         "video_reference",
+    ),
+    "uploaded files": (
+        "file_store_dir",
+        "max_file_bytes",
+        "max_file_store_bytes",
+        "max_files",
+        "file_expire_after_s",
     ),
     "memory": ("mem_fraction_static", "cpu_kv_cache_gib", "max_total_tokens", "page_size", "disable_radix_cache"),
     "scheduling": (
@@ -259,12 +275,19 @@ def _server_problems(settings: ServerSettings) -> list[str]:
     for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s", "max_video_duration_s"):
         if not getattr(settings, name) > 0:
             refuse(name, "above 0")
-    for name in ("shutdown_timeout_s", "media_max_redirects", "max_images_per_request", "max_videos_per_request"):
+    counts = ("media_max_redirects", "max_images_per_request", "max_videos_per_request", "max_files")
+    for name in ("shutdown_timeout_s", *counts):
         if not getattr(settings, name) >= 0:
             refuse(name, "0 or more")
-    for name in ("max_image_pixels", "media_max_bytes", "max_video_bytes", "max_video_frame_pixels"):
+    file_sizes = ("media_max_bytes", "max_video_bytes", "max_file_bytes", "max_file_store_bytes")
+    for name in ("max_image_pixels", "max_video_frame_pixels", *file_sizes):
         if getattr(settings, name) < 1:
             refuse(name, "1 or more")
+    if settings.file_expire_after_s is not None and not settings.file_expire_after_s > 0:
+        refuse("file_expire_after_s", "above 0")
+    store = settings.file_store_dir
+    if store is not None and not (store and Path(store).is_dir() and os.access(store, os.W_OK | os.X_OK)):
+        refuse("file_store_dir", "an existing folder that can be written to")
     if settings.api_key == "":
         refuse("api_key", "a key, or left out")
     local = settings.allowed_local_media_path

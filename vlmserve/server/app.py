@@ -13,9 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmserve import __version__
 from vlmserve.common.errors import BadRequestError
+from vlmserve.file_store import FileStore
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.chat import ChatEndpoint
 from vlmserve.server.errors import error_body, error_response, install_error_handlers
+from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.protocol import ChatCompletionRequest
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
@@ -35,7 +37,9 @@ class ApiSettings:
     stats_timeout_s: float = 0.5
 
 
-def build_app(manager: TokenizerManager, served_model_names: Sequence[str], settings: ApiSettings) -> FastAPI:
+def build_app(
+    manager: TokenizerManager, served_model_names: Sequence[str], settings: ApiSettings, files: FileStore
+) -> FastAPI:
     """The application. The first of `served_model_names` is the one figures are labelled with."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app)
@@ -87,6 +91,7 @@ def build_app(manager: TokenizerManager, served_model_names: Sequence[str], sett
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra={"requestBody": body})
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
+    FilesApi(files).add_routes(app)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Sequence
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.server.errors import JsonResponse, error_body
@@ -21,16 +23,28 @@ class ApiKeyMiddleware:
         self._keys = tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._is_known(scope):
+        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = self._known_key(scope)
+        if key is not None:
+            scope.setdefault("state", {})["owner"] = hashlib.sha256(b"vlmserve owner of files: " + key).hexdigest()
             await self._app(scope, receive, send)
             return
         body = error_body(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         await JsonResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
+    def _known_key(self, scope: Scope) -> bytes | None:
+        """The key that came with the request, if it is one of ours."""
         given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         if scheme.lower() != b"bearer":
-            return False
+            return None
         # Every key is compared, so that the time taken does not tell which one it was.
-        return sum(hmac.compare_digest(key.strip(), known) for known in self._keys) > 0
+        found = sum(hmac.compare_digest(key.strip(), known) for known in self._keys) > 0
+        return key.strip() if found else None
+
+
+def owner_of(request: Request) -> str:
+    """Whose files a request sees: a digest of its API key; without API keys all are the same."""
+    return getattr(request.state, "owner", "")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 from fastapi import FastAPI
 
 from processors.decoding import DecodeLimits
 from processors.fetching import FetchSettings
+from vlmserve.file_store import FileLimits, FileStore
+from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.media import RequestMedia
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
@@ -20,10 +25,11 @@ from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 class ApiFrontend:
     """The API process's half of a server. `app` is the ASGI application; the rest is the launcher's."""
 
-    def __init__(self, manager: TokenizerManager, media: RequestMedia, app: FastAPI) -> None:
+    def __init__(self, manager: TokenizerManager, media: RequestMedia, app: FastAPI, stack: ExitStack) -> None:
         self.app = app
         self.manager = manager
         self._media = media
+        self._stack = stack
 
     def handle(self, message: TokenizerManagerInput) -> None:
         """Take a message from the detokenizer."""
@@ -37,6 +43,7 @@ class ApiFrontend:
         """Free threads and connections."""
         self.manager.close()
         await asyncio.to_thread(self._media.close)
+        await asyncio.to_thread(self._stack.close)
 
 
 def make_frontend(
@@ -44,7 +51,8 @@ def make_frontend(
 ) -> ApiFrontend:
     """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
 
-    Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor.
+    Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
+    of uploaded files that another server uses.
     """
     fetch = FetchSettings(
         allow_private_media=settings.allow_private_media,
@@ -74,4 +82,25 @@ def make_frontend(
         api_keys=(settings.api_key,) if settings.api_key else (),
         max_body_bytes=int(settings.max_body_mib * 2**20),
     )
-    return ApiFrontend(manager, stage.media, build_app(manager, [model_name], api))
+    with ExitStack() as stack:
+        files = _open_files(settings, stack)
+        app = build_app(manager, [model_name], api, files)
+        return ApiFrontend(manager, stage.media, app, stack.pop_all())
+
+
+def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
+    """The uploaded files, to be closed by `stack`; those in a private folder go with it."""
+    if settings.file_store_dir is None:
+        folder = stack.enter_context(PrivateDirectory(Path(tempfile.gettempdir()), "vlmserve-files")).path / "files"
+        folder.mkdir()
+    else:
+        folder = Path(settings.file_store_dir)
+    limits = FileLimits(
+        max_bytes=settings.max_file_bytes,
+        max_total_bytes=settings.max_file_store_bytes,
+        max_files=settings.max_files,
+        expire_after_s=settings.file_expire_after_s,
+    )
+    files = FileStore(folder, limits)
+    stack.callback(files.close)
+    return files

@@ -1,0 +1,307 @@
+"""Uploaded files on disk: owners, limits, expiry, and what a crash leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from processors.byte_limit import ByteLimit
+from processors.inputs import Modality
+from tests.processors.helpers import encoded, picture
+from vlmserve import file_store
+from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.file_store import FileLimits, FileRecord, FileStore
+
+LIMITS = FileLimits(max_bytes=1000, max_total_bytes=2500, max_files=4)
+
+
+class Clock:
+    """Seconds since 1970, set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path, clock):
+    store = FileStore(tmp_path, LIMITS, clock=clock)
+    yield store
+    store.close()
+
+
+def put(store: FileStore, data: bytes = b"data", owner: str = "a", **fields) -> FileRecord:
+    with store.begin(owner) as upload:
+        upload.write(data)
+        return upload.commit(**{"filename": "x.png", "purpose": "vision", **fields})
+
+
+def content(store: FileStore, record: FileRecord) -> bytes:
+    found, file = store.open(record.owner, record.id)
+    with file:
+        assert found == record
+        return file.read()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refused(function, *args, code, status=400, match=None, **kwargs):
+    with pytest.raises(BadRequestError, match=match) as caught:
+        function(*args, **kwargs)
+    assert (caught.value.code, caught.value.status) == (code, status)
+
+
+def test_a_file_is_kept_as_it_came(store, tmp_path, clock):
+    first = put(store, b"one", filename="../../etc/passwd")
+    clock.now += 5
+    second = put(store, b"two!", purpose="user_data")
+    assert re.fullmatch(r"file-[0-9a-f]{32}", first.id)
+    assert first.id != second.id
+    assert (first.bytes, first.filename, first.created_at, first.expires_at) == (
+        3,
+        "../../etc/passwd",
+        17 * 10**8,
+        None,
+    )
+    assert content(store, first) == b"one"
+    assert content(store, second) == b"two!"
+    assert store.files("a") == [first, second]
+    assert store.find("a", first.id) == first
+    assert names(tmp_path) == sorted(f"{r.id}.{ending}" for r in (first, second) for ending in ("bin", "json"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_deleting(store, tmp_path):
+    record, other = put(store), put(store)
+    _, file = store.open("a", record.id)
+    store.delete("a", record.id)
+    with file:
+        assert file.read() == b"data", "who reads it may finish"
+    for function in (store.find, store.open, store.delete):
+        refused(function, "a", record.id, code="file_not_found", status=404)
+    assert store.files("a") == [other]
+    assert store.bytes == 4
+    assert len(names(tmp_path)) == 2
+
+
+def test_another_owner_finds_nothing(store):
+    record = put(store, owner="a")
+    refused(store.find, "b", record.id, code="file_not_found", status=404, match=f"there is no file '{record.id}'")
+    refused(store.open, "b", record.id, code="file_not_found", status=404)
+    refused(store.delete, "b", record.id, code="file_not_found", status=404)
+    refused(store.for_owner("b"), record.id, code="file_not_found", status=404)
+    assert store.files("b") == []
+    assert content(store, record) == b"data"
+
+
+@pytest.mark.parametrize("name", ["", "x", "../x", "file-" + "0" * 32, "x" * 10_000, "file-\0"])
+def test_names_that_are_none(store, name):
+    refused(store.find, "a", name, code="file_not_found", status=404)
+
+
+def test_a_file_over_the_limit_leaves_nothing(store, tmp_path):
+    with store.begin("a") as upload:
+        upload.write(bytes(1000))
+        refused(upload.write, b"x", code="file_too_large", status=413, match=r"1000 bytes \(setting --max-file-bytes\)")
+    assert (store.bytes, names(tmp_path), store.files("a")) == (0, [], [])
+
+
+def test_all_files_together_are_limited_those_under_way_too(store):
+    put(store, bytes(1000))
+    with store.begin("a") as upload:
+        upload.write(bytes(900))
+        with store.begin("b") as other:
+            other.write(bytes(600))
+            refused(
+                other.write,
+                b"x",
+                code="file_store_full",
+                match="2501 bytes, the limit is 2500 .setting --max-file-store",
+            )
+    assert store.bytes == 1000
+    put(store, bytes(1000))
+
+
+def test_the_number_of_files_is_limited_those_under_way_too(store):
+    records = [put(store) for _ in range(3)]
+    upload = store.begin("a")
+    refused(store.begin, "b", code="too_many_files", match=r"there are 4 files, the limit is 4 \(setting --max-files\)")
+    upload.close()
+    put(store)
+    refused(store.begin, "b", code="too_many_files")
+    store.delete("a", records[0].id)
+    put(store, owner="b")
+
+
+def test_files_expire(store, clock, tmp_path):
+    record, longer, forever = put(store, expire_after_s=60), put(store, expire_after_s=90), put(store)
+    assert record.expires_at == int(clock.now) + 60
+    clock.now += 59
+    assert len(store.files("a")) == 3
+    clock.now += 1
+    refused(store.find, "a", record.id, code="file_not_found", status=404)
+    assert store.files("a") == [longer, forever]
+    assert (store.bytes, len(names(tmp_path))) == (8, 4)
+
+
+def test_files_expire_by_the_setting(tmp_path, clock):
+    limits = FileLimits(max_bytes=10, max_total_bytes=10, max_files=1, expire_after_s=60)
+    store = FileStore(tmp_path, limits, clock=clock)
+    put(store)
+    clock.now += 60
+    put(store, expire_after_s=600)  # there is room again
+    clock.now += 60
+    assert len(store.files("a")) == 1
+    store.close()
+    clock.now += 600
+    again = FileStore(tmp_path, limits, clock=clock)
+    assert (again.files("a"), again.bytes, names(tmp_path)) == ([], 0, [])
+    again.close()
+
+
+def test_files_stay_across_restarts(tmp_path, clock):
+    store = FileStore(tmp_path, LIMITS, clock=clock)
+    png = encoded(picture(4, 4))
+    records = [put(store, b"one"), put(store, png, owner="b", expire_after_s=60), put(store, b"three", filename="ü\n")]
+    store.close()
+    again = FileStore(tmp_path, LIMITS, clock=clock)
+    assert again.files("a") == [records[0], records[2]]
+    assert again.files("b") == [records[1]]
+    assert records[1].modality is Modality.IMAGE
+    assert again.bytes == 8 + len(png)
+    assert content(again, records[1]) == png
+    assert put(again).sequence > records[2].sequence
+    again.close()
+
+
+def test_what_was_not_finished_is_gone_after_a_restart(tmp_path, clock, caplog):
+    store = FileStore(tmp_path, LIMITS, clock=clock)
+    record = put(store)
+    upload = store.begin("a")
+    upload.write(b"half")
+    half = [name for name in names(tmp_path) if name.endswith(".part")]
+    assert len(half) == 1
+    (tmp_path / ("file-" + "1" * 32 + ".bin")).write_bytes(b"no description yet")
+    (tmp_path / "notes.txt").write_text("not ours")
+    store.close()  # as if killed: the upload is never closed
+    again = FileStore(tmp_path, LIMITS, clock=clock)
+    assert names(tmp_path) == sorted([f"{record.id}.bin", f"{record.id}.json", "notes.txt"])
+    assert (again.bytes, again.files("a")) == (4, [record])
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["not json", "other size", "no bytes", "another id", "unknown field"])
+def test_a_damaged_file_is_not_served_and_not_deleted(tmp_path, clock, caplog, damage):
+    store = FileStore(tmp_path, LIMITS, clock=clock)
+    record = put(store)
+    store.close()
+    description, data = (tmp_path / f"{record.id}.{ending}" for ending in ("json", "bin"))
+    raw = json.loads(description.read_text())
+    if damage == "not json":
+        description.write_text("{")
+    elif damage == "other size":
+        data.write_bytes(b"dat")
+    elif damage == "no bytes":
+        data.unlink()
+    else:
+        description.write_text(json.dumps({**raw, "id": "file-x"} if damage == "another id" else {**raw, "new": 1}))
+    before = names(tmp_path)
+    again = FileStore(tmp_path, LIMITS, clock=clock)
+    assert (again.files("a"), again.bytes, names(tmp_path)) == ([], 0, before)
+    assert "damaged" in caplog.text
+    again.close()
+
+
+def test_a_commit_that_fails_leaves_nothing(store, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with store.begin("a") as upload:
+        upload.write(b"data")
+        with monkeypatch.context() as patch:
+            patch.setattr(file_store, "_write_whole", full)
+            with pytest.raises(OSError, match="No space"):
+                upload.commit(filename="x", purpose="vision")
+    assert (store.bytes, names(tmp_path), store.files("a")) == (0, [], [])
+    put(store)
+
+
+def test_one_server_at_a_time(store, tmp_path):
+    with pytest.raises(EngineError, match=r"in use by another server \(setting --file-store-dir"):
+        FileStore(tmp_path, LIMITS)
+    with pytest.raises(EngineError, match="cannot be opened"):
+        FileStore(tmp_path / "none", LIMITS)
+
+
+def test_a_closed_upload_takes_no_more(store):
+    upload = store.begin("a")
+    upload.close()
+    upload.close()
+    with pytest.raises(ValueError, match="closed"):
+        upload.write(b"x")
+    assert store.bytes == 0
+
+
+def test_many_threads(tmp_path):
+    store = FileStore(tmp_path, FileLimits(max_bytes=100, max_total_bytes=10_000, max_files=100))
+
+    def work(number: int) -> None:
+        record = put(store, bytes([number]) * number, owner=str(number % 3))
+        assert content(store, record) == bytes([number]) * number
+        if number % 2:
+            store.delete(record.owner, record.id)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(40)))
+    kept = [r for owner in "012" for r in store.files(owner)]
+    assert sorted(r.bytes for r in kept) == list(range(0, 40, 2))
+    assert store.bytes == sum(r.bytes for r in kept)
+    assert len({r.sequence for r in kept}) == 20
+    assert len(os.listdir(tmp_path)) == 40
+    store.close()
+
+
+def test_as_a_medium(store):
+    png = encoded(picture(4, 4))
+    find = store.for_owner("a")
+    file = find(put(store, png).id)
+    assert file.modality is Modality.IMAGE
+    assert file.read(ByteLimit(bytes=len(png), setting="s")) == png
+    refused(
+        file.read,
+        ByteLimit(bytes=len(png) - 1, setting="media_max_bytes"),
+        code="invalid_media_url",
+        match=rf"{len(png)} bytes, the limit is {len(png) - 1} \(setting media_max_bytes\)",
+    )
+    store.delete("a", file.record.id)
+    refused(file.read, ByteLimit(bytes=1000, setting="s"), code="file_not_found", status=404)
+
+
+@pytest.mark.parametrize(
+    ("head", "modality"),
+    [
+        (b"\0\0\0\x18ftypisom", Modality.VIDEO),
+        (b"\x1aE\xdf\xa3", Modality.VIDEO),
+        (b"GIF89a", Modality.IMAGE),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", None),
+        (b"%PDF-1.7", None),
+        (b"", None),
+    ],
+)
+def test_the_first_bytes_tell_what_a_file_is(store, head, modality):
+    assert put(store, head).modality is modality
