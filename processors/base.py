@@ -7,9 +7,9 @@ The two are apart on purpose. `process_image` and `process_video` are the expens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -17,9 +17,12 @@ from PIL import Image
 from processors.config import ProcessorConfig, TokenIds
 from processors.decoding import DecodeLimits, normalize_image
 from processors.hashing import media_digest
+from processors.image_sizes import ImageSizes
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
+from processors.knobs import Clamp, ImageKnobs
 from processors.mrope import MediaSpan, mrope_positions
-from processors.resize import frames_to_patches, resize_frames, smart_resize
+from processors.processor_kwargs import RequestKnobs, parse_processor_kwargs
+from processors.resize import frames_to_patches, resize_frames
 from processors.video import ProcessedVideo, VideoProcessor
 from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
 from processors.video_rules import QwenVLUtilsRules, RuleSettings, TimeGridRules, VideoRules
@@ -28,32 +31,18 @@ from vlmserve.common.errors import BadRequestError
 ContinueText: TypeAlias = Callable[[Sequence[int], str], list[int]]
 """(ids of a text, more text) -> ids of both together, which need not be those of the two, one after the other."""
 
-_LOW_DETAIL_PIXELS = 512 * 512
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageKnobs:
-    """How one picture shall be resized, other than by the checkpoint's settings. All in pixels; None keeps the default.
-
-    min_pixels, max_pixels: area limits. resized_height, resized_width: a size to aim at (both or neither); it is still
-    rounded to whole tokens and kept within the area limits.
-    """
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    resized_height: int | None = None
-    resized_width: int | None = None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessorLimits:
     """Server-side limits and options.
 
     max_pixels: the largest area a picture or frame is resized to; None: the checkpoint's own maximum.
+    low_detail_tokens: most tokens of a picture of detail "low".
     """
 
     decode: DecodeLimits = field(default_factory=DecodeLimits)
     max_pixels: int | None = None
+    low_detail_tokens: int = 64
     video: VideoLimits = field(default_factory=VideoLimits)
     video_options: VideoOptions = field(default_factory=VideoOptions)
 
@@ -64,6 +53,7 @@ class ProcessedImage:
 
     digest, grid_thw, feature: as in `MultimodalDataItem`; feature is read-only, for it may be shared by requests.
     num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
+    clamps: what the server's limits changed of its knobs.
     """
 
     digest: bytes
@@ -71,6 +61,7 @@ class ProcessedImage:
     feature: np.ndarray
     num_tokens: int
     source_size: tuple[int, int]
+    clamps: tuple[Clamp, ...] = ()
 
 
 ProcessedMedium: TypeAlias = ProcessedImage | ProcessedVideo
@@ -110,53 +101,42 @@ class MultimodalProcessor(ABC):
         self.config = config
         self.limits = limits
         self._continue_text = continue_text
-        self._video = VideoProcessor(self._make_rules(), config.video_patches, limits.video)
+        self.sizes = ImageSizes(
+            factor=config.patches.factor,
+            min_pixels=config.min_pixels,
+            max_pixels=config.max_pixels,
+            limit=limits.max_pixels,
+            low_detail_tokens=limits.low_detail_tokens,
+        )
+        self._rules = self._make_rules()
+        self._video = VideoProcessor(self._rules, config.video_patches, limits.video)
 
     @abstractmethod
     def time_interval(self, item: MultimodalDataItem) -> float:
         """M-RoPE positions between two temporal patches of `item`."""
+
+    def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
+        """A request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
+        return parse_processor_kwargs(given, video_counts_clip=type(self._rules).counts_clip)
 
     @property
     def token_ids(self) -> TokenIds:
         """Ids of the media tokens."""
         return self.config.token_ids
 
-    @property
-    def max_pixels(self) -> int:
-        """The largest area, in pixels, that a picture is resized to unless its knobs ask for less."""
-        cap = self.limits.max_pixels
-        return self.config.max_pixels if cap is None else min(cap, self.config.max_pixels)
-
     def resized_size(self, height: int, width: int, knobs: ImageKnobs | None = None) -> tuple[int, int]:
         """The (height, width) in pixels that a picture is resized to. Raises BadRequestError for bad knobs or sides."""
-        knobs = knobs or ImageKnobs()
-        min_pixels, max_pixels = self._budget(knobs)
-        if knobs.resized_height is not None and knobs.resized_width is not None:
-            height, width = knobs.resized_height, knobs.resized_width
-        return smart_resize(
-            height, width, factor=self.config.patches.factor, min_pixels=min_pixels, max_pixels=max_pixels
-        )
+        return self.sizes.fit(height, width, knobs or ImageKnobs())[:2]
 
     def num_image_tokens(self, height: int, width: int, knobs: ImageKnobs | None = None) -> int:
         """Pad tokens of a picture of that size, without touching any pixels."""
         new_height, new_width = self.resized_size(height, width, knobs)
         return new_height * new_width // self.config.patches.factor**2
 
-    def knobs_for_detail(self, detail: str | None) -> ImageKnobs | None:
-        """OpenAI's `detail`: "low" is a budget of 512x512 pixels; "high", "auto" and None are the checkpoint's own.
-
-        Raises BadRequestError for another word.
-        """
-        if detail in (None, "auto", "high"):
-            return None
-        if detail == "low":
-            return ImageKnobs(max_pixels=min(self.max_pixels, max(self.config.min_pixels, _LOW_DETAIL_PIXELS)))
-        raise BadRequestError(f"detail {detail!r} is none of 'auto', 'low' and 'high'", code="invalid_value")
-
     def process_image(self, image: Image.Image, knobs: ImageKnobs | None = None) -> ProcessedImage:
         """Bring one picture upright, to RGB and to size, and cut it into patches. Raises BadRequestError."""
         rgb = normalize_image(image, self.limits.decode)
-        height, width = self.resized_size(rgb.height, rgb.width, knobs)
+        height, width, clamps = self.sizes.fit(rgb.height, rgb.width, knobs or ImageKnobs())
         patches = self.config.patches
         pixels = resize_frames(np.array(rgb)[None], height, width, patches.resample)
         feature, grid = frames_to_patches(pixels, patches)
@@ -167,6 +147,7 @@ class MultimodalProcessor(ABC):
             feature=feature,
             num_tokens=self._num_tokens(grid),
             source_size=rgb.size,
+            clamps=clamps,
         )
 
     def process_video(self, source: bytes | Sequence[Image.Image], knobs: VideoKnobs | None = None) -> ProcessedVideo:
@@ -284,26 +265,6 @@ class MultimodalProcessor(ABC):
 
     def _num_tokens(self, grid: tuple[int, int, int]) -> int:
         return grid[0] * grid[1] * grid[2] // self.config.patches.merge_size**2
-
-    def _budget(self, knobs: ImageKnobs) -> tuple[int, int]:
-        """Checked area limits (min_pixels, max_pixels) of one picture."""
-        for name in ("min_pixels", "max_pixels", "resized_height", "resized_width"):
-            value = getattr(knobs, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise BadRequestError(f"{name} {value!r} is not a positive integer", code="invalid_value")
-            if value is not None and value > self.max_pixels:
-                raise BadRequestError(
-                    f"{name} {value} exceeds the server's limit of {self.max_pixels} pixels (setting --max-pixels)",
-                    code="invalid_value",
-                )
-        if (knobs.resized_height is None) != (knobs.resized_width is None):
-            raise BadRequestError("resized_height and resized_width must be given together", code="invalid_value")
-        min_pixels, max_pixels = knobs.min_pixels, knobs.max_pixels
-        if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
-            raise BadRequestError(f"min_pixels {min_pixels} exceeds max_pixels {max_pixels}", code="invalid_value")
-        # A limit that was asked for pushes the default of the other one aside.
-        highest = self.max_pixels if max_pixels is None else max_pixels
-        return min(self.config.min_pixels, highest) if min_pixels is None else min_pixels, highest
 
 
 def _item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...]) -> MultimodalDataItem:

@@ -26,8 +26,8 @@ from processors.cache import CacheStats, ProcessorCache
 from processors.decoding import decode_image
 from processors.fetching import MediaFetcher
 from processors.inputs import Modality
-from processors.video import ProcessedVideo, check_knobs
-from processors.video_options import VideoKnobs
+from processors.video import ProcessedVideo
+from processors.video_options import VideoKnobs, check_knobs
 from vlmserve.common.errors import BadRequestError
 
 
@@ -162,7 +162,7 @@ class ProcessorPool:
         try:
             if isinstance(request, VideoRequest):
                 # Before anything is fetched. What needs the clip is checked with it.
-                check_knobs(request.knobs or VideoKnobs(), self._processor.limits.video)
+                check_knobs(request.knobs or VideoKnobs())
             if any(map(_is_remote, source if isinstance(source, tuple) else (source,))):
                 return self._downloads.submit(self._download, request)
             return self._workers.submit(self._process, request)

@@ -42,17 +42,19 @@ class PatchConfig:
         return self.patch_size * self.merge_size
 
 
-def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def smart_resize(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, least_side: int = 0
+) -> tuple[int, int]:
     """The size (height, width), in pixels, that a picture is resized to.
 
     Both sides become multiples of `factor`, the area falls into [min_pixels, max_pixels] where the sides allow it, and
     the aspect ratio stays as near as it can (`smart_resize` of transformers' image_processing_qwen2_vl, which differs
-    from qwen_vl_utils' only where a side is under half of `factor` or the area limit is about one factor wide).
-    Raises BadRequestError when one side is more than 200 times the other.
+    from qwen_vl_utils' only where a side is under half of `factor`, which `least_side`=factor evens out, or the area
+    limit is about one factor wide). Raises BadRequestError when one side is more than 200 times the other.
     """
     check_aspect_ratio(height, width)
-    new_height = round(height / factor) * factor
-    new_width = round(width / factor) * factor
+    new_height = max(least_side, round(height / factor) * factor)
+    new_width = max(least_side, round(width / factor) * factor)
     if new_height * new_width > max_pixels:
         shrink = math.sqrt((height * width) / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)

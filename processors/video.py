@@ -16,14 +16,16 @@ import numpy as np
 
 from processors.hashing import media_digest
 from processors.inputs import Modality
+from processors.knobs import Clamp, named
 from processors.resize import PatchConfig, frames_to_patches, resize_frames
-from processors.video_options import VideoKnobs, VideoLimits
+from processors.video_options import VideoKnobs, VideoLimits, check_knobs
 from processors.video_rules import FrameChoice, VideoRules
 from vlmserve.common.errors import BadRequestError
 
 _CODE = "invalid_value"
 # qwen_vl_utils' rate of frames that come as a list, where nothing is said
 _LIST_FPS = 2.0
+_OF_FILES = ("num_frames", "min_frames", "max_frames", "do_sample_frames", "video_start", "video_end")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,8 @@ class ProcessedVideo:
     digest, grid_thw, feature, second_per_grid_t: as in `MultimodalDataItem`; feature is read-only. num_tokens: pad
     tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices, frame_times: the
     frames used, by number and in seconds. patch_times: the mean time of each temporal patch, in seconds.
+    source_fps, source_frames: frames a second and in all, as it came. sampling: the rule that chose frames; sample_fps:
+    how many of them a second. clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
     """
 
     digest: bytes
@@ -44,6 +48,21 @@ class ProcessedVideo:
     frame_times: tuple[float, ...]
     patch_times: tuple[float, ...]
     second_per_grid_t: float
+    source_fps: float
+    source_frames: int
+    sampling: str
+    sample_fps: float
+    clamps: tuple[Clamp, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """A clip or list of frames as it came. size: (width, height), upright. fps: frames a second."""
+
+    size: tuple[int, int]
+    fps: float
+    num_frames: int
 
 
 class VideoProcessor:
@@ -56,34 +75,43 @@ class VideoProcessor:
 
     def process_clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
         """A video file's bytes. Raises BadRequestError."""
-        check_knobs(knobs, self.limits)
+        check_knobs(knobs)
         # Only who gets a video needs PyAV.
         clip = importlib.import_module("processors.video_decoding").Clip(data, self.limits)
         info = clip.info
         choice = self._rules.choose(info.times, info.rate, knobs)
-        return self._process(clip.read(choice.indices), choice, (info.width, info.height), knobs)
+        source = _Source(size=(info.width, info.height), fps=info.rate, num_frames=info.num_frames)
+        return self._process(clip.read(choice.indices), choice, source, knobs)
 
     def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
         """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
-        check_knobs(knobs, self.limits)
+        check_knobs(knobs)
         if not count:
             raise BadRequestError("the video is an empty list of frames", code=_CODE)
         if count > self.limits.max_frames:
             raise _too_many("the list of frames has", count, self.limits)
         first = next(frames)
         fps = knobs.fps or _LIST_FPS
-        choice = FrameChoice(indices=tuple(range(count)), times=tuple(i / fps for i in range(count)), fps=fps)
+        choice = FrameChoice(
+            indices=tuple(range(count)),
+            times=tuple(i / fps for i in range(count)),
+            fps=fps,
+            rule="list",
+            ignored=named(knobs, _OF_FILES),
+        )
         height, width = first.shape[:2]
-        return self._process(chain([first], _of_size(frames, height, width)), choice, (width, height), knobs)
+        source = _Source(size=(width, height), fps=fps, num_frames=count)
+        return self._process(chain([first], _of_size(frames, height, width)), choice, source, knobs)
 
     def _process(
-        self, frames: Iterable[np.ndarray], choice: FrameChoice, source_size: tuple[int, int], knobs: VideoKnobs
+        self, frames: Iterable[np.ndarray], choice: FrameChoice, source: _Source, knobs: VideoKnobs
     ) -> ProcessedVideo:
         depth, factor = self._patches.temporal_patch_size, self._patches.factor
         count = len(choice.indices)
         if count > self.limits.max_frames:
             raise _too_many("the request asks for", count, self.limits)
-        height, width = self._rules.size(count, source_size[1], source_size[0], knobs)
+        knobs, clamps = self._rules.limited(count, knobs)
+        height, width = self._rules.size(count, source.size[1], source.size[0], knobs)
         t = math.ceil(count / depth)
         num_tokens = t * (height // factor) * (width // factor)
         limit = self.limits.max_tokens
@@ -100,12 +128,18 @@ class VideoProcessor:
             grid_thw=grid,
             feature=feature,
             num_tokens=num_tokens,
-            source_size=source_size,
+            source_size=source.size,
             frame_indices=choice.indices,
             frame_times=choice.times,
             # `_calculate_timestamps` of transformers' Qwen3VLProcessor
             patch_times=tuple((times[i] + times[i + depth - 1]) / 2 for i in range(0, len(times), depth)),
             second_per_grid_t=depth / choice.fps,
+            source_fps=source.fps,
+            source_frames=source.num_frames,
+            sampling=choice.rule,
+            sample_fps=choice.fps,
+            clamps=choice.clamps + clamps,
+            ignored=choice.ignored + self._rules.ignored(knobs),
         )
 
     def _cut(
@@ -147,43 +181,6 @@ def _of_size(frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[
                 code="invalid_video",
             )
         yield frame
-
-
-def check_knobs(knobs: VideoKnobs, limits: VideoLimits) -> None:
-    """Raises BadRequestError naming the first value that no clip can be processed with."""
-    for name in ("num_frames", "min_frames", "max_frames"):
-        value = getattr(knobs, name)
-        shown = "nframes" if name == "num_frames" else name
-        _check_count(shown, value)
-        if value is not None and value > limits.max_frames:
-            raise BadRequestError(
-                f"{shown} is {value}; the limit is {limits.max_frames} (setting --max-video-frames)", code=_CODE
-            )
-    for name in ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"):
-        _check_count(name, getattr(knobs, name))
-    if knobs.fps is not None and not (_is_number(knobs.fps) and 0 < knobs.fps < math.inf):
-        raise BadRequestError(f"fps is {knobs.fps!r}; it must be a number above 0", code=_CODE)
-    for name in ("video_start", "video_end"):
-        value = getattr(knobs, name)
-        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
-            raise BadRequestError(f"{name} is {value!r}; it must be a number of seconds, 0 or more", code=_CODE)
-    if knobs.fps is not None and knobs.num_frames is not None:
-        raise BadRequestError("fps and nframes exclude each other", code=_CODE)
-    if (knobs.resized_height is None) != (knobs.resized_width is None):
-        raise BadRequestError("resized_height and resized_width must be given together", code=_CODE)
-    for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels")):
-        least, most = getattr(knobs, low), getattr(knobs, high)
-        if least is not None and most is not None and least > most:
-            raise BadRequestError(f"{low} {least} exceeds {high} {most}", code=_CODE)
-
-
-def _check_count(name: str, value: object) -> None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise BadRequestError(f"{name} is {value!r}; it must be a positive integer", code=_CODE)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _too_many(what: str, count: int, limits: VideoLimits) -> BadRequestError:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from processors.knobs import check_count, check_number, check_pair, check_ranges, laid_over
+from vlmserve.common.errors import BadRequestError
+
 Sampling = Literal["transformers", "qwen-vl-utils", "time-grid"]
 Reference = Literal["published", "transformers"]
 
@@ -59,12 +62,28 @@ class VideoConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VideoDefaults:
+    """What a request says in the place of a checkpoint's video settings; None keeps those.
+
+    shortest_edge, longest_edge: `size`, which counts what the checkpoint's counts: the area of a frame (Qwen2-VL,
+    Qwen2.5-VL) or of a whole clip (Qwen3-VL). unused: what was said and means nothing to the family's videos.
+    """
+
+    shortest_edge: int | None = None
+    longest_edge: int | None = None
+    cap_pixels_per_frame: bool | None = None
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VideoKnobs:
     """What a request says about one video (the fields of Qwen's message parts); None keeps the default.
 
     fps or num_frames (their nframes), not both; min_frames, max_frames: bounds where fps counts. min_pixels and
-    max_pixels: area of a resized frame; total_pixels: of the whole clip. resized_height, resized_width: a size to aim
-    at. video_start, video_end: the part to use, in seconds. For a list of frames, fps is the rate they were taken at.
+    max_pixels: area of a resized frame; total_pixels: of the whole clip. resized_height, resized_width: a frame's size,
+    rounded to whole tokens, in the place of all these areas. video_start, video_end: the part to use, in seconds.
+    do_sample_frames: False uses every frame. For a list of frames, which are all used, fps is the rate they were taken
+    at. defaults: what the request says about all its videos.
     """
 
     fps: float | None = None
@@ -78,3 +97,31 @@ class VideoKnobs:
     resized_width: int | None = None
     video_start: float | None = None
     video_end: float | None = None
+    do_sample_frames: bool | None = None
+    defaults: VideoDefaults | None = None
+
+
+_RANGES = (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels"))
+
+
+def video_knobs_over(knobs: VideoKnobs, base: VideoKnobs) -> VideoKnobs:
+    """`knobs`, and `base` where it is silent and does not contradict."""
+    return laid_over(knobs, base, ranges=_RANGES, exclusive=frozenset(("fps", "num_frames", "do_sample_frames")))
+
+
+def check_knobs(knobs: VideoKnobs, *, num_frames: str = "nframes") -> None:
+    """Raises BadRequestError naming the first value that no clip can be processed with.
+
+    num_frames: what the request calls that field.
+    """
+    check_count(num_frames, knobs.num_frames)
+    areas = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
+    for name in ("min_frames", "max_frames", *areas):
+        check_count(name, getattr(knobs, name))
+    check_number("fps", knobs.fps, "a number above 0")
+    for name in ("video_start", "video_end"):
+        check_number(name, getattr(knobs, name), "a number of seconds, 0 or more", zero=True)
+    if knobs.fps is not None and knobs.num_frames is not None:
+        raise BadRequestError(f"fps and {num_frames} exclude each other", code="invalid_value")
+    check_pair(knobs, "resized_height", "resized_width")
+    check_ranges(knobs, _RANGES)

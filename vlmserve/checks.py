@@ -20,6 +20,7 @@ _AT_LEAST_ONE = (
     "max_mm_workers",
     "max_queued_media",
     "max_video_frames",
+    "low_detail_tokens",
 )
 _AT_LEAST_ONE_IF_SET = ("max_pixels", "encoder_max_patches", "max_model_len", "max_total_tokens", "num_threads")
 

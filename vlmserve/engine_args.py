@@ -46,8 +46,11 @@ class EngineArgs:
         "65536 on a GPU",
     )
     max_pixels: int | None = _arg(
-        None, "largest area in pixels that pictures are resized to; default: the checkpoint's own maximum"
+        None,
+        "largest area in pixels that a picture or a video's frame is resized to, whatever a request asks for; default: "
+        "the checkpoint's own maximum",
     )
+    low_detail_tokens: int = _arg(64, 'most tokens of a picture that is sent with detail "low"')
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _arg(
         "transformers",
         "whose rule chooses a video's frames and their size: the checkpoint's transformers processor, qwen_vl_utils, "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from processors.base import ExpandedPrompt, MultimodalProcessor, ProcessedMedium
+from processors.knobs import check_image_knobs, laid_over
 from processors.pool import ImageRequest, MediaRequest, ProcessorPool, VideoRequest
+from processors.processor_kwargs import RequestKnobs
+from processors.video_options import check_knobs, video_knobs_over
 from vlmserve.common.errors import BadRequestError
 from vlmserve.tokenizer.chat_messages import ImageRef, MediaRef
 
@@ -18,6 +21,10 @@ class RequestMedia:
     def __init__(self, processor: MultimodalProcessor, pool: ProcessorPool) -> None:
         self._processor = processor
         self._pool = pool
+
+    def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
+        """A request's `mm_processor_kwargs`. BadRequestError for unknown keys and impossible values."""
+        return self._processor.parse_kwargs(given)
 
     async def load(self, media: Sequence[MediaRef]) -> list[ProcessedMedium]:
         """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request."""
@@ -39,9 +46,12 @@ class RequestMedia:
         try:
             source = _read(medium.source)
             if isinstance(medium, ImageRef):
-                knobs = self._processor.knobs_for_detail(medium.detail)
-                return ImageRequest(source=source, knobs=knobs, param=medium.param)
-            return VideoRequest(source=source, knobs=medium.knobs, param=medium.param)
+                check_image_knobs(medium.knobs)
+                detail = laid_over(self._processor.sizes.knobs_for_detail(medium.detail), medium.defaults)
+                return ImageRequest(source=source, knobs=laid_over(medium.knobs, detail), param=medium.param)
+            check_knobs(medium.knobs)
+            knobs = video_knobs_over(medium.knobs, medium.defaults)
+            return VideoRequest(source=source, knobs=knobs, param=medium.param)
         except BadRequestError as error:
             error.param = medium.param
             raise

@@ -178,15 +178,17 @@ def test_resized_size(qwen2):
 @pytest.mark.parametrize(
     ("knobs", "match"),
     [
-        ({"max_pixels": 0}, "max_pixels 0 is not a positive integer"),
-        ({"min_pixels": -5}, "min_pixels -5 is not"),
-        ({"max_pixels": True}, "max_pixels True is not"),
-        ({"max_pixels": 1000.5}, "1000.5 is not"),
-        ({"max_pixels": 64 * 784 + 1}, "50177 exceeds the server's limit of 50176 pixels"),
-        ({"min_pixels": 64 * 784 + 1}, "exceeds the server's limit"),
+        ({"max_pixels": 0}, "max_pixels is 0; it must be a positive integer"),
+        ({"min_pixels": -5}, "min_pixels is -5;"),
+        ({"max_pixels": True}, "max_pixels is True;"),
+        ({"max_pixels": 1000.5}, "is 1000.5;"),
+        ({"max_pixels": float("nan")}, "is nan;"),
+        ({"min_pixels": 2**53 + 1}, r"is 9007199254740993; it must be at most 2\*\*53"),
+        ({"max_pixels": 10**5000}, "is a number of about 5001 digits"),
         ({"min_pixels": 2000, "max_pixels": 1000}, "min_pixels 2000 exceeds max_pixels 1000"),
         ({"resized_height": 100}, "together"),
-        ({"resized_height": 10**9, "resized_width": 1}, "exceeds the server's limit"),
+        ({"resized_height": 0, "resized_width": 100}, "resized_height is 0"),
+        ({"resized_height": 10**9, "resized_width": 1}, "aspect ratio"),
         ({"resized_height": 1, "resized_width": 300}, "aspect ratio"),
     ],
 )
@@ -198,25 +200,7 @@ def test_bad_knobs(qwen2, knobs, match):
 def test_the_server_can_lower_the_budget(tmp_path):
     processor = tiny_processor(tmp_path, "qwen2_vl", ProcessorLimits(max_pixels=10 * 784))
     assert processor.num_image_tokens(1000, 1000) <= 10
-    with pytest.raises(BadRequestError, match="limit of 7840 pixels"):
-        processor.num_image_tokens(64, 64, ImageKnobs(max_pixels=20 * 784))
-
-
-def test_detail(tmp_path):
-    processor = tiny_processor(tmp_path, "qwen2_vl", min_pixels=3136, max_pixels=1280 * 784)
-    for word in (None, "auto", "high"):
-        assert processor.knobs_for_detail(word) is None
-    low = processor.knobs_for_detail("low")
-    assert processor.num_image_tokens(2000, 2000, low) * 784 <= 512 * 512
-    assert processor.num_image_tokens(2000, 2000) > 1200
-    with pytest.raises(BadRequestError, match="detail 'medium' is none of"):
-        processor.knobs_for_detail("medium")
-
-
-def test_low_detail_stays_within_any_checkpoints_budget(tmp_path):
-    for low, high in [(3136, 50176), (600 * 784, 1280 * 784)]:
-        processor = tiny_processor(tmp_path, "qwen2_vl", min_pixels=low, max_pixels=high)
-        assert processor.num_image_tokens(900, 900, processor.knobs_for_detail("low")) * 784 <= max(high, 512 * 512)
+    assert processor.num_image_tokens(1000, 1000, ImageKnobs(max_pixels=20 * 784)) <= 10
 
 
 def test_the_pixel_limit_covers_pillow_pictures(tmp_path):

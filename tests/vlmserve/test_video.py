@@ -126,8 +126,9 @@ def test_settings_and_fields_reach_the_frames(family):
     small = tokens({}, max_pixels=4 * 32 * 32)
     assert small < default
     assert tokens({"max_pixels": 4 * 32 * 32}) == small
-    with pytest.raises(BadRequestError, match="max_frames is 5; the limit is 4") as caught:
-        tokens({"max_video_frames": 4}, max_frames=5)
+    assert tokens({"max_video_frames": 4}, max_frames=5) == tokens({"max_video_frames": 4})
+    with pytest.raises(BadRequestError, match="max_frames is 0; it must be a positive integer") as caught:
+        tokens({}, max_frames=0)
     assert caught.value.param == "messages[0].content[0]"
 
 

@@ -34,6 +34,7 @@ def to_generate_request(request: ChatCompletionRequest, request_id: str, *, max_
             template_kwargs=request.chat_template_kwargs or {},
         ),
         sampling=_sampling(request),
+        mm_processor_kwargs=request.mm_processor_kwargs or {},
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )

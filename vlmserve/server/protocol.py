@@ -69,14 +69,23 @@ class ImageUrl(StrictModel):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImageUrlPart(StrictModel):
+class _ImageFields(StrictModel):
+    """What Qwen's own code takes beside a picture; see `processors.knobs.ImageKnobs`."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+
+
+class ImageUrlPart(_ImageFields):
     """image_url may also be the URL itself."""
 
     type: Literal["image_url"]
     image_url: Annotated[ImageUrl, BeforeValidator(_url_object)]
 
 
-class ImagePart(StrictModel):
+class ImagePart(_ImageFields):
     """Qwen's own form."""
 
     type: Literal["image"]
@@ -326,5 +335,6 @@ class ChatCompletionRequest(StrictModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

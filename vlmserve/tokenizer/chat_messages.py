@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from processors.knobs import ImageKnobs
+from processors.processor_kwargs import RequestKnobs
 from processors.video_options import VideoKnobs
 from vlmserve.common.errors import BadRequestError
 
@@ -28,6 +30,7 @@ _VIDEO_FIELDS = {
     "video_start": "video_start",
     "video_end": "video_end",
 }
+_IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _OTHER_PARTS = ("input_audio", "audio_url", "file")
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -36,24 +39,28 @@ _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 class ImageRef:
     """A picture named in a message. source: a URL, or (offline) a file's bytes, its Path or a Pillow picture.
 
-    param: where it stands in the request, e.g. "messages[0].content[1]", for errors about it.
+    param: where it stands in the request, e.g. "messages[0].content[1]", for errors about it. knobs: what the part
+    says about its size; detail: its OpenAI word for it; defaults: what the request says about all pictures.
     """
 
     source: Any
     param: str
     detail: str | None = None
+    knobs: ImageKnobs = field(default_factory=ImageKnobs)
+    defaults: ImageKnobs = field(default_factory=ImageKnobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRef:
     """A video named in a message. source: a URL, a tuple of its frames (as of `ImageRef`), or offline bytes or a Path.
 
-    knobs: what the part says about frames and sizes.
+    knobs: what the part says about frames and sizes; defaults: what the request says about all videos.
     """
 
     source: Any
     param: str
     knobs: VideoKnobs = field(default_factory=VideoKnobs)
+    defaults: VideoKnobs = field(default_factory=VideoKnobs)
 
 
 MediaRef: TypeAlias = ImageRef | VideoRef
@@ -81,6 +88,14 @@ def to_template_messages(messages: Sequence[Message], *, reserved: Collection[st
     for index, message in enumerate(messages):
         converted.append(_convert_message(message, f"messages[{index}]", media, reserved))
     return TemplateMessages(messages=converted, media=media)
+
+
+def with_defaults(media: Sequence[MediaRef], knobs: RequestKnobs) -> list[MediaRef]:
+    """The same media, with what the request says about all of them."""
+    return [
+        replace(ref, defaults=knobs.image) if isinstance(ref, ImageRef) else replace(ref, defaults=knobs.video)
+        for ref in media
+    ]
 
 
 def _convert_message(message: Message, param: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:
@@ -147,7 +162,8 @@ def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
         value, detail = value.get("url"), value.get("detail")
     if value is None or (kind == "image_url" and not isinstance(value, str)):
         raise BadRequestError(f"{param}.{kind} has no url", param=f"{param}.{kind}")
-    return ImageRef(source=value, param=param, detail=detail)
+    knobs = ImageKnobs(**{name: part.get(name) for name in _IMAGE_FIELDS})
+    return ImageRef(source=value, param=param, detail=detail, knobs=knobs)
 
 
 def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:

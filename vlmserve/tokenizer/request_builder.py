@@ -14,7 +14,7 @@ from processors.base import ExpandedPrompt, ProcessedMedium
 from vlmserve.common.errors import BadRequestError
 from vlmserve.media import RequestMedia
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
-from vlmserve.tokenizer.chat_messages import MediaRef, VideoRef, to_template_messages
+from vlmserve.tokenizer.chat_messages import MediaRef, VideoRef, to_template_messages, with_defaults
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
@@ -47,13 +47,17 @@ class TextPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateReqInput:
-    """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput."""
+    """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
+
+    mm_processor_kwargs: how its media are prepared where a part does not say (`processors.processor_kwargs`).
+    """
 
     request_id: str
     prompt: ChatPrompt | TextPrompt
     sampling: SamplingOverrides = field(default_factory=SamplingOverrides)
     n: int = 1
     num_logprobs: int | None = None
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +117,8 @@ class RequestBuilder:
         if request.sampling.seed is None:
             params = replace(params, seed=default_seed)
         text, media = self._render(request.prompt)
+        if request.mm_processor_kwargs:
+            media = with_defaults(media, self._expander.parse_kwargs(request.mm_processor_kwargs))
         videos = sum(isinstance(medium, VideoRef) for medium in media)
         _check_count("picture", len(media) - videos, self.limits.max_images)
         _check_count("video", videos, self.limits.max_videos)

@@ -1,0 +1,139 @@
+"""What a request may say about one picture, and what is common to the knobs of pictures and videos: how values are
+checked, how one set is laid over another, and how the server's limits are kept and told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vlmserve.common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_CODE = "invalid_value"
+_LARGEST = 2**53  # above it JSON readers disagree about whole numbers
+_Knobs = TypeVar("_Knobs", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clamp:
+    """A value that a limit of the server changed.
+
+    knob: its name. asked, used: before and after, in the knob's own unit. limit: what was exceeded, in pixels of area,
+    or frames. setting: what moves the limit.
+    """
+
+    knob: str
+    asked: float
+    used: float
+    limit: float
+    setting: str
+
+    def __str__(self) -> str:
+        return f"{self.knob} {self.asked} was changed to {self.used}, the limit is {self.limit} ({self.setting})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageKnobs:
+    """How one picture shall be resized, other than by the checkpoint's settings. All in pixels; None keeps the default.
+
+    min_pixels, max_pixels: area limits. resized_height, resized_width: a size to aim at (both or neither), rounded to
+    whole tokens; area limits do not count then, but for the server's (`fetch_image` of qwen_vl_utils).
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+
+
+def check_image_knobs(knobs: ImageKnobs) -> None:
+    """Raises BadRequestError naming the first value that no picture can be processed with."""
+    for field in fields(knobs):
+        check_count(field.name, getattr(knobs, field.name))
+    check_pair(knobs, "resized_height", "resized_width")
+    check_ranges(knobs, (("min_pixels", "max_pixels"),))
+
+
+def check_count(name: str, value: object) -> None:
+    """Raises BadRequestError unless `value` is None or a positive integer that JSON can carry."""
+    if value is not None and (type(value) is not int or value < 1):
+        raise BadRequestError(f"{name} is {shown(value)}; it must be a positive integer", code=_CODE)
+    if type(value) is int and value > _LARGEST:
+        raise BadRequestError(f"{name} is {shown(value)}; it must be at most 2**53", code=_CODE)
+
+
+def check_number(name: str, value: object, what: str, *, zero: bool = False) -> None:
+    """Raises BadRequestError unless `value` is None or a finite number above 0 (or 0, if `zero`)."""
+    if value is None:
+        return
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+    if not good or (value == 0 and not zero):
+        raise BadRequestError(f"{name} is {shown(value)}; it must be {what}", code=_CODE)
+
+
+def check_pair(knobs: object, first: str, second: str) -> None:
+    """Raises BadRequestError when only one of two fields is given."""
+    if (getattr(knobs, first) is None) != (getattr(knobs, second) is None):
+        raise BadRequestError(f"{first} and {second} must be given together", code=_CODE)
+
+
+def check_ranges(knobs: object, ranges: Iterable[tuple[str, str]]) -> None:
+    """Raises BadRequestError when the first field of a pair exceeds the second."""
+    for low, high in ranges:
+        least, most = getattr(knobs, low), getattr(knobs, high)
+        if least is not None and most is not None and least > most:
+            raise BadRequestError(f"{low} {least} exceeds {high} {most}", code=_CODE)
+
+
+def laid_over(
+    knobs: _Knobs,
+    base: _Knobs,
+    *,
+    ranges: Iterable[tuple[str, str]] = (("min_pixels", "max_pixels"),),
+    exclusive: frozenset[str] = frozenset(),
+) -> _Knobs:
+    """`knobs`, and `base` where it is silent and does not contradict.
+
+    ranges: (least, most); one of base's beyond the other one in `knobs` is dropped. exclusive: names, of which any in
+    `knobs` drops all of base's.
+    """
+    mine, rest = _given(knobs), _given(base)
+    if mine.keys() & exclusive:
+        rest = {name: value for name, value in rest.items() if name not in exclusive}
+    for low, high in ranges:
+        for name, other, sign in ((low, high, 1), (high, low, -1)):
+            if name in mine and other in rest and (mine[name] - rest[other]) * sign > 0:
+                del rest[other]
+    return replace(knobs, **(rest | mine))
+
+
+def _given(knobs: DataclassInstance) -> dict[str, Any]:
+    values = {field.name: getattr(knobs, field.name) for field in fields(knobs)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def shown(value: object) -> str:
+    """A value for an error message, whatever its length."""
+    if type(value) is int and value.bit_length() > 64:
+        return f"a number of about {int(value.bit_length() * math.log10(2)) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def named(knobs: object, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the fields that are given."""
+    return tuple(name for name in names if getattr(knobs, name, None) is not None)
+
+
+def at_most(name: str, value: int | None, limits: Iterable[tuple[int, str]], found: list[Clamp]) -> int | None:
+    """`value`, or the lowest of `limits` (value, setting) if that is lower; this is added to `found` then."""
+    limit, setting = min(limits)
+    if value is None or value <= limit:
+        return value
+    found.append(Clamp(knob=name, asked=value, used=limit, limit=limit, setting=setting))
+    return limit

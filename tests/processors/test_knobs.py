@@ -1,0 +1,357 @@
+"""What a request says about the size of its pictures and videos: who wins, the server's limits, and what is told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from PIL import Image
+
+from processors.base import ProcessorLimits
+from processors.image_sizes import ImageSizes
+from processors.knobs import Clamp, ImageKnobs, laid_over
+from processors.video_options import VideoConfig, VideoDefaults, VideoKnobs, video_knobs_over
+from processors.video_rules import (
+    Qwen2VideoRules,
+    Qwen3VideoRules,
+    QwenVLUtilsRules,
+    RuleSettings,
+    TimeGridRules,
+)
+from tests import hf_env  # noqa: F401
+from tests.processors.helpers import FAMILIES, picture, preprocessor_config, tiny_processor
+from tests.processors.test_frame_sampling import PATCHES
+from vlmserve.common.errors import BadRequestError
+
+TOKEN = 28 * 28
+PIXELS = "setting --max-pixels"
+
+
+def qwen2(folder, limit=None, low=4, high=64, **limits):
+    """A Qwen2-VL processor; area limits in tokens."""
+    limit = None if limit is None else limit * TOKEN
+    return tiny_processor(
+        folder,
+        "qwen2_vl",
+        ProcessorLimits(max_pixels=limit, **limits),
+        min_pixels=low * TOKEN,
+        max_pixels=high * TOKEN,
+    )
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def tokens(processor, side, knobs=None):
+    return processor.num_image_tokens(side, side, knobs)
+
+
+def test_the_servers_limit_is_the_checkpoints_unless_set(tmp_path):
+    asked = ImageKnobs(max_pixels=100 * TOKEN)
+    for limit, used in ((None, 64), (20, 16), (81, 81), (1000, 100)):
+        processor = qwen2(tmp_path, limit)
+        assert tokens(processor, 2000, asked) == used
+        # What nobody asked for is no more than the checkpoint's.
+        assert tokens(processor, 2000) == min(used, 64)
+
+
+@pytest.mark.parametrize("name", ["min_pixels", "max_pixels"])
+def test_a_clamp_is_told(tmp_path, name):
+    processor = qwen2(tmp_path)
+    made = processor.process_image(picture(60, 60), ImageKnobs(**{name: 65 * TOKEN}))
+    assert made.clamps == (
+        Clamp(knob=name, asked=65 * TOKEN, used=64 * TOKEN, limit=64 * TOKEN, setting="setting --max-pixels"),
+    )
+    assert str(made.clamps[0]) == f"{name} 50960 was changed to 50176, the limit is 50176 (setting --max-pixels)"
+    assert made.num_tokens == (64 if name == "min_pixels" else 4)
+    assert processor.process_image(picture(60, 60), ImageKnobs(**{name: 64 * TOKEN})).clamps == ()
+
+
+def test_one_bound_pushes_the_default_of_the_other_aside(tmp_path):
+    processor = qwen2(tmp_path, 100, low=9, high=16)
+    assert tokens(processor, 2000, ImageKnobs(min_pixels=36 * TOKEN)) == 36
+    assert tokens(processor, 10, ImageKnobs(max_pixels=TOKEN)) == 1
+    assert processor.process_image(picture(9, 9), ImageKnobs(min_pixels=36 * TOKEN)).clamps == ()
+
+
+def test_the_knobs_of_one_level_over_those_of_another():
+    part, request = ImageKnobs(max_pixels=10), ImageKnobs(min_pixels=5, max_pixels=20)
+    assert laid_over(part, request) == ImageKnobs(min_pixels=5, max_pixels=10)
+    assert laid_over(ImageKnobs(), request) == request
+    assert laid_over(part, ImageKnobs(min_pixels=11)) == part
+    assert laid_over(ImageKnobs(min_pixels=30), request) == ImageKnobs(min_pixels=30)
+    size = ImageKnobs(resized_height=3, resized_width=4)
+    assert laid_over(size, request) == ImageKnobs(min_pixels=5, max_pixels=20, resized_height=3, resized_width=4)
+
+
+def test_detail(tmp_path):
+    processor = qwen2(tmp_path, 400, high=100, low_detail_tokens=16)
+    sizes = processor.sizes
+    assert [tokens(processor, 3000, sizes.knobs_for_detail(word)) for word in (None, "auto", "low", "high")] == [
+        100,
+        100,
+        16,
+        400,
+    ]
+    assert tokens(processor, 10, sizes.knobs_for_detail("high")) == tokens(processor, 10)
+    for word in ("medium", "LOW", 3):
+        with pytest.raises(BadRequestError, match=f"detail {word!r} is none of 'auto', 'low' and 'high'"):
+            sizes.knobs_for_detail(word)
+
+
+def test_low_detail_is_never_more_than_the_checkpoint_or_the_server_has(tmp_path):
+    for limit, high in ((None, 16), (9, 100), (1000, 16)):
+        processor = qwen2(tmp_path, limit, high=high)
+        low = processor.sizes.knobs_for_detail("low")
+        assert tokens(processor, 3000, low) == min(limit or 16, high, 64)
+        assert processor.process_image(picture(300, 300), low).clamps == ()
+    # below the checkpoint's minimum, too
+    processor = qwen2(tmp_path, low=81, high=100)
+    assert tokens(processor, 3000, processor.sizes.knobs_for_detail("low")) == 64
+
+
+@given(
+    height=st.integers(1, 4000), width=st.integers(1, 4000), side=st.integers(1, 99), factor=st.sampled_from([28, 32])
+)
+def test_a_size_is_the_one_of_qwen_vl_utils(height, width, side, factor):
+    from qwen_vl_utils.vision_process import smart_resize
+
+    assume(max(height, width) <= 200 * min(height, width))
+    wanted = smart_resize(height, width, factor=factor)
+    assume(min(wanted) >= factor)  # it makes nothing of very long pictures
+    sizes = ImageSizes(factor=factor, min_pixels=1, max_pixels=1, limit=16384 * factor**2, low_detail_tokens=1)
+    # as `fetch_image`: nothing but the size counts, not even area limits beside it
+    knobs = ImageKnobs(resized_height=height, resized_width=width, max_pixels=1)
+    assert sizes.fit(side, side, knobs)[:2] == wanted
+
+
+def test_fetch_image_itself(tmp_path):
+    from qwen_vl_utils.vision_process import fetch_image
+
+    processor = qwen2(tmp_path, 16384)
+    image = picture(301, 170)
+    for knobs in (
+        {"resized_height": 100, "resized_width": 333},
+        {"min_pixels": 90 * TOKEN, "max_pixels": 400 * TOKEN},
+        {"max_pixels": 20 * TOKEN},
+        {"min_pixels": 90 * TOKEN},
+    ):
+        fetched = fetch_image({"image": image, **knobs}, image_patch_size=14)
+        width, height = fetched.size
+        assert processor.process_image(image, ImageKnobs(**knobs)).grid_thw == (1, height // 14, width // 14)
+
+
+def test_a_size_within_the_servers_limit(tmp_path):
+    processor = qwen2(tmp_path)
+    made = processor.process_image(picture(50, 60), ImageKnobs(resized_height=300, resized_width=150))
+    assert made.grid_thw == (1, 22, 10)
+    limit = {"limit": 64 * TOKEN, "setting": PIXELS}
+    assert made.clamps == ()
+    made = processor.process_image(picture(50, 60), ImageKnobs(resized_height=600, resized_width=300))
+    assert made.grid_thw == (1, 22, 10)
+    assert made.clamps == (
+        Clamp(knob="resized_height", asked=600, used=308, **limit),
+        Clamp(knob="resized_width", asked=300, used=140, **limit),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", [(4, 9), (30, 40), (1, 1), (50, 60)])
+def test_pixels_are_those_of_transformers(tmp_path, family, budget):
+    import numpy as np
+    from transformers import Qwen2VLImageProcessor
+
+    factor = 32 if family == "qwen3_vl" else 28
+    low, high = (n * factor**2 for n in budget)
+    raw = {key: value for key, value in preprocessor_config(family).items() if key != "image_processor_type"}
+    reference = Qwen2VLImageProcessor(**raw)
+    processor = tiny_processor(tmp_path, family, ProcessorLimits(max_pixels=64 * factor**2))
+    for image in (picture(90, 201), picture(500, 300), picture(20, 30)):
+        want = reference(images=[image], size={"shortest_edge": low, "longest_edge": high}, return_tensors="pt")
+        parsed = processor.parse_kwargs({"size": {"shortest_edge": low, "longest_edge": high}}).image
+        for knobs in (ImageKnobs(min_pixels=low, max_pixels=high), parsed):
+            made = processor.process_image(image, knobs)
+            assert made.grid_thw == tuple(want["image_grid_thw"][0].tolist())
+            assert np.array_equal(made.feature, want["pixel_values"].numpy())
+
+
+def test_other_knobs_are_another_identity(tmp_path):
+    processor = qwen2(tmp_path)
+    image = Image.new("RGB", (200, 200), (10, 20, 30))
+    made = [processor.process_image(image, ImageKnobs(max_pixels=n * TOKEN)) for n in (4, 9, 16)]
+    assert len({one.digest for one in made}) == 3
+    assert made[0].digest == processor.process_image(image, ImageKnobs(max_pixels=5 * TOKEN)).digest
+
+
+# ---------------------------------------------------------------- videos
+
+
+def rules(kind, config=None, **more):
+    values = {"fps": None, "cap_pixels_per_frame": None, "max_frames": 20, "max_pixels": None, **more}
+    return kind(RuleSettings(config=config or VideoConfig(), patches=PATCHES, **values))
+
+
+ALL = (Qwen2VideoRules, Qwen3VideoRules, QwenVLUtilsRules, TimeGridRules)
+TIMES = [i / 10 for i in range(100)]
+
+
+def frame_area(made, knobs, count=4, side=3000):
+    height, width = made.size(count, side, side, knobs)
+    return height * width
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("name", ["min_pixels", "max_pixels"])
+def test_a_frames_area_is_clamped_and_told(kind, name):
+    made = rules(kind, max_pixels=100 * TOKEN)
+    knobs, clamps = made.limited(4, VideoKnobs(**{name: 400 * TOKEN}))
+    limit = 100 * TOKEN
+    assert clamps == (Clamp(knob=name, asked=400 * TOKEN, used=limit, limit=limit, setting=PIXELS),)
+    assert getattr(knobs, name) == limit
+    assert frame_area(made, VideoKnobs(**{name: 400 * TOKEN})) == limit
+    assert made.limited(4, VideoKnobs(**{name: limit}))[1] == ()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_request_may_have_more_than_the_checkpoint_where_the_server_allows_it(kind):
+    config = VideoConfig(min_pixels=4 * TOKEN, max_pixels=64 * TOKEN)
+    asked = VideoKnobs(max_pixels=900 * TOKEN)
+    open_, shut = rules(kind, config, max_pixels=2500 * TOKEN), rules(kind, config)
+    (clamp,) = shut.limited(4, asked)[1]
+    assert clamp.asked == 900 * TOKEN
+    assert frame_area(shut, asked) <= clamp.limit == clamp.used
+    if kind is QwenVLUtilsRules:  # it has a limit of its own
+        assert open_.limited(4, asked)[1][0].setting == "--video-sampling qwen-vl-utils"
+        assert frame_area(open_, asked) <= 768 * TOKEN
+    else:
+        assert open_.limited(4, asked)[1] == ()
+        assert frame_area(open_, asked) == 900 * TOKEN
+
+
+def test_a_whole_clips_area_has_the_frames_limit_times_the_frames():
+    config = VideoConfig(min_pixels=4 * TOKEN, max_pixels=256 * TOKEN)
+    for count in (4, 8):
+        made = rules(Qwen3VideoRules, config, max_pixels=36 * TOKEN)
+        asked = VideoKnobs(defaults=VideoDefaults(longest_edge=10**9))
+        (clamp,) = made.limited(count, asked)[1]
+        assert (clamp.knob, clamp.used) == ("longest_edge", count * 36 * TOKEN)
+        assert frame_area(made, asked, count) == 36 * TOKEN
+    (clamp,) = rules(Qwen3VideoRules, config).limited(4, asked)[1]
+    assert (clamp.used, clamp.setting) == (256 * TOKEN, PIXELS)
+    assert frame_area(rules(Qwen3VideoRules, config), asked, 4) == 64 * TOKEN
+
+
+@pytest.mark.parametrize("kind", [Qwen2VideoRules, Qwen3VideoRules])
+def test_the_cap_of_a_frame_is_told(kind):
+    config = VideoConfig(max_pixels=10**9, min_pixels=TOKEN, max_video_tokens=100)
+    asked = VideoKnobs(max_pixels=400 * TOKEN, defaults=VideoDefaults(cap_pixels_per_frame=True))
+    (clamp,) = rules(kind, config).limited(4, asked)[1]
+    assert (clamp.asked, clamp.setting) == (400 * TOKEN, "cap_pixels_per_frame")
+    assert frame_area(rules(kind, config), asked) <= clamp.limit < 400 * TOKEN
+
+
+def test_a_request_turns_the_cap_on_and_off():
+    config = VideoConfig(max_pixels=10**6, min_pixels=TOKEN, max_video_tokens=9)
+    on, off = (VideoKnobs(defaults=VideoDefaults(cap_pixels_per_frame=value)) for value in (True, False))
+    for server in (None, True, False):
+        made = rules(Qwen2VideoRules, config, cap_pixels_per_frame=server)
+        assert frame_area(made, on) < frame_area(made, off)
+        assert frame_area(made, VideoKnobs()) == frame_area(made, on if server else off)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_part_wins_over_the_request_over_the_checkpoint(kind):
+    config = VideoConfig(min_pixels=4 * TOKEN, max_pixels=400 * TOKEN)
+    made = rules(kind, config, max_pixels=400 * TOKEN)
+    count = 4 if kind is Qwen3VideoRules else 1  # frames that `size` counts
+    request = VideoKnobs(defaults=VideoDefaults(shortest_edge=TOKEN, longest_edge=100 * TOKEN * count))
+    assert frame_area(made, request) == 100 * TOKEN
+    for asked in (25, 225):
+        part = video_knobs_over(VideoKnobs(max_pixels=asked * TOKEN), request)
+        assert frame_area(made, part) == asked * TOKEN
+        assert (
+            frame_area(made, video_knobs_over(VideoKnobs(min_pixels=asked * TOKEN), request)) == max(asked, 100) * TOKEN
+        )
+    # what a part hides is not worth telling
+    beyond = VideoKnobs(defaults=VideoDefaults(longest_edge=10**12))
+    assert made.limited(4, beyond)[1]
+    assert not made.limited(4, video_knobs_over(VideoKnobs(max_pixels=TOKEN), beyond))[1]
+
+
+def test_ways_of_sampling_exclude_each_other_across_levels():
+    request = VideoKnobs(num_frames=8, max_frames=9, min_frames=4, do_sample_frames=True)
+    assert video_knobs_over(VideoKnobs(fps=1.0), request) == VideoKnobs(fps=1.0, max_frames=9, min_frames=4)
+    assert video_knobs_over(VideoKnobs(min_frames=12), request) == VideoKnobs(
+        num_frames=8, min_frames=12, do_sample_frames=True
+    )
+    assert video_knobs_over(VideoKnobs(total_pixels=5), VideoKnobs(min_pixels=9)) == VideoKnobs(total_pixels=5)
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("size", [(100, 333), (1, 1), (2000, 1999)])
+def test_a_frames_size_is_the_one_of_qwen_vl_utils(kind, size):
+    from qwen_vl_utils.vision_process import smart_resize
+
+    made = rules(kind, max_pixels=None if kind is QwenVLUtilsRules else 16384 * TOKEN)
+    knobs = VideoKnobs(resized_height=size[0], resized_width=size[1], max_pixels=TOKEN, total_pixels=1)
+    if kind is QwenVLUtilsRules and size[0] == 2000:
+        (clamp, _) = made.limited(4, knobs)[1]
+        assert (clamp.knob, clamp.setting) == ("resized_height", "--video-sampling qwen-vl-utils")
+        assert frame_area(made, knobs) <= 768 * TOKEN == clamp.limit
+    else:
+        assert made.size(4, 77, 88, knobs) == smart_resize(*size, factor=28)
+        assert made.limited(4, knobs)[1] == ()
+
+
+FRAMES = "setting --max-video-frames"
+
+
+@pytest.mark.parametrize("kind", [Qwen2VideoRules, Qwen3VideoRules, QwenVLUtilsRules])
+@pytest.mark.parametrize(
+    ("knobs", "config", "frames", "told"),
+    [
+        (VideoKnobs(num_frames=50), {}, 20, [("num_frames", 50, 20, 20, FRAMES)]),
+        (VideoKnobs(max_frames=50, fps=1.0), {}, 10, [("max_frames", 50, 20, 20, FRAMES)]),
+        (VideoKnobs(min_frames=50), {}, 20, [("min_frames", 50, 20, 20, FRAMES)]),
+        (VideoKnobs(min_frames=50), {"max_frames": 8}, 8, [("min_frames", 50, 8, 8, "max_frames")]),
+        (VideoKnobs(fps=5.0), {}, 20, [("fps", 5.0, 2.0, 20, FRAMES)]),
+        (VideoKnobs(fps=5.0), {"max_frames": 8}, 8, [("fps", 5.0, 0.8, 8, "max_frames")]),
+        (VideoKnobs(fps=5.0, max_frames=10), {}, 10, [("fps", 5.0, 1.0, 10, "max_frames")]),
+        (VideoKnobs(fps=2.0), {}, 20, []),
+        (VideoKnobs(), {"num_frames": 50}, 20, []),
+        (VideoKnobs(), {"fps": 9.0}, 20, []),
+    ],
+    ids=str,
+)
+def test_frames_are_clamped_and_told(kind, knobs, config, frames, told):
+    choice = rules(kind, VideoConfig(**config)).choose(TIMES, 10.0, knobs)
+    assert len(choice.indices) == frames
+    assert [(c.knob, c.asked, c.used, c.limit, c.setting) for c in choice.clamps] == told
+    assert choice.rule == kind.name
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_frame(kind):
+    made = rules(kind, max_frames=1000)
+    choice = made.choose(TIMES, 10.0, VideoKnobs(do_sample_frames=False, video_start=5.0))
+    assert choice.indices == tuple(range(50, 100))
+    assert (choice.fps, choice.rule) == (10.0, "all")
+    for knobs in (VideoKnobs(fps=1.0, do_sample_frames=False), VideoKnobs(num_frames=4, do_sample_frames=False)):
+        with pytest.raises(BadRequestError, match="takes every frame of a video file"):
+            made.choose(TIMES, 10.0, knobs)
+
+
+def test_knobs_without_effect_are_named():
+    everything = VideoKnobs(
+        num_frames=4, min_frames=2, total_pixels=9, defaults=VideoDefaults(cap_pixels_per_frame=True, unused=("x",))
+    )
+    assert rules(TimeGridRules).ignored(everything) == (
+        "num_frames",
+        "min_frames",
+        "total_pixels",
+        "cap_pixels_per_frame",
+        "x",
+    )
+    assert rules(QwenVLUtilsRules).ignored(everything) == ("cap_pixels_per_frame", "x")
+    assert rules(Qwen2VideoRules).ignored(everything) == ("x",)
+    assert rules(Qwen2VideoRules).ignored(VideoKnobs()) == ()
