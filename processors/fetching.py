@@ -209,6 +209,8 @@ def _too_large(what: str, limit: ByteLimit) -> BadRequestError:
 def _explain_scheme(url: str, scheme: str) -> str:
     if not url.strip():
         return "empty media URL"
+    if url.startswith("file-"):
+        return f"{_shorten(url)} is no media URL; the id of an uploaded file belongs into file_id, in the place of url"
     if scheme:
         return f"media URL {_shorten(url)}: scheme {scheme!r} is not supported, only data, http, https and file"
     return f"{_shorten(url)} is not a media URL: it must begin with data:, http:, https: or file:"

@@ -26,6 +26,7 @@ from processors.cache import CacheStats, ProcessorCache
 from processors.decoding import decode_image
 from processors.fetching import MediaFetcher
 from processors.inputs import Modality
+from processors.media_file import MediaFile
 from processors.video import ProcessedVideo
 from processors.video_options import VideoKnobs, check_knobs
 from vlmserve.common.errors import BadRequestError
@@ -33,12 +34,12 @@ from vlmserve.common.errors import BadRequestError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest:
-    """One picture to load. source: a URL, the bytes of a picture file, or a Pillow picture.
+    """One picture to load. source: a URL, a file, its bytes, or a Pillow picture.
 
     param: the request field it came from, for error messages.
     """
 
-    source: str | bytes | Image.Image
+    source: str | bytes | MediaFile | Image.Image
     knobs: ImageKnobs | None = None
     param: str | None = None
 
@@ -48,9 +49,9 @@ Frame: TypeAlias = str | bytes | Image.Image
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRequest:
-    """One video to load. source: a URL or the bytes of a video file, or its frames, each as in `ImageRequest`."""
+    """One video to load. source: a URL, a file or its bytes, or its frames, each a URL, bytes or a Pillow picture."""
 
-    source: str | bytes | tuple[Frame, ...]
+    source: str | bytes | MediaFile | tuple[Frame, ...]
     knobs: VideoKnobs | None = None
     param: str | None = None
 
@@ -177,9 +178,9 @@ class ProcessorPool:
         if isinstance(request, VideoRequest) and isinstance(source, tuple):
             request = replace(request, source=self._download_frames(source, request.param))
         else:
-            assert isinstance(source, str)
             modality = Modality.VIDEO if isinstance(request, VideoRequest) else Modality.IMAGE
-            request = replace(request, source=self._fetcher.fetch(source, param=request.param, modality=modality))
+            assert isinstance(source, str | MediaFile)
+            request = replace(request, source=self._fetch(source, request.param, modality))
         try:
             future = self._workers.submit(self._process, request)
         except RuntimeError:
@@ -188,6 +189,15 @@ class ProcessorPool:
             return future.result()
         except CancelledError:
             raise _closing() from None
+
+    def _fetch(self, source: str | MediaFile, param: str | None, modality: Modality) -> bytes:
+        if isinstance(source, str):
+            return self._fetcher.fetch(source, param=param, modality=modality)
+        try:
+            return source.read(self._fetcher.limit(modality))
+        except BadRequestError as error:
+            error.param = error.param or param
+            raise
 
     def _download_frames(self, frames: tuple[Frame, ...], param: str | None) -> tuple[Frame, ...]:
         """Fetch those that are URLs, one after the other, as long as they are no larger together than a video."""
@@ -218,8 +228,8 @@ class ProcessorPool:
             if isinstance(request, VideoRequest):
                 return self._process_video(request)
             source = request.source
-            if isinstance(source, str):
-                source = self._fetcher.fetch(source)
+            if isinstance(source, str | MediaFile):
+                source = self._fetch(source, request.param, Modality.IMAGE)
             if isinstance(source, bytes):
                 return self._process_file(source, request.knobs or ImageKnobs())
             return self._processor.process_image(source, request.knobs)
@@ -243,7 +253,9 @@ class ProcessorPool:
             if match:
                 source = tuple(f"data:image/jpeg;base64,{part}" for part in source[match.end() :].split(","))
             else:
-                source = self._fetcher.fetch(source, modality=Modality.VIDEO)
+                source = self._fetch(source, request.param, Modality.VIDEO)
+        elif isinstance(source, MediaFile):
+            source = self._fetch(source, request.param, Modality.VIDEO)
         if isinstance(source, tuple):
             source = self._download_frames(source, request.param)
             files = [frame for frame in source if isinstance(frame, bytes)]
@@ -274,7 +286,7 @@ class ProcessorPool:
 
 
 def _is_remote(source: object) -> bool:
-    return isinstance(source, str) and source[:5].lower() != "data:"
+    return isinstance(source, MediaFile) or (isinstance(source, str) and source[:5].lower() != "data:")
 
 
 def _closing() -> BadRequestError:

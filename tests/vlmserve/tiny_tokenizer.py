@@ -34,7 +34,8 @@ TEMPLATE = """\
 <|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else -%}
 {%- for part in message.content -%}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
 {%- endfor -%}{%- endif -%}
 {%- for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor -%}
 <|im_end|>

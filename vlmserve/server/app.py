@@ -46,7 +46,9 @@ def build_app(
     metrics = ServerMetrics(served_model_names[0])
     manager.observe = metrics.observe_request
     created = int(time.time())
-    chat = ChatEndpoint(manager, served_model_names, max_body_bytes=settings.max_body_bytes, max_n=settings.max_n)
+    chat = ChatEndpoint(
+        manager, served_model_names, files, max_body_bytes=settings.max_body_bytes, max_n=settings.max_n
+    )
     models = {
         name: {
             "id": name,

@@ -15,7 +15,9 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from vlmserve.common.errors import BadRequestError
+from vlmserve.file_store import FileStore
 from vlmserve.server.answers import AnswerHead, AnswerWriter
+from vlmserve.server.auth import owner_of
 from vlmserve.server.convert import to_generate_request
 from vlmserve.server.errors import JsonResponse, describe, refuse_invalid
 from vlmserve.server.protocol import ChatCompletionRequest
@@ -27,15 +29,22 @@ _PARSE_INLINE_BYTES = 64 * 1024
 
 
 class ChatEndpoint:
-    """Answers chat completion requests for the models named.
+    """Answers chat completion requests for the models named, which may bring uploaded files.
 
     max_body_bytes: largest request body. max_n: most choices of a request.
     """
 
     def __init__(
-        self, manager: TokenizerManager, model_names: Sequence[str], *, max_body_bytes: int, max_n: int
+        self,
+        manager: TokenizerManager,
+        model_names: Sequence[str],
+        files: FileStore,
+        *,
+        max_body_bytes: int,
+        max_n: int,
     ) -> None:
         self._manager = manager
+        self._files = files
         self._model_names = tuple(model_names)
         self._max_body_bytes = max_body_bytes
         self._max_n = max_n
@@ -51,7 +60,8 @@ class ChatEndpoint:
                 status=404,
             )
         head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
-        wanted = to_generate_request(chat, head.id, max_n=self._max_n)
+        find_file = self._files.for_owner(owner_of(request))
+        wanted = to_generate_request(chat, head.id, max_n=self._max_n, find_file=find_file)
         writer = AnswerWriter(head, self._manager.builder.tokenizer, logprobs=bool(chat.logprobs))
         outputs = self._manager.generate(wanted)
         headers = {"X-Request-Id": head.id}

@@ -6,16 +6,19 @@ import re
 
 from vlmserve.common.errors import BadRequestError
 from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
+from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.sampling import SamplingOverrides
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
-def to_generate_request(request: ChatCompletionRequest, request_id: str, *, max_n: int) -> GenerateReqInput:
+def to_generate_request(
+    request: ChatCompletionRequest, request_id: str, *, max_n: int, find_file: FindFile
+) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
-    max_n: most choices of a request.
+    max_n: most choices of a request. find_file: finds the uploaded files that the client may use.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -32,6 +35,7 @@ def to_generate_request(request: ChatCompletionRequest, request_id: str, *, max_
             add_generation_prompt=not continue_final if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continue_final,
             template_kwargs=request.chat_template_kwargs or {},
+            find_file=find_file,
         ),
         sampling=_sampling(request),
         mm_processor_kwargs=request.mm_processor_kwargs or {},

@@ -7,7 +7,7 @@ their order), since chat templates print them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -64,8 +64,20 @@ class RefusalPart(StrictModel):
     refusal: str
 
 
-class ImageUrl(StrictModel):
-    url: str
+class _MediaSource(StrictModel):
+    """A URL, or the id of an uploaded file in its place."""
+
+    url: str | None = None
+    file_id: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.url is None) == (self.file_id is None):
+            raise PydanticCustomError("media_source", "needs either a url or a file_id")
+        return self
+
+
+class ImageUrl(_MediaSource):
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -92,8 +104,8 @@ class ImagePart(_ImageFields):
     image: str
 
 
-class VideoUrl(StrictModel):
-    url: str
+class VideoUrl(_MediaSource):
+    pass
 
 
 class _VideoFields(StrictModel):

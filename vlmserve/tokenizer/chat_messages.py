@@ -31,13 +31,13 @@ _VIDEO_FIELDS = {
     "video_end": "video_end",
 }
 _IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-_OTHER_PARTS = ("input_audio", "audio_url", "file")
+_OTHER_PARTS = ("input_audio", "audio_url")
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRef:
-    """A picture named in a message. source: a URL, or (offline) a file's bytes, its Path or a Pillow picture.
+    """A picture named in a message. source: a URL, an uploaded file, or (offline) bytes, a Path or a Pillow picture.
 
     param: where it stands in the request, e.g. "messages[0].content[1]", for errors about it. knobs: what the part
     says about its size; detail: its OpenAI word for it; defaults: what the request says about all pictures.
@@ -52,7 +52,7 @@ class ImageRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRef:
-    """A video named in a message. source: a URL, a tuple of its frames (as of `ImageRef`), or offline bytes or a Path.
+    """A video named in a message. source: a tuple of its frames (as of `ImageRef`), or as there, but for a picture.
 
     knobs: what the part says about frames and sizes; defaults: what the request says about all videos.
     """
@@ -149,7 +149,7 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
             f"{param}: parts of type {kind!r} are not supported yet", param=param, code="unsupported_content"
         )
     raise BadRequestError(
-        f"{param}.type is {kind!r}; it must be text, image_url, image, video_url or video",
+        f"{param}.type is {kind!r}; it must be text, image_url, image, video_url, video or file",
         param=f"{param}.type",
         code="invalid_value",
     )

@@ -16,6 +16,7 @@ from vlmserve.media import RequestMedia
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
 from vlmserve.tokenizer.chat_messages import MediaRef, VideoRef, to_template_messages, with_defaults
 from vlmserve.tokenizer.chat_template import ChatTemplate
+from vlmserve.tokenizer.file_parts import FindFile, with_files
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
@@ -28,13 +29,17 @@ from vlmserve.tokenizer.text_tokenizer import TextTokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatPrompt:
-    """A conversation in OpenAI's form (plain dicts), to be rendered by the chat template."""
+    """A conversation in OpenAI's form (plain dicts), to be rendered by the chat template.
+
+    find_file: finds the uploaded files that it names; None where there are none.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    find_file: FindFile | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +163,8 @@ class RequestBuilder:
     def _render(self, prompt: ChatPrompt | TextPrompt) -> tuple[str, list[MediaRef]]:
         if isinstance(prompt, TextPrompt):
             return prompt.text, list(prompt.media)
-        converted = to_template_messages(prompt.messages, reserved=self._placeholders)
+        messages = with_files(prompt.messages, prompt.find_file)
+        converted = to_template_messages(messages, reserved=self._placeholders)
         text = self._template.render(
             converted.messages,
             tools=prompt.tools,

@@ -86,7 +86,7 @@ REFUSED = [
     (part({"type": "text"}), "messages[0].content[0].text"),
     (part({"type": "text", "text": 3}), "messages[0].content[0].text"),
     (part({"type": "image_url"}), "messages[0].content[0].image_url"),
-    (part({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url.url"),
+    (part({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url"),
     (part({"type": "image_url", "image_url": {"url": 5}}), "messages[0].content[0].image_url.url"),
     (
         part({"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}),
@@ -191,7 +191,6 @@ UNSUPPORTED = [
     ({"web_search_options": {}}, "web_search_options"),
     ({"functions": [{"name": "f"}]}, "functions"),
     (part({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0].content[0]"),
-    (part({"type": "file", "file": {"file_id": "x"}}), "messages[0].content[0]"),
 ]
 
 

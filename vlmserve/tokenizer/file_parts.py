@@ -1,0 +1,71 @@
+"""Parts of messages that name uploaded files, put into the form of parts that bring a medium themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from processors.inputs import Modality
+from processors.media_file import MediaFile
+from vlmserve.common.errors import BadRequestError
+
+FindFile: TypeAlias = Callable[[str], MediaFile]
+"""A file's id -> the file. Raises BadRequestError (404)."""
+
+_URL_PARTS = {"image_url": Modality.IMAGE, "video_url": Modality.VIDEO}
+
+
+def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> list[Mapping[str, Any]]:
+    """The messages with files for their ids: {"type": "image", "image": MediaFile} or the same with "video".
+
+    An id stands in {"type": "file", "file": {"file_id": ...}}, where the file's first bytes tell which of both it is,
+    or in the place of a URL. find: None where there are no uploaded files. Raises BadRequestError naming the part.
+    """
+    return [_with_files(message, f"messages[{index}]", find) for index, message in enumerate(messages)]
+
+
+def _with_files(message: Mapping[str, Any], param: str, find: FindFile | None) -> Mapping[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return message
+    parts = [_with_file(part, f"{param}.content[{i}]", find) for i, part in enumerate(content)]
+    return {**message, "content": parts}
+
+
+def _with_file(part: Any, param: str, find: FindFile | None) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "file":
+        place, given = f"{param}.file", part.get("file")
+        if not isinstance(given, Mapping) or given.get("file_id") is None:
+            raise BadRequestError(
+                f"{place} has no file_id; only files uploaded to /v1/files are supported here, data: URLs in image_url "
+                "and video_url parts",
+                param=place,
+                code="unsupported_content",
+            )
+        file = _find(given["file_id"], place, find)
+        modality = file.modality
+        if modality is None:
+            raise BadRequestError(
+                f"{place}: the file {given['file_id']} is neither a picture nor a video of a supported format",
+                param=f"{place}.file_id",
+                code="unsupported_content",
+            )
+        return {"type": modality.value, modality.value: file}
+    if kind in _URL_PARTS and isinstance(given := part.get(kind), Mapping) and given.get("file_id") is not None:
+        name = _URL_PARTS[kind].value
+        others = {key: value for key, value in part.items() if key != kind}
+        rest = {key: value for key, value in given.items() if key not in ("file_id", "url")}
+        return {**others, **rest, "type": name, name: _find(given["file_id"], f"{param}.{kind}", find)}
+    return part
+
+
+def _find(file_id: Any, param: str, find: FindFile | None) -> MediaFile:
+    param = f"{param}.file_id"
+    if find is None:
+        raise BadRequestError(f"{param}: there are no uploaded files without a server", param=param)
+    try:
+        return find(file_id)
+    except BadRequestError as error:
+        error.param = param
+        raise
