@@ -22,7 +22,7 @@ from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from processors.knobs import Clamp, ImageKnobs
 from processors.mrope import MediaSpan, mrope_positions
 from processors.processor_kwargs import RequestKnobs, parse_processor_kwargs
-from processors.resize import frames_to_patches, resize_frames
+from processors.resize import frames_to_patches, planes, resize_frames
 from processors.video import ProcessedVideo, VideoProcessor
 from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
 from processors.video_rules import QwenVLUtilsRules, RuleSettings, TimeGridRules, VideoRules
@@ -138,11 +138,11 @@ class MultimodalProcessor(ABC):
         rgb = normalize_image(image, self.limits.decode)
         height, width, clamps = self.sizes.fit(rgb.height, rgb.width, knobs or ImageKnobs())
         patches = self.config.patches
-        pixels = resize_frames(np.array(rgb)[None], height, width, patches.resample)
-        feature, grid = frames_to_patches(pixels, patches)
+        pixels = planes(resize_frames(np.array(rgb)[None], height, width, patches.resample))
+        feature, grid = frames_to_patches(pixels.transpose(0, 2, 3, 1), patches)
         feature.flags.writeable = False
         return ProcessedImage(
-            digest=media_digest(Modality.IMAGE, grid, feature),
+            digest=media_digest(Modality.IMAGE, grid, pixels),
             grid_thw=grid,
             feature=feature,
             num_tokens=self._num_tokens(grid),

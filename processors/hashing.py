@@ -20,14 +20,17 @@ def digest_fields(fields: Iterable[bytes | memoryview]) -> bytes:
     return hasher.digest()
 
 
-def media_digest(modality: Modality, grid_thw: tuple[int, int, int], feature: np.ndarray) -> bytes:
-    """The identity of one preprocessed picture or video: modality, grid, type, shape and every patch value."""
+def media_digest(modality: Modality, grid_thw: tuple[int, int, int], pixels: np.ndarray) -> bytes:
+    """The identity of one preprocessed picture or video: modality, grid, type, shape and every value of `pixels`.
+
+    pixels: after resizing. Under one checkpoint's settings they determine the patches, in an eighth of their bytes.
+    """
     header = [
-        b"vlmserve media 1",
+        b"vlmserve media 2",
         modality.value.encode(),
         np.asarray(grid_thw, "<i8").tobytes(),
-        feature.dtype.str.encode(),
-        np.asarray(feature.shape, "<i8").tobytes(),
+        pixels.dtype.str.encode(),
+        np.asarray(pixels.shape, "<i8").tobytes(),
     ]
-    contents = np.ascontiguousarray(feature).reshape(-1).view(np.uint8)
+    contents = np.ascontiguousarray(pixels).reshape(-1).view(np.uint8)
     return digest_fields([*header, contents.data])

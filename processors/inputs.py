@@ -17,7 +17,7 @@ class Modality(enum.StrEnum):
 class MultimodalDataItem:
     """One picture or one video of a request.
 
-    digest: 32 bytes, BLAKE3 over the preprocessed patch bytes, grid and modality (length-framed): not forgeable.
+    digest: 32 bytes, BLAKE3 over the resized pixels, grid and modality (length-framed): not forgeable.
     grid_thw: patches in time, height and width, before the spatial merge.
     offsets: half-open ranges [start, end) of this item's pad tokens in the expanded `input_ids`; one range for a
         picture (one per temporal patch in a Qwen3-VL video). Their lengths sum to t*h*w / merge_size**2.

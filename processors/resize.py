@@ -122,27 +122,44 @@ def resize_frames(frames: np.ndarray, height: int, width: int, mode: str, *, in_
     return resized.permute(0, 2, 3, 1).numpy()
 
 
-def frames_to_patches(frames: np.ndarray, config: PatchConfig) -> tuple[np.ndarray, tuple[int, int, int]]:
+def planes(frames: np.ndarray) -> np.ndarray:
+    """[T, H, W, C] -> [T, C, H, W], contiguous. Of what `resize_frames` has resized this is a view, else a copy."""
+    return np.ascontiguousarray(frames.transpose(0, 3, 1, 2))
+
+
+def frames_to_patches(
+    frames: np.ndarray, config: PatchConfig, out: np.ndarray | None = None
+) -> tuple[np.ndarray, tuple[int, int, int]]:
     """uint8 [T, H, W, C] -> float32 [t*h*w, C * temporal_patch_size * patch_size**2], and (t, h, w) in patches.
 
     H and W are multiples of `config.factor`; T is a multiple of temporal_patch_size, or 1 for a picture, which is
     repeated to fill one temporal patch. Rows: temporal patch, then merge windows row by row, then the patches of a
-    window; within a row: channel, frame, y, x (`patchify` of transformers' Qwen2VLImageProcessor).
+    window; within a row: channel, frame, y, x (`patchify` of transformers' Qwen2VLImageProcessor). out: where to write
+    them, contiguous.
     """
     count, height, width, channels = frames.shape
     patch, merge, depth = config.patch_size, config.merge_size, config.temporal_patch_size
     grid = (max(1, count // depth), height // patch, width // patch)
+    together = count // grid[0]
+    if out is None:
+        out = np.empty((math.prod(grid), channels * depth * patch**2), np.float32)
 
     # Rescaling folded into mean and standard deviation, in float32: transformers does the same, in this order.
     scale = np.float32(1.0 / config.rescale_factor)
-    pixels = frames.transpose(0, 3, 1, 2).astype(np.float32, order="C")
-    pixels -= (np.asarray(config.mean, np.float32) * scale)[:, None, None]
-    pixels /= (np.asarray(config.std, np.float32) * scale)[:, None, None]
+    mean = (np.asarray(config.mean, np.float32) * scale)[:, None, None]
+    std = (np.asarray(config.std, np.float32) * scale)[:, None, None]
 
-    windows = (grid[1] // merge, merge, patch, grid[2] // merge, merge, patch)
-    split = pixels.reshape(grid[0], count // grid[0], channels, *windows)
-    patches = np.empty(
-        (grid[0], grid[1] // merge, grid[2] // merge, merge, merge, channels, depth, patch, patch), np.float32
-    )
-    patches[:] = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)  # a single frame is broadcast over the depth
-    return patches.reshape(math.prod(grid), -1), grid
+    # A row of windows at a time, which the processor's cache can hold. One line of a patch is moved as one thing.
+    line = f"V{4 * patch}"
+    rows, columns = grid[1] // merge, grid[2] // merge
+    target = out.reshape(grid[0], rows, columns, merge, merge, channels, depth, patch, patch).view(line)[..., 0]
+    source = planes(frames).reshape(grid[0], together, channels, rows, merge * patch, width)
+    band = np.empty((together, channels, merge * patch, width), np.float32)
+    lines = band.view(line).reshape(together, channels, merge, patch, columns, merge).transpose(4, 2, 5, 1, 0, 3)
+    for t in range(grid[0]):
+        for row in range(rows):
+            band[:] = source[t, :, :, row]
+            np.subtract(band, mean, out=band)
+            np.divide(band, std, out=band)
+            target[t, row] = lines  # a single frame is broadcast over the depth
+    return out, grid

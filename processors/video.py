@@ -17,7 +17,7 @@ import numpy as np
 from processors.hashing import media_digest
 from processors.inputs import Modality
 from processors.knobs import Clamp, named
-from processors.resize import PatchConfig, frames_to_patches, resize_frames
+from processors.resize import PatchConfig, frames_to_patches, planes, resize_frames
 from processors.video_options import VideoKnobs, VideoLimits, check_knobs
 from processors.video_rules import FrameChoice, VideoRules
 from vlmserve.common.errors import BadRequestError
@@ -121,10 +121,10 @@ class VideoProcessor:
                 f"{limit} (setting --max-model-len): ask for less by fps, max_frames, max_pixels or total_pixels",
                 code="context_length_exceeded",
             )
-        grid, feature = self._cut(frames, t, height, width)
+        grid, feature, digest = self._cut(frames, t, height, width)
         times = [*choice.times, *repeat(choice.times[-1], t * depth - count)]
         return ProcessedVideo(
-            digest=media_digest(Modality.VIDEO, grid, feature),
+            digest=digest,
             grid_thw=grid,
             feature=feature,
             num_tokens=num_tokens,
@@ -144,31 +144,30 @@ class VideoProcessor:
 
     def _cut(
         self, frames: Iterable[np.ndarray], t: int, height: int, width: int
-    ) -> tuple[tuple[int, int, int], np.ndarray]:
-        """Grid and read-only feature of t temporal patches; the last frame is repeated to fill the last one."""
-        depth = self._patches.temporal_patch_size
-        group = np.empty((depth, height, width, 3), np.uint8)
-        feature = None
-        grid = (0, 0, 0)
+    ) -> tuple[tuple[int, int, int], np.ndarray, bytes]:
+        """Grid, read-only feature and digest of t temporal patches; the last frame is repeated to fill the last one."""
+        config = self._patches
+        depth, patch = config.temporal_patch_size, config.patch_size
+        grid = (t, height // patch, width // patch)
+        feature = np.empty((t, grid[1] * grid[2], 3 * depth * patch**2), np.float32)
+        group = np.empty((depth, 3, height, width), np.uint8)
+        digests = b""
         resized = self._resized(frames, height, width)
-        for patch in range(t):
-            for place in range(depth):
+        for place in range(t):
+            for at in range(depth):
                 # a filled up frame stays as it is from the place before
-                group[place] = next(resized, group[place - 1])
-            rows, grid = frames_to_patches(group, self._patches)
-            if feature is None:
-                feature = np.empty((t, *rows.shape), rows.dtype)
-            feature[patch] = rows
-        assert feature is not None  # a choice of frames is never empty
-        feature = feature.reshape(-1, feature.shape[-1])
-        feature.flags.writeable = False
-        return (t, grid[1], grid[2]), feature
+                group[at] = next(resized, group[at - 1])
+            frames_to_patches(group.transpose(0, 2, 3, 1), config, out=feature[place])
+            digests += media_digest(Modality.VIDEO, (1, *grid[1:]), group)
+        rows = feature.reshape(-1, feature.shape[-1])
+        rows.flags.writeable = False
+        return grid, rows, media_digest(Modality.VIDEO, grid, np.frombuffer(digests, np.uint8))
 
     def _resized(self, frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
+        """uint8 [3, height, width] each."""
+        in_float = self._rules.resize_in_float
         for frame in frames:
-            yield resize_frames(
-                frame[None], height, width, self._patches.resample, in_float=self._rules.resize_in_float
-            )[0]
+            yield planes(resize_frames(frame[None], height, width, self._patches.resample, in_float=in_float))[0]
 
 
 def _of_size(frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
