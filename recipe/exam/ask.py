@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipe.exam.ask", description=__doc__)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1", help="of the OpenAI-compatible API")
     parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--level", choices=LEVELS, default="v1")
+    parser.add_argument("--level", choices=LEVELS, default="v1", help="v3: texts and boxes; v4: clips")
     parser.add_argument("--count", type=_positive, default=500, help="questions")
     parser.add_argument("--seed", type=int, default=1, help="settles scenes and questions")
     parser.add_argument("--concurrency", type=_positive, default=8, help="questions under way at once")

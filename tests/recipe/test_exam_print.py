@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from recipe.exam import texts
+from recipe.exam import texts, v3
 from recipe.exam.grounds import LEAST_CONTRAST, LEAST_LUMA_CONTRAST, paint_ground
 from recipe.exam.items import Message
 from recipe.exam.judges import Judge
@@ -108,13 +108,19 @@ def test_questions_are_fair() -> None:
             assert set(text.characters) <= set(
                 string.digits if question.kind == "read-number" else string.ascii_letters
             )
-    numbers = [question.judge.right for question in questions if question.kind == "read-number"]
-    assert {len(number) for number in numbers} == set(range(1, 7))
-    assert not [number for number in numbers if len(number) > 1 and number[0] == "0"]
     words = [question.judge.right for question in questions if question.kind == "read-word"]
     cases = Counter("upper" if word.isupper() else "lower" if word.islower() else "capitalised" for word in words)
     assert cases["upper"] > max(cases["lower"], cases["capitalised"])
     assert min(cases["lower"], cases["capitalised"]) > 0
+
+
+def test_numbers_have_no_leading_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v3, "make_sign", lambda rng, characters: characters)
+    monkeypatch.setattr(v3, "take_picture", lambda sign: sign)
+    numbers = [v3.read_number(default_rng([7, seed])).judge.right for seed in range(400)]
+    assert {len(number) for number in numbers} == set(range(1, 7))
+    assert all(number == str(int(number)) for number in numbers)
+    assert "0" in numbers
 
 
 def test_words_are_common_latin_ones() -> None:
@@ -209,6 +215,7 @@ _BOX = BoxOf.of("red circle", (20, 50, 60, 150), 200, 500)  # thousandths: 100, 
         (_json(300, 300, 100, 100), 0.0),
         (_json(100, 100, 300), 0.0),
         (_json(100, 100, 300, 1001), 0.0),
+        (_json(100, 100, 1001, 300), 0.0),
         (_json(-1, 100, 300, 300), 0.0),
         (_json(100, 100, 300, 300, key="bbox"), 0.0),
         ('[{"bbox_2d": [100, 100, 300, 300]}]', 0.0),
