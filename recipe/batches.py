@@ -92,12 +92,17 @@ class _Batches(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator[Batch]:
         tokenizer, stage, seed, first, end = self._settings
-        teacher = Teacher(Tokenizer.from_str(tokenizer), stage.chances, stage.budget)
+        words = Tokenizer.from_str(tokenizer)
+        teacher = Teacher(words, stage.chances, stage.budget)
+        shower = Teacher(words, stage.looks, 0) if stage.look_every else teacher
         worker = torch.utils.data.get_worker_info()
         offset, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for k in range(first + offset, end, step):
             rng = np.random.default_rng([seed, k])
-            yield collate([teacher.lesson(rng) for _ in range(stage.batch)])
+            if stage.look_every and k % stage.look_every == 0:
+                yield collate([shower.lesson(rng) for _ in range(2 * stage.batch)])
+            else:
+                yield collate([teacher.lesson(rng) for _ in range(stage.batch)])
 
 
 def batches(tokenizer: Tokenizer, stage: Stage, *, seed: int, first: int, end: int, workers: int) -> Iterator[Batch]:

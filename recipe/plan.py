@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 WARMUP = 100
 """Steps in which a stage gets up to its learning rate."""
@@ -14,7 +14,8 @@ class Stage:
     """chances: how often each kind of lesson comes. steps, batch: how many batches of how many lessons.
 
     rate: learning rate; it goes down to nothing over the last `decay` steps. hint_weight: of the hints' loss.
-    budget: most tokens in a lesson; 0: no questions, so that the hints alone teach the tower.
+    budget: most tokens in a lesson; 0: no questions, so that the hints alone teach the tower. look_every: one of so
+    many batches is of `looks`, twice as many lessons of the kinds there, without questions; 0: none is.
     """
 
     name: str
@@ -25,6 +26,8 @@ class Stage:
     decay: int = 0
     hint_weight: float = 0.5
     budget: int = 256
+    look_every: int = 0
+    looks: Mapping[str, float] = field(default_factory=dict)
 
     def rate_at(self, step: int) -> float:
         """The learning rate of the stage's step number `step`, counted from 0."""
@@ -68,9 +71,19 @@ PLAN = (
     Stage(
         name="all",
         chances={"scene": 0.38, "print": 0.24, "album": 0.1, "clip": 0.22, "strange": 0.04, "talk": 0.02},
-        steps=4000,
-        decay=1200,
+        steps=550,
         budget=288,
+    ),
+    # Answers do not teach characters, so pages of them come in between.
+    Stage(
+        name="mixed",
+        chances={"scene": 0.4, "print": 0.22, "album": 0.1, "clip": 0.22, "strange": 0.04, "talk": 0.02},
+        steps=2300,
+        decay=900,
+        hint_weight=0.7,
+        budget=288,
+        look_every=3,
+        looks={"page": 0.8, "clip": 0.2},
     ),
 )
 

@@ -92,7 +92,8 @@ class Run:
         end = min(until, begun + stage.steps)
         parameters = [*self.network.parameters(), *self.hinter.parameters()]
         self.network.train()
-        sums, last = [0.0, 0.0, 0.0], time.monotonic()
+        told: list[tuple[torch.Tensor, ...]] = []
+        last = time.monotonic()
         data = batches(self.tokenizer, stage, seed=self.seed, first=self.step, end=end, workers=workers)
         for batch in data:
             started = time.monotonic()
@@ -112,23 +113,26 @@ class Run:
                     self.average[name].lerp_(value, fresh)
             self.step += 1
             self.hours += (time.monotonic() - started) / 3600
-            sums = [a + b.item() for a, b in zip(sums, (answer.detach(), hint.detach(), right), strict=True)]
+            told.append((answer.detach(), hint.detach(), right) if batch.taught.any() else (hint.detach(),))
             if self.step % _LOG_EVERY == 0:
                 now = time.monotonic()
-                self._log(stage, [value / _LOG_EVERY for value in sums], _LOG_EVERY * stage.batch / (now - last))
-                sums, last = [0.0, 0.0, 0.0], now
+                self._log(stage, told, (now - last) / _LOG_EVERY)
+                told, last = [], now
             if self.step % save_every == 0 or self.step == end:
                 self.save()
 
-    def _log(self, stage: Stage, figures: list[float], speed: float) -> None:
-        loss, hints, right = figures
+    def _log(self, stage: Stage, told: list[tuple[torch.Tensor, ...]], seconds: float) -> None:
+        """told: of each step, (answers' loss, hints' loss, share right) or the hints' loss alone. seconds: a step's."""
+        answered = [figures for figures in told if len(figures) == 3] or [(torch.zeros(()),) * 3]
+        loss, _, right = torch.tensor(answered).mean(0).tolist()
+        hints = torch.tensor([figures[len(figures) // 2] for figures in told]).mean().item()
         line = {
             "step": self.step,
             "stage": stage.name,
             "loss": round(loss, 4),
             "hints": round(hints, 4),
             "right": round(right, 4),
-            "lessons_per_s": round(speed, 1),
+            "step_s": round(seconds, 2),
             "hours": round(self.hours, 3),
         }
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:

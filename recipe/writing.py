@@ -14,6 +14,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LONGEST = 6
 """Characters of a text, at most."""
 _SHARE = (0.11, 0.32)  # of the short side: the font's size
+_PAGE_SHARE = (0.12, 0.5)
 
 
 def pick_text(rng: Rng) -> str:
@@ -75,7 +76,7 @@ def make_page(rng: Rng) -> Scene:
     """Full of printed texts, to learn characters from."""
     scene = make_scene(rng, 0, _size(rng))
     for _ in range(int(rng.integers(3, 10))):
-        printed = _print(rng, pick_text(rng), scene, _SHARE)
+        printed = _print(rng, pick_text(rng), scene, _PAGE_SHARE)
         if printed is not None:
             scene = dataclasses.replace(scene, prints=(*scene.prints, printed))
     return scene

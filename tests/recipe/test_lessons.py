@@ -140,6 +140,14 @@ def test_the_same_batches_wherever_one_goes_on(tokenizer: Tokenizer) -> None:
     assert not torch.equal(whole[1].ids, whole[2].ids)
 
 
+def test_some_batches_only_look(tokenizer: Tokenizer) -> None:
+    stage = dataclasses.replace(PLAN[-1], batch=2, budget=120, look_every=3, looks={"page": 1.0})
+    found = list(batches(tokenizer, stage, seed=1, first=2, end=7, workers=0))
+    assert [bool(batch.taught.any()) for batch in found] == [True, False, True, True, False]
+    assert [len(batch.ids) for batch in found] == [2, 4, 2, 2, 4]
+    assert all((batch.hints["characters"] > 0).any() for batch in found if not batch.taught.any())
+
+
 def test_hints_tell_what_is_where() -> None:
     rng = np.random.default_rng(0)
     red = make_thing("star", "red", pick_colour("red", rng), (48.0, 112.0), 40, rng)
