@@ -16,7 +16,8 @@ from PIL import Image
 
 from processors.config import ProcessorConfig, TokenIds
 from processors.decoding import DecodeLimits, normalize_image
-from processors.hashing import media_digest
+from processors.embeds import GridLimits, check_embeds
+from processors.hashing import embeds_digest, media_digest
 from processors.image_sizes import ImageSizes
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from processors.knobs import Clamp, ImageKnobs
@@ -37,12 +38,13 @@ class ProcessorLimits:
     """Server-side limits and options.
 
     max_pixels: the largest area a picture or frame is resized to; None: the checkpoint's own maximum.
-    low_detail_tokens: most tokens of a picture of detail "low".
+    low_detail_tokens: most tokens of a picture of detail "low". embeds: whether pictures may come encoded.
     """
 
     decode: DecodeLimits = field(default_factory=DecodeLimits)
     max_pixels: int | None = None
     low_detail_tokens: int = 64
+    embeds: bool = False
     video: VideoLimits = field(default_factory=VideoLimits)
     video_options: VideoOptions = field(default_factory=VideoOptions)
 
@@ -51,7 +53,7 @@ class ProcessorLimits:
 class ProcessedImage:
     """One picture, ready for the vision tower.
 
-    digest, grid_thw, feature: as in `MultimodalDataItem`; feature is read-only, for it may be shared by requests.
+    digest, grid_thw, feature, encoded: as in `MultimodalDataItem`; feature is read-only, for requests may share it.
     num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
     clamps: what the server's limits changed of its knobs.
     """
@@ -62,6 +64,7 @@ class ProcessedImage:
     num_tokens: int
     source_size: tuple[int, int]
     clamps: tuple[Clamp, ...] = ()
+    encoded: bool = False
 
 
 ProcessedMedium: TypeAlias = ProcessedImage | ProcessedVideo
@@ -148,6 +151,30 @@ class MultimodalProcessor(ABC):
             num_tokens=self._num_tokens(grid),
             source_size=rgb.size,
             clamps=clamps,
+        )
+
+    def check_embeds_allowed(self) -> None:
+        """Raises BadRequestError unless pictures may come encoded."""
+        if not self.limits.embeds:
+            what = "pictures that come encoded are refused (setting --enable-mm-embeds)"
+            raise BadRequestError(what, code="unsupported_content")
+        if self.config.rows is None:
+            raise BadRequestError("this checkpoint's config.json does not say how wide rows are")
+
+    def process_embeds(self, tensors: Mapping[str, Any]) -> ProcessedImage:
+        """A picture that comes encoded (see `processors.embeds`). Raises BadRequestError."""
+        self.check_embeds_allowed()
+        assert self.config.rows is not None
+        patches = self.config.patches
+        limits = GridLimits(merge_size=patches.merge_size, patch_size=patches.patch_size, max_pixels=self.sizes.highest)
+        rows, grid = check_embeds(tensors, self.config.rows, limits)
+        return ProcessedImage(
+            digest=embeds_digest(grid, rows),
+            grid_thw=grid,
+            feature=rows,
+            num_tokens=len(rows),
+            source_size=(grid[2] * patches.patch_size, grid[1] * patches.patch_size),
+            encoded=True,
         )
 
     def process_video(self, source: bytes | Sequence[Image.Image], knobs: VideoKnobs | None = None) -> ProcessedVideo:
@@ -275,5 +302,6 @@ def _item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...]) -> Mult
         grid_thw=medium.grid_thw,
         offsets=offsets,
         feature=medium.feature,
+        encoded=isinstance(medium, ProcessedImage) and medium.encoded,
         second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from processors.embeds import RowShape
 from processors.resize import RESAMPLING, PatchConfig
 from processors.video_options import VideoConfig
 from vlmserve.common.errors import CheckpointError
@@ -53,6 +54,7 @@ class ProcessorConfig:
 
     tokens_per_second: M-RoPE time positions in a second of video (Qwen2.5-VL), None where time counts patches.
     video, video_patches: what is said about videos, which have settings of their own.
+    rows: of the vision tower; None where config.json does not say.
     """
 
     patches: PatchConfig
@@ -62,6 +64,7 @@ class ProcessorConfig:
     tokens_per_second: float | None
     video: VideoConfig
     video_patches: PatchConfig
+    rows: RowShape | None
 
 
 def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) -> ProcessorConfig:
@@ -79,6 +82,7 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
     try:
         patches, ids = _parse_patches(raw, hf_config), _parse_ids(hf_config)
         min_pixels, max_pixels = _parse_budget(raw)
+        rows = _parse_rows(hf_config.get("vision_config") or {})
         tokens_per_second = (hf_config.get("vision_config") or {}).get("tokens_per_second")
         tokens_per_second = None if tokens_per_second is None else float(tokens_per_second)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -95,6 +99,7 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
         tokens_per_second=tokens_per_second,
         video=video,
         video_patches=video_patches,
+        rows=rows,
     )
 
 
@@ -167,6 +172,13 @@ def _parse_budget(raw: Mapping[str, Any]) -> tuple[int, int]:
     if not 0 < min_pixels <= max_pixels:
         raise ValueError(f"min_pixels {min_pixels} and max_pixels {max_pixels} are no range")
     return min_pixels, max_pixels
+
+
+def _parse_rows(vision: Mapping[str, Any]) -> RowShape | None:
+    # Qwen2-VL calls the width of rows hidden_size, and the tower's own embed_dim.
+    width = vision.get("out_hidden_size", vision.get("hidden_size"))
+    layers = vision.get("deepstack_visual_indexes") or ()
+    return None if width is None else RowShape(width=int(width), deepstack=len(layers))
 
 
 def _parse_ids(hf_config: Mapping[str, Any]) -> TokenIds:

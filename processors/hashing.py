@@ -32,5 +32,14 @@ def media_digest(modality: Modality, grid_thw: tuple[int, int, int], pixels: np.
         pixels.dtype.str.encode(),
         np.asarray(pixels.shape, "<i8").tobytes(),
     ]
-    contents = np.ascontiguousarray(pixels).reshape(-1).view(np.uint8)
-    return digest_fields([*header, contents.data])
+    return digest_fields([*header, _contents(pixels)])
+
+
+def embeds_digest(grid_thw: tuple[int, int, int], rows: np.ndarray) -> bytes:
+    """The identity of one picture that came encoded, never that of one that did not."""
+    header = [b"vlmserve embeds 1", np.asarray((*grid_thw, *rows.shape), "<i8").tobytes(), rows.dtype.str.encode()]
+    return digest_fields([*header, _contents(rows)])
+
+
+def _contents(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -22,6 +22,7 @@ class MultimodalDataItem:
     offsets: half-open ranges [start, end) of this item's pad tokens in the expanded `input_ids`; one range for a
         picture (one per temporal patch in a Qwen3-VL video). Their lengths sum to t*h*w / merge_size**2.
     feature: float32 [t*h*w, in_channels * temporal_patch_size * patch_size**2], rows in the family's patch order.
+    encoded: it came encoded: feature is the vision tower's rows, float32 [num_tokens, row width].
     second_per_grid_t: seconds between temporal patches (Qwen2.5-VL video), else 0.
     """
 
@@ -30,6 +31,7 @@ class MultimodalDataItem:
     grid_thw: tuple[int, int, int]
     offsets: tuple[tuple[int, int], ...]
     feature: np.ndarray
+    encoded: bool = False
     second_per_grid_t: float = 0.0
 
     @property

@@ -14,16 +14,17 @@ import asyncio
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from PIL import Image
 
 from processors.base import ImageKnobs, MultimodalProcessor, ProcessedImage, ProcessedMedium
 from processors.cache import CacheStats, ProcessorCache
 from processors.decoding import decode_image
+from processors.embeds import parse_embeds
 from processors.fetching import MediaFetcher
 from processors.inputs import Modality
 from processors.media_file import MediaFile
@@ -56,7 +57,15 @@ class VideoRequest:
     param: str | None = None
 
 
-MediaRequest: TypeAlias = ImageRequest | VideoRequest
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbedsRequest:
+    """One picture that comes encoded. source: a URL, a safetensors file or its bytes, or tensors by name."""
+
+    source: str | bytes | MediaFile | Mapping[str, Any]
+    param: str | None = None
+
+
+MediaRequest: TypeAlias = ImageRequest | VideoRequest | EmbedsRequest
 # A list of JPEG frames in one URL, base64 each, with commas between them, as vLLM takes it.
 _JPEG_FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 
@@ -164,6 +173,8 @@ class ProcessorPool:
             if isinstance(request, VideoRequest):
                 # Before anything is fetched. What needs the clip is checked with it.
                 check_knobs(request.knobs or VideoKnobs())
+            elif isinstance(request, EmbedsRequest):
+                self._processor.check_embeds_allowed()
             if any(map(_is_remote, source if isinstance(source, tuple) else (source,))):
                 return self._downloads.submit(self._download, request)
             return self._workers.submit(self._process, request)
@@ -227,6 +238,8 @@ class ProcessorPool:
         try:
             if isinstance(request, VideoRequest):
                 return self._process_video(request)
+            if isinstance(request, EmbedsRequest):
+                return self._process_embeds(request)
             source = request.source
             if isinstance(source, str | MediaFile):
                 source = self._fetch(source, request.param, Modality.IMAGE)
@@ -245,6 +258,12 @@ class ProcessorPool:
             found = self._processor.process_image(image, knobs)
             self._cache.put(key, found)
         return found
+
+    def _process_embeds(self, request: EmbedsRequest) -> ProcessedImage:
+        source = request.source
+        if isinstance(source, str | MediaFile):
+            source = self._fetch(source, request.param, Modality.IMAGE)
+        return self._processor.process_embeds(parse_embeds(source) if isinstance(source, bytes) else source)
 
     def _process_video(self, request: VideoRequest) -> ProcessedVideo:
         source, knobs = request.source, request.knobs or VideoKnobs()

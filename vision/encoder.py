@@ -21,6 +21,8 @@ class EncodableItem(Protocol):
     def grid_thw(self) -> tuple[int, int, int]: ...
     @property
     def feature(self) -> np.ndarray: ...
+    @property
+    def encoded(self) -> bool: ...
 
 
 class Tower(Protocol):
@@ -54,10 +56,17 @@ class VisionEncoder:
         self.cache_hits = 0
 
     def encode(self, items: Sequence[EncodableItem]) -> list[torch.Tensor]:
-        """Rows of each item [t*h*w / merge**2, width], in order; equal digests are encoded once."""
+        """Rows of each item [t*h*w / merge**2, width], in order; equal digests are encoded once.
+
+        An item that came encoded is passed on, and not kept longer than it is used.
+        """
         found: dict[bytes, torch.Tensor] = {}
         missing: dict[bytes, EncodableItem] = {}
         for item in items:
+            if item.encoded:
+                rows = found.get(item.digest, self._latest.get(item.digest))
+                found[item.digest] = torch.tensor(item.feature, device=self._device) if rows is None else rows
+                continue
             rows = self.cache.get(item.digest)
             if rows is None:
                 rows = self._latest.get(item.digest)

@@ -74,6 +74,9 @@ class EngineArgs:
     )
     processor_cache_mib: int = _arg(128, "limit of the cache of decoded and resized pictures and videos, in MiB")
     max_mm_workers: int = _arg(2, "threads that decode and resize media")
+    enable_mm_embeds: bool = _arg(
+        False, "take pictures as the vision tower's rows (image_embeds): only where all clients are trusted"
+    )
     num_threads: int | None = _arg(None, "CPU threads of the model; default: all cores")
     random_seed: int = _arg(0, "seed of requests that bring none (offline LLM only; the server draws one each)")
     sampling_defaults: Literal["model", "openai"] = _arg(

@@ -8,11 +8,11 @@ from typing import Any
 
 from processors.base import ExpandedPrompt, MultimodalProcessor, ProcessedMedium
 from processors.knobs import check_image_knobs, laid_over
-from processors.pool import ImageRequest, MediaRequest, ProcessorPool, VideoRequest
+from processors.pool import EmbedsRequest, ImageRequest, MediaRequest, ProcessorPool, VideoRequest
 from processors.processor_kwargs import RequestKnobs
 from processors.video_options import check_knobs, video_knobs_over
 from vlmserve.common.errors import BadRequestError
-from vlmserve.tokenizer.chat_messages import ImageRef, MediaRef
+from vlmserve.tokenizer.chat_messages import EmbedsRef, ImageRef, MediaRef
 
 
 class RequestMedia:
@@ -45,6 +45,8 @@ class RequestMedia:
     def _request(self, medium: MediaRef) -> MediaRequest:
         try:
             source = _read(medium.source)
+            if isinstance(medium, EmbedsRef):
+                return EmbedsRequest(source=source, param=medium.param)
             if isinstance(medium, ImageRef):
                 check_image_knobs(medium.knobs)
                 detail = laid_over(self._processor.sizes.knobs_for_detail(medium.detail), medium.defaults)

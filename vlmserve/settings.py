@@ -107,6 +107,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_pixels",
         "max_queued_media",
         "max_mm_workers",
+        "enable_mm_embeds",
         "encoder_max_patches",
         "encoder_cache_mib",
         "processor_cache_mib",

@@ -15,6 +15,7 @@ class Item:
     digest: bytes
     grid_thw: tuple[int, int, int]
     feature: np.ndarray
+    encoded: bool = False
 
 
 class SummingTower:

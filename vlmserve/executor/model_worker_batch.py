@@ -17,6 +17,7 @@ class EncoderItem:
     modality: Modality
     grid_thw: tuple[int, int, int]
     feature: np.ndarray
+    encoded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,5 +110,5 @@ class PrefillAdder:
 
 def _patches(req: Req, start: int) -> int:
     """Vision patches that computing a request from token `start` on needs encoded."""
-    items = {item.digest: item for item, *_ in req.media_ranges(start, req.prompt_len)}
+    items = {item.digest: item for item, *_ in req.media_ranges(start, req.prompt_len) if not item.encoded}
     return sum(t * h * w for t, h, w in (item.grid_thw for item in items.values()))

@@ -99,7 +99,11 @@ class ScheduleBatch:
             for item, token, row, length in req.media_ranges(start, end):
                 if item.digest not in items:
                     encodable = EncoderItem(
-                        digest=item.digest, modality=item.modality, grid_thw=item.grid_thw, feature=item.feature
+                        digest=item.digest,
+                        modality=item.modality,
+                        grid_thw=item.grid_thw,
+                        feature=item.feature,
+                        encoded=item.encoded,
                     )
                     items[item.digest] = (len(items), encodable)
                 ranges.append((offset + token - start, items[item.digest][0], row, length))

@@ -104,6 +104,31 @@ class ImagePart(_ImageFields):
     image: str
 
 
+class Embeds(StrictModel):
+    """A safetensors file: a URL, base64, or the id of an uploaded one; see `processors.embeds`."""
+
+    url: str | None = None
+    data: str | None = None
+    file_id: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if [self.url, self.data, self.file_id].count(None) != 2:
+            raise PydanticCustomError("embeds_source", "needs one of url, data and file_id")
+        return self
+
+
+def _data_object(value: Any) -> Any:
+    return {"data": value} if isinstance(value, str) else value
+
+
+class ImageEmbedsPart(StrictModel):
+    """image_embeds may also be the base64 text itself."""
+
+    type: Literal["image_embeds"]
+    image_embeds: Annotated[Embeds, BeforeValidator(_data_object)]
+
+
 class VideoUrl(_MediaSource):
     pass
 
@@ -159,7 +184,7 @@ class FilePart(StrictModel):
 
 
 AnyPart = Annotated[
-    TextPart | ImageUrlPart | ImagePart | VideoUrlPart | VideoPart | InputAudioPart | FilePart,
+    TextPart | ImageUrlPart | ImagePart | ImageEmbedsPart | VideoUrlPart | VideoPart | InputAudioPart | FilePart,
     Field(discriminator="type"),
 ]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]

@@ -63,7 +63,15 @@ class VideoRef:
     defaults: VideoKnobs = field(default_factory=VideoKnobs)
 
 
-MediaRef: TypeAlias = ImageRef | VideoRef
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbedsRef:
+    """A picture that comes encoded. source: a URL, an uploaded file, or (offline) bytes, a Path or tensors by name."""
+
+    source: Any
+    param: str
+
+
+MediaRef: TypeAlias = ImageRef | VideoRef | EmbedsRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +100,15 @@ def to_template_messages(messages: Sequence[Message], *, reserved: Collection[st
 
 def with_defaults(media: Sequence[MediaRef], knobs: RequestKnobs) -> list[MediaRef]:
     """The same media, with what the request says about all of them."""
-    return [
-        replace(ref, defaults=knobs.image) if isinstance(ref, ImageRef) else replace(ref, defaults=knobs.video)
-        for ref in media
-    ]
+    changed: list[MediaRef] = []
+    for ref in media:
+        if isinstance(ref, ImageRef):
+            changed.append(replace(ref, defaults=knobs.image))
+        elif isinstance(ref, VideoRef):
+            changed.append(replace(ref, defaults=knobs.video))
+        else:
+            changed.append(ref)
+    return changed
 
 
 def _convert_message(message: Message, param: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:
@@ -134,10 +147,10 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
             raise BadRequestError(f"{param}.{kind} is missing or not text", param=f"{param}.{kind}")
         _check_text(text, f"{param}.{kind}", reserved)
         return {"type": "text", "text": text}
-    if kind in ("image_url", "image"):
+    if kind in ("image_url", "image", "image_embeds"):
         if role != "user":
             raise BadRequestError(f"{param}: pictures belong into user messages, this one is of {role!r}", param=param)
-        media.append(_image_ref(part, kind, param))
+        media.append(_embeds_ref(part, param) if kind == "image_embeds" else _image_ref(part, kind, param))
         return {"type": "image"}
     if kind in ("video_url", "video"):
         if role != "user":
@@ -149,7 +162,7 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
             f"{param}: parts of type {kind!r} are not supported yet", param=param, code="unsupported_content"
         )
     raise BadRequestError(
-        f"{param}.type is {kind!r}; it must be text, image_url, image, video_url, video or file",
+        f"{param}.type is {kind!r}; it must be text, image_url, image, video_url, video, file or image_embeds",
         param=f"{param}.type",
         code="invalid_value",
     )
@@ -164,6 +177,20 @@ def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
         raise BadRequestError(f"{param}.{kind} has no url", param=f"{param}.{kind}")
     knobs = ImageKnobs(**{name: part.get(name) for name in _IMAGE_FIELDS})
     return ImageRef(source=value, param=param, detail=detail, knobs=knobs)
+
+
+def _embeds_ref(part: Mapping[str, Any], param: str) -> EmbedsRef:
+    """Text is the base64 of a safetensors file; so is `data`, in the place of a `url`."""
+    value: Any = part.get("image_embeds")
+    if isinstance(value, str):
+        value = {"data": value}
+    if isinstance(value, Mapping) and isinstance(value.get("data"), str):
+        value = "data:application/octet-stream;base64," + value["data"]
+    elif isinstance(value, Mapping) and isinstance(value.get("url"), str):
+        value = value["url"]
+    if value is None:
+        raise BadRequestError(f"{param}.image_embeds is missing", param=f"{param}.image_embeds")
+    return EmbedsRef(source=value, param=param)
 
 
 def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from processors.inputs import Modality
 from processors.media_file import MediaFile
 from vlmserve.common.errors import BadRequestError
 
 FindFile: TypeAlias = Callable[[str], MediaFile]
 """A file's id -> the file. Raises BadRequestError (404)."""
 
-_URL_PARTS = {"image_url": Modality.IMAGE, "video_url": Modality.VIDEO}
+# type of a part -> of the one that brings the medium
+_URL_PARTS = {"image_url": "image", "video_url": "video", "image_embeds": "image_embeds"}
 
 
 def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> list[Mapping[str, Any]]:
@@ -53,7 +53,7 @@ def _with_file(part: Any, param: str, find: FindFile | None) -> Any:
             )
         return {"type": modality.value, modality.value: file}
     if kind in _URL_PARTS and isinstance(given := part.get(kind), Mapping) and given.get("file_id") is not None:
-        name = _URL_PARTS[kind].value
+        name = _URL_PARTS[kind]
         others = {key: value for key, value in part.items() if key != kind}
         rest = {key: value for key, value in given.items() if key not in ("file_id", "url")}
         return {**others, **rest, "type": name, name: _find(given["file_id"], f"{param}.{kind}", find)}

@@ -77,6 +77,7 @@ def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int)
     return ProcessorLimits(
         decode=limits.decode,
         max_pixels=args.max_pixels,
+        embeds=args.enable_mm_embeds,
         low_detail_tokens=args.low_detail_tokens,
         video=VideoLimits(
             max_duration_s=limits.max_video_duration_s,

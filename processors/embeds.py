@@ -1,0 +1,126 @@
+"""Pictures that come encoded: the vision tower's rows in safetensors, checked before anything else sees them.
+
+`image_embeds` [tokens, width], as the tower of the checkpoint makes them, and `image_grid_thw` [1, 3], the picture's
+patches in time, height and width. A family with DeepStack has rows for its decoder's first layers, too:
+`deepstack_embeds` [layers, tokens, width], or behind the main ones in `image_embeds` [tokens, width * (1 + layers)].
+Safetensors hold numbers and nothing else, so reading them runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmserve.common.errors import BadRequestError
+
+_CODE = "invalid_image_embeds"
+_ROWS, _DEEPSTACK, _GRID = "image_embeds", "deepstack_embeds", "image_grid_thw"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# float16's largest: above it, a norm's squares overflow even in float32
+_LARGEST = 65504.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowShape:
+    """Rows of a checkpoint's tower. width: of a main row. deepstack: rows of that width that follow it."""
+
+    width: int
+    deepstack: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridLimits:
+    """merge_size: patches a side that become one row. patch_size: pixels a side of a patch. max_pixels: the most."""
+
+    merge_size: int
+    patch_size: int
+    max_pixels: int
+
+
+def parse_embeds(data: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file. Raises BadRequestError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(data)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise _bad(f"the data is not a safetensors file: {error}") from None
+
+
+def check_embeds(
+    given: Mapping[str, Any], shape: RowShape, limits: GridLimits
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Rows float32 [tokens, width * (1 + deepstack)], read-only, and the grid (t, h, w) in patches.
+
+    given: tensors or arrays by their names. Raises BadRequestError saying what was expected.
+    """
+    names = [_ROWS, _GRID] + [_DEEPSTACK] * bool(shape.deepstack)
+    for name in given:
+        if name not in names:
+            raise _bad(f"unknown tensor {str(name)[:80]!r}; there may be {', '.join(names)}")
+    for name in (_ROWS, _GRID):
+        if name not in given:
+            raise _bad(f"the tensor {name} is missing")
+    tensors = {name: _tensor(name, value) for name, value in given.items()}
+    grid = _check_grid(tensors[_GRID], limits)
+    rows = _join(tensors[_ROWS], tensors.get(_DEEPSTACK), grid[1] * grid[2] // limits.merge_size**2, shape)
+    if not bool((rows.abs() <= _LARGEST).all()):  # false for NaN
+        raise _bad(f"{_ROWS} has values that are not finite, or beyond {_LARGEST:g}")
+    array = rows.numpy()
+    array.flags.writeable = False
+    return array, grid
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value).detach().cpu()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _bad(f"{name} is no tensor: {error}") from None
+
+
+def _check_grid(tensor: torch.Tensor, limits: GridLimits) -> tuple[int, int, int]:
+    if tensor.dtype not in (torch.int64, torch.int32) or tuple(tensor.shape) not in ((1, 3), (3,)):
+        raise _bad(f"{_GRID} is {_describe(tensor)}; it must be int64 [1, 3]: patches in time, height and width")
+    t, h, w = tensor.flatten().tolist()
+    merge = limits.merge_size
+    if t != 1 or h < merge or w < merge or h % merge or w % merge:
+        raise _bad(f"{_GRID} is {[t, h, w]}; a picture's is 1, then height and width, multiples of {merge}")
+    pixels = h * w * limits.patch_size**2
+    if pixels > limits.max_pixels:
+        raise _bad(
+            f"{_GRID} is {[t, h, w]}, a picture of {pixels} pixels; the limit is {limits.max_pixels} (setting "
+            "--max-pixels)"
+        )
+    return t, h, w
+
+
+def _join(rows: torch.Tensor, deepstack: torch.Tensor | None, tokens: int, shape: RowShape) -> torch.Tensor:
+    """float32 [tokens, width * (1 + deepstack)], contiguous and not shared with whoever gave them."""
+    whole = shape.width * (1 + shape.deepstack)
+    alone = [tokens, whole if deepstack is None else shape.width]
+    _check_rows(_ROWS, rows, alone)
+    if deepstack is None:
+        return rows.to(torch.float32, copy=True).contiguous()
+    _check_rows(_DEEPSTACK, deepstack, [shape.deepstack, tokens, shape.width])
+    return torch.cat([rows.float(), *deepstack.float()], dim=-1)
+
+
+def _check_rows(name: str, tensor: torch.Tensor, expected: list[int]) -> None:
+    if tensor.dtype not in _DTYPES or list(tensor.shape) != expected:
+        raise _bad(
+            f"{name} is {_describe(tensor)}; with this {_GRID} and this checkpoint it must be float32, bfloat16 or "
+            f"float16 {expected}"
+        )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _bad(message: str) -> BadRequestError:
+    return BadRequestError(message, code=_CODE)
