@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -31,6 +31,10 @@ from vlmserve.common.errors import BadRequestError
 
 ContinueText: TypeAlias = Callable[[Sequence[int], str], list[int]]
 """(ids of a text, more text) -> ids of both together, which need not be those of the two, one after the other."""
+
+
+Coordinates = Literal["absolute", "0-1000"]
+"""How a family's models count in a picture: pixels of the resized picture, or thousandths of its width and height."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +101,7 @@ class MultimodalProcessor(ABC):
     """
 
     video_rules: ClassVar[type[VideoRules]]
+    coordinates: ClassVar[Coordinates]
 
     def __init__(
         self, config: ProcessorConfig, limits: ProcessorLimits, continue_text: ContinueText | None = None

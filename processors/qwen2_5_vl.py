@@ -13,6 +13,7 @@ class Qwen2_5VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen2_5_vl (arXiv:2502.13923, "absolute time encoding")."""
 
     video_rules = Qwen2VideoRules
+    coordinates = "absolute"
 
     def __init__(
         self, config: ProcessorConfig, limits: ProcessorLimits, continue_text: ContinueText | None = None

@@ -11,6 +11,7 @@ class Qwen2VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen2_vl (arXiv:2409.12191)."""
 
     video_rules = Qwen2VideoRules
+    coordinates = "0-1000"
 
     def time_interval(self, item: MultimodalDataItem) -> float:
         """One position per temporal patch."""

@@ -12,6 +12,7 @@ class Qwen3VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen3_vl (arXiv:2511.21631). A video item has one offset range per temporal patch."""
 
     video_rules = Qwen3VideoRules
+    coordinates = "0-1000"
 
     def time_interval(self, item: MultimodalDataItem) -> float:
         """Of no effect, as blocks are one temporal patch long."""

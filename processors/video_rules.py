@@ -137,14 +137,17 @@ class VideoRules(ABC):
         most, setting = min(limits[0], (config.max_frames if asked is None else asked, "max_frames"))
         least = at_most("min_frames", knobs.min_frames, [(most, setting)], found)
         fps = knobs.fps or self.fps
-        chosen = self._indices(
-            total,
-            rate,
-            fps=fps,
-            num_frames=num_frames,
-            min_frames=min(config.min_frames, most) if least is None else least,
-            max_frames=most,
-        )
+        try:
+            chosen = self._indices(
+                total,
+                rate,
+                fps=fps,
+                num_frames=num_frames,
+                min_frames=min(config.min_frames, most) if least is None else least,
+                max_frames=most,
+            )
+        except BadRequestError as error:
+            raise BadRequestError("; ".join([error.message, *map(str, found)]), code=error.code) from None
         used = len(chosen) / total * rate
         if knobs.fps is not None and most < min(total, total / rate * fps):
             found.append(Clamp(knob="fps", asked=fps, used=used, limit=most, setting=setting))

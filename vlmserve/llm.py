@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from processors.fetching import FetchSettings
+from processors.report import MediumReport, report_json
 from vlmserve.checks import check_engine_args
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.engine import build_runner, build_scheduler
@@ -30,7 +31,11 @@ from vlmserve.tokenizer.stage import StageLimits, make_tokenizer_stage
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer. finish_reason: "stop" or "length". logprobs: one entry per token if they were asked for."""
+    """One answer. finish_reason: "stop" or "length". logprobs: one entry per token if they were asked for.
+
+    mm_report: what became of the prompt's media, as the API's field of that name; warnings: what could not be done as
+    it was asked for, a sentence each.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -38,12 +43,15 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    mm_report: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass
 class _Pending:
     """The answer to one request so far."""
 
+    media: tuple[MediumReport, ...] = ()
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -88,9 +96,15 @@ class LLM:
         sampling: SamplingOverrides | None = None,
         *,
         num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Completion:
-        """The answer to one conversation, in OpenAI's message form; media may be bytes, Paths or PIL images."""
-        return self.chat_batch([messages], sampling, num_logprobs=num_logprobs)[0]
+        """The answer to one conversation, in OpenAI's message form; media may be bytes, Paths or PIL images.
+
+        mm_processor_kwargs: how media are prepared where a part does not say (`processors.processor_kwargs`).
+        """
+        return self.chat_batch(
+            [messages], sampling, num_logprobs=num_logprobs, mm_processor_kwargs=mm_processor_kwargs
+        )[0]
 
     def chat_batch(
         self,
@@ -98,9 +112,11 @@ class LLM:
         sampling: SamplingOverrides | None = None,
         *,
         num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """The answers to several conversations, computed together, in order. BadRequestError for the first bad one."""
-        return self._run([ChatPrompt(messages=messages) for messages in conversations], sampling, num_logprobs)
+        prompts = [ChatPrompt(messages=messages) for messages in conversations]
+        return self._run(prompts, sampling, num_logprobs, mm_processor_kwargs)
 
     def generate(
         self,
@@ -108,10 +124,11 @@ class LLM:
         sampling: SamplingOverrides | None = None,
         *,
         num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """Continuations of prompts that are rendered already."""
         wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self._run(wrapped, sampling, num_logprobs)
+        return self._run(wrapped, sampling, num_logprobs, mm_processor_kwargs)
 
     def stats(self) -> SchedulerStats:
         """Plain figures of the engine."""
@@ -134,17 +151,22 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: Sequence[ChatPrompt | TextPrompt], sampling: SamplingOverrides | None, num_logprobs: int | None
+        self,
+        prompts: Sequence[ChatPrompt | TextPrompt],
+        sampling: SamplingOverrides | None,
+        num_logprobs: int | None,
+        mm_processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Completion]:
         rids = []
         try:
             for prompt in prompts:
-                for message in self._build(prompt, sampling, num_logprobs):
+                messages, media = self._build(prompt, sampling, num_logprobs, mm_processor_kwargs)
+                for message in messages:
                     # only so many wait at a time, pictures and all
                     while len(self._scheduler.waiting_queue) >= self._max_waiting:
                         self._scheduler.step()
                     rids.append(message.rid)
-                    self._pending[message.rid] = _Pending()
+                    self._pending[message.rid] = _Pending(media=media)
                     self._scheduler.handle(message)
             while self._scheduler.step():
                 pass
@@ -155,18 +177,24 @@ class LLM:
                     self._scheduler.handle(AbortReq(rid=rid))
 
     def _build(
-        self, prompt: ChatPrompt | TextPrompt, sampling: SamplingOverrides | None, num_logprobs: int | None
-    ) -> list[TokenizedGenerateReqInput]:
+        self,
+        prompt: ChatPrompt | TextPrompt,
+        sampling: SamplingOverrides | None,
+        num_logprobs: int | None,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...]]:
         request = GenerateReqInput(
             request_id=f"offline-{self._requests}",
             prompt=prompt,
             sampling=sampling or SamplingOverrides(),
             num_logprobs=num_logprobs,
+            mm_processor_kwargs=mm_processor_kwargs or {},
         )
         tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
         self._requests += 1
         media = self._media.load_sync(tokenized.media)
-        return self.builder.build(request, tokenized, self.builder.expand(tokenized, media))
+        messages = self.builder.build(request, tokenized, self.builder.expand(tokenized, media))
+        return messages, self._media.report(tokenized.media, media)
 
     def _take(self, batch: BatchTokenOutput) -> None:
         texts, aborts = self._detokenizer.process(batch)
@@ -198,4 +226,6 @@ def _completion(pending: _Pending, with_logprobs: bool) -> Completion:
         prompt_tokens=last.prompt_tokens,
         cached_tokens=last.cached_tokens,
         logprobs=tuple(pending.logprobs) if with_logprobs else None,
+        mm_report=report_json(pending.media),
+        warnings=tuple(warning for medium in pending.media for warning in medium.warnings()),
     )

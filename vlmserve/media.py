@@ -10,6 +10,7 @@ from processors.base import ExpandedPrompt, MultimodalProcessor, ProcessedMedium
 from processors.knobs import check_image_knobs, laid_over
 from processors.pool import EmbedsRequest, ImageRequest, MediaRequest, ProcessorPool, VideoRequest
 from processors.processor_kwargs import RequestKnobs
+from processors.report import MediumReport, report_medium
 from processors.video_options import check_knobs, video_knobs_over
 from vlmserve.common.errors import BadRequestError
 from vlmserve.tokenizer.chat_messages import EmbedsRef, ImageRef, MediaRef
@@ -37,6 +38,11 @@ class RequestMedia:
     def process(self, prompt_ids: Sequence[int], media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put the media at their placeholders. BadRequestError if they do not match up."""
         return self._processor.expand(prompt_ids, media)
+
+    def report(self, media: Sequence[MediaRef], processed: Sequence[ProcessedMedium]) -> tuple[MediumReport, ...]:
+        """What became of each medium."""
+        pairs = zip(media, processed, strict=True)
+        return tuple(report_medium(self._processor, done, medium.param) for medium, done in pairs)
 
     def close(self) -> None:
         """End the pool's threads."""

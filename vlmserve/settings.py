@@ -105,6 +105,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "allow_private_media",
         "allowed_local_media_path",
         "max_pixels",
+        "low_detail_tokens",
         "max_queued_media",
         "max_mm_workers",
         "enable_mm_embeds",

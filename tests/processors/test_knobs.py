@@ -330,6 +330,14 @@ def test_frames_are_clamped_and_told(kind, knobs, config, frames, told):
     assert choice.rule == kind.name
 
 
+@pytest.mark.parametrize("kind", [Qwen2VideoRules, QwenVLUtilsRules])
+def test_a_refusal_tells_what_was_changed_before(kind):
+    with pytest.raises(
+        BadRequestError, match="nframes is 20, but the clip has only 10 frames; num_frames 900 was chang"
+    ):
+        rules(kind).choose(TIMES[:10], 10.0, VideoKnobs(num_frames=900))
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_every_frame(kind):
     made = rules(kind, max_frames=1000)

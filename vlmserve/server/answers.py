@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from processors.report import MediumReport, report_json
 from vlmserve.messages import FinishReason, TextOutput, TokenLogprobs
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
@@ -54,21 +55,31 @@ class Usage:
 
 
 class AnswerWriter:
-    """Writes one request's answer. logprobs: whether they were asked for."""
+    """Writes one request's answer of n choices. logprobs, mm_report: whether they were asked for.
 
-    def __init__(self, head: AnswerHead, tokenizer: TextTokenizer, *, logprobs: bool) -> None:
+    Where something could not be done as the request has it, the answer has `warnings`, asked for or not.
+    """
+
+    def __init__(
+        self, head: AnswerHead, tokenizer: TextTokenizer, *, n: int, logprobs: bool, mm_report: bool = False
+    ) -> None:
         self._head = head
         self._tokenizer = tokenizer
+        self._n = n
         self._logprobs = logprobs
+        self._mm_report = mm_report
 
-    async def whole(self, outputs: AsyncIterator[ChoiceOutput], n: int) -> dict[str, Any]:
+    async def whole(self, outputs: AsyncIterator[ChoiceOutput]) -> dict[str, Any]:
         """The chat.completion of all outputs."""
+        n = self._n
+        media: tuple[MediumReport, ...] = ()
         texts: list[list[str]] = [[] for _ in range(n)]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in range(n)]
         finishes: list[FinishReason | None] = [None] * n
         usage = Usage()
         async for item in outputs:
             usage.add(item)
+            media = item.media
             texts[item.index].append(item.output.text)
             finishes[item.index] = item.output.finish_reason
             if self._logprobs:
@@ -83,16 +94,22 @@ class AnswerWriter:
             }
             for index in range(n)
         ]
-        return self._head.object("chat.completion", choices=choices, usage=usage.as_json())
+        return self._head.object("chat.completion", choices=choices, usage=usage.as_json(), **self._about(media))
 
     async def chunks(
         self, outputs: AsyncIterator[ChoiceOutput], *, include_usage: bool
     ) -> AsyncIterator[dict[str, Any]]:
-        """The chat.completion.chunks: per choice its role first and its finish_reason last; then the usage."""
+        """The chat.completion.chunks: per choice its role first and its finish_reason last; then the usage.
+
+        The last one of all has what is to be said about the media.
+        """
         usage = Usage()
+        media: tuple[MediumReport, ...] = ()
+        left = self._n
         started: set[int] = set()
         async for item in outputs:
             usage.add(item)
+            media = item.media
             if item.index not in started:
                 started.add(item.index)
                 yield self._chunk(item.index, {"role": "assistant", "content": ""}, include_usage)
@@ -100,9 +117,16 @@ class AnswerWriter:
             if item.output.text or tokens:
                 yield self._chunk(item.index, {"content": item.output.text}, include_usage, tokens=tokens)
             if item.output.finish_reason is not None:
-                yield self._chunk(item.index, {}, include_usage, finish=item.output.finish_reason)
+                left -= 1
+                chunk = self._chunk(item.index, {}, include_usage, finish=item.output.finish_reason)
+                yield chunk if left or include_usage else chunk | self._about(media)
         if include_usage:
-            yield self._head.object("chat.completion.chunk", choices=[], usage=usage.as_json())
+            yield self._head.object("chat.completion.chunk", choices=[], usage=usage.as_json(), **self._about(media))
+
+    def _about(self, media: tuple[MediumReport, ...]) -> dict[str, Any]:
+        fields: dict[str, Any] = {"mm_report": report_json(media)} if self._mm_report else {}
+        warnings = [warning for medium in media for warning in medium.warnings()]
+        return fields | ({"warnings": warnings} if warnings else {})
 
     def _chunk(
         self,

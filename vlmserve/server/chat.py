@@ -62,12 +62,18 @@ class ChatEndpoint:
         head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
         find_file = self._files.for_owner(owner_of(request))
         wanted = to_generate_request(chat, head.id, max_n=self._max_n, find_file=find_file)
-        writer = AnswerWriter(head, self._manager.builder.tokenizer, logprobs=bool(chat.logprobs))
+        writer = AnswerWriter(
+            head,
+            self._manager.builder.tokenizer,
+            n=wanted.n,
+            logprobs=bool(chat.logprobs),
+            mm_report=bool(chat.return_mm_report),
+        )
         outputs = self._manager.generate(wanted)
         headers = {"X-Request-Id": head.id}
         if not chat.stream:
             async with aclosing(outputs):
-                answer = await while_connected(request.receive, writer.whole(outputs, wanted.n))
+                answer = await while_connected(request.receive, writer.whole(outputs))
             return JsonResponse(answer, headers=headers)
         try:
             # Whatever is wrong shows before the first output, while a status can still be sent.

@@ -373,5 +373,6 @@ class ChatCompletionRequest(StrictModel):
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    return_mm_report: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

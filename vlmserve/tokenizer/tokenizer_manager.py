@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from processors.report import MediumReport
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.media import RequestMedia
 from vlmserve.messages import (
@@ -39,10 +40,11 @@ class EngineUnavailableError(EngineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceOutput:
-    """New text of choice `index` of a request."""
+    """New text of choice `index` of a request. media: what became of the request's media, in prompt order."""
 
     index: int
     output: TextOutput
+    media: tuple[MediumReport, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,7 @@ class _Choice:
     index: int
     outputs: asyncio.Queue[ChoiceOutput | Exception]
     started: float
+    media: tuple[MediumReport, ...] = ()
     first_output: float | None = None
     last: TextOutput | None = None
 
@@ -210,9 +213,12 @@ class TokenizerManager:
         media = await self._media.load(prompt.media) if prompt.media else []
         expanded = await self._in_thread(self.builder.expand, prompt, media)
         messages = self.builder.build(request, prompt, expanded)
+        report = self._media.report(prompt.media, media)
         self._check_available()
         for index, message in enumerate(messages):
-            self._choices[message.rid] = _Choice(index=index, outputs=state.outputs, started=state.started)
+            self._choices[message.rid] = _Choice(
+                index=index, outputs=state.outputs, started=state.started, media=report
+            )
             state.rids.append(message.rid)
         self._send(messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages)))
 
@@ -240,7 +246,7 @@ class TokenizerManager:
         elif finish is not None and finish.type == "abort":
             choice.outputs.put_nowait(EngineError(finish.message or "the engine aborted this request"))
         else:
-            choice.outputs.put_nowait(ChoiceOutput(index=choice.index, output=output))
+            choice.outputs.put_nowait(ChoiceOutput(index=choice.index, output=output, media=choice.media))
 
     def _report(self, choice: _Choice, finish: str) -> None:
         if self.observe is None:

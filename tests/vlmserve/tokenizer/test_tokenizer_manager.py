@@ -55,6 +55,9 @@ class FakeMedia:
             raise
         return [image.source for image in images]
 
+    def report(self, media, processed):
+        return tuple(processed)
+
     def process(self, prompt_ids, images):
         return ExpandedPrompt(input_ids=np.asarray(prompt_ids, np.int64), mm_inputs=None)
 
