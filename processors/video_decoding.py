@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import av
@@ -24,6 +24,8 @@ from vlmserve.common.errors import BadRequestError
 
 _CODE = "invalid_video"
 _MAX_RATE = 240  # frames a second of the fastest clip: together with its duration it bounds the list of frames
+# Where a frame that says it is no reference is none for any other frame. (HEVC's may be, of a higher temporal layer.)
+_SKIPPING = frozenset({"h264"})
 _SEEK_GAP = 8  # frames: to decode that many is about as quick as to seek
 
 
@@ -94,14 +96,15 @@ class Clip:
 
     def _decode(self, targets: list[int], *, seek: bool) -> Iterator[VideoFrame]:
         with self._open() as (container, stream):
-            frames = container.decode(stream)
+            wanted = frozenset(targets)
+            frames = _frames(container, stream, wanted)
             reached = -1  # index of the latest frame decoded
             for target in targets:
                 index = bisect.bisect_left(self._pts, target)
                 key = self._keys[bisect.bisect_right(self._keys, target) - 1]
                 if seek and bisect.bisect_left(self._pts, key) > reached + _SEEK_GAP:
                     container.seek(key, stream=stream, backward=True, any_frame=False)
-                    frames = container.decode(stream)
+                    frames = _frames(container, stream, wanted)
                 found = next((frame for frame in frames if frame.pts is not None and frame.pts >= target), None)
                 if found is None or found.pts != target:
                     if seek:
@@ -195,6 +198,17 @@ class Clip:
 
 class _LostError(Exception):
     """A seek did not lead to the frame looked for."""
+
+
+def _frames(container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
+    """The frames from here on, in the order they are shown; those that nothing refers to only where they are wanted."""
+    codec = stream.codec_context
+    can_skip = codec.name in _SKIPPING
+    for packet in container.demux(stream):
+        if can_skip:
+            needed = packet.pts is None or packet.pts in wanted
+            codec.skip_frame = "DEFAULT" if needed else "NONREF"
+        yield from packet.decode()
 
 
 def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:

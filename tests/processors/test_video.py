@@ -80,13 +80,25 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self._container, name)
 
-    def decode(self, stream):
-        for one in self._container.decode(stream):
-            Watched.decoded += 1
-            yield one
+    def demux(self, *streams):
+        packets = self._container.demux(*streams)
+        return map(WatchedPacket, packets) if streams else packets  # those of all streams are only looked at
 
     def seek(self, offset, **options):
         self._container.seek(offset + self.overshoot, **options)
+
+
+class WatchedPacket:
+    """Counts the frames that come out of packets."""
+
+    def __init__(self, packet):
+        self.pts = packet.pts
+        self._packet = packet
+
+    def decode(self):
+        frames = self._packet.decode()
+        Watched.decoded += len(frames)
+        return frames
 
 
 @pytest.fixture
@@ -109,6 +121,18 @@ def test_what_lies_between_is_not_decoded(watched):
     for index, got in zip(wanted, clip.read(wanted), strict=True):
         assert np.array_equal(got, frame(index, 112, 84))
     assert 0 < Watched.decoded <= 1 + 6 + 4 + 10
+
+
+def test_what_nothing_refers_to_is_decoded_only_where_it_is_wanted(watched):
+    """Frames that others refer to are as before, and so are wanted ones that none refers to."""
+    clip = Clip(make_clip(60, gop=60, fps=30, codec="libx264"), LIMITS)
+    every = [picture.copy() for picture in clip.read(range(60))]
+    for start in range(6):
+        Watched.decoded = 0
+        wanted = range(start, 60, 6)
+        for index, got in zip(wanted, clip.read(wanted), strict=True):
+            assert np.array_equal(got, every[index])
+        assert len(wanted) < Watched.decoded < 50
 
 
 def test_an_index_that_leads_astray_is_not_believed(watched):
