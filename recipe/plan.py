@@ -78,8 +78,8 @@ PLAN = (
     Stage(
         name="mixed",
         chances={"scene": 0.4, "print": 0.22, "album": 0.1, "clip": 0.22, "strange": 0.04, "talk": 0.02},
-        steps=2300,
-        decay=900,
+        steps=2000,
+        decay=800,
         hint_weight=0.7,
         budget=288,
         look_every=3,

@@ -681,6 +681,8 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
     """What moves, which way; what changes its colour, to which, and when."""
     thing, roll, video = clip.thing, rng.random(), pick(rng, _CLIP)
     moves, changes = clip.event in _WAY, clip.event == "colour"
+    if rng.random() < 0.16:
+        return _yes_or_no(clip, rng)
     if roll < 0.22:
         questions: tuple[str, ...] = (
             "What happens?",
@@ -708,6 +710,9 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
             f"In which direction does {name} move?",
             f"Where does {name} go?",
             f"Which direction is {name} moving in?",
+            f"Where to does {name} move?",
+            f"{name.capitalize()} goes which way: left, right, up or down?",
+            f"What is the direction of {name}?",
         )
         return [_ask(rng, questions, _WAY[clip.event] if moves else "It does not move.")]
     if roll < 0.74:
@@ -733,6 +738,8 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
             f"When does the {word} change?",
             f"When does the {thing.shape} change its {word}?",
             f"At what time does the {thing.shape} turn {clip.later_colour}?",
+            f"After how many seconds does the {thing.shape} turn {clip.later_colour}?",
+            f"At which second does the {word} of the {thing.shape} change?",
             "After how many seconds does it change?",
         )
         return [_ask(rng, questions, f"At about {clip.change_seen:.1f} seconds.")]
@@ -740,6 +747,23 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
         return [_ask(rng, (f"What {word} is the {thing.shape}?",), f"{thing.colour.capitalize()}.")]
     total = len(clip.frames[0].things)
     return [_ask(rng, (f"How many objects are in the {video}?", "How many objects are there?"), f"{NUMBERS[total]}.")]
+
+
+def _yes_or_no(clip: Clip, rng: Rng) -> Dialogue:
+    thing, moves = clip.thing, clip.event in _WAY
+    name, way, word = pick(rng, (f"the {thing.shape}", f"the {thing.name}")), str(clip.event), pick(rng, _COLOUR)
+    if rng.random() < 0.3:
+        questions: tuple[str, ...] = (f"Does {name} change its {word}?", f"Does the {word} of {name} change?")
+        true = clip.event == "colour"
+    elif moves and rng.random() < 0.6:
+        if rng.random() < 0.5:
+            way = pick(rng, [other for other in _WAY if other != clip.event])
+        questions = (f"Does {name} move {way}?", f"Is {name} moving {way}?", f"Does {name} go {way}?")
+        true = way == clip.event
+    else:
+        questions = (f"Does {name} move?", f"Is {name} moving?", "Does anything move?", "Is something moving?")
+        true = moves
+    return [_ask(rng, questions, "Yes." if true else "No.")]
 
 
 _TALK = (
