@@ -59,3 +59,22 @@ def test_small_items_are_packed():
     assert calls == [[(1, 4, 4), (2, 4, 2)], [(3, 4, 4)]]
     for one, got in zip(items, rows, strict=True):
         assert torch.equal(got, torch.from_numpy(one.feature).view(-1, 4, 3).sum(1))
+
+
+def test_items_that_came_encoded_are_passed_on():
+    rows = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    rows.flags.writeable = False
+    given = Item(b"given", (1, 4, 4), rows, encoded=True)
+    plain = item("plain", (1, 4, 4))
+    tower = SummingTower()
+    encoder = VisionEncoder(tower, VisionEncoderLimits(max_patches=48, cache_bytes=1 << 20), torch.device("cpu"))
+    first, second, third = encoder.encode([given, plain, given])
+    assert tower.calls == [[(1, 4, 4)]]
+    assert torch.equal(first, torch.tensor(rows))
+    assert torch.equal(third, first)
+    assert not torch.equal(second, first)
+    assert (encoder.items_encoded, encoder.cache_hits, encoder.cache.bytes) == (1, 0, second.nbytes)
+    (again,) = encoder.encode([given])
+    assert again is first, "the next chunk's rows are at hand"
+    encoder.encode([plain])
+    assert encoder.encode([given])[0] is not first, "and they are not kept longer"

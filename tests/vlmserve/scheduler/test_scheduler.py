@@ -1,7 +1,7 @@
 """The real scheduler and pools over a fake worker: right answers and balanced pools, whatever the schedule."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -234,6 +234,19 @@ def test_chunks_cut_inside_a_picture_and_send_its_rows_once_each():
     covered = [row for first, length in ranges for row in range(first, first + length)]
     assert covered == list(range(30))
     assert len(ranges) > 1
+
+
+@pytest.mark.parametrize(("encoded", "together"), [(False, 1), (True, 2)])
+def test_pictures_that_came_encoded_take_nothing_of_a_steps_patches(encoded, together):
+    rig = Rig(Knobs(chunk=64))
+    for rid in "ab":
+        message = request(rid, [0] * 14, [(1, 12, rid.encode())])  # 48 patches, and a step encodes 64
+        items = tuple(replace(item, encoded=encoded) for item in message.mm_inputs.items)
+        rig.scheduler.handle(replace(message, mm_inputs=replace(message.mm_inputs, items=items)))
+    rig.scheduler.step()
+    assert len(rig.worker.batches[0].rows) == together
+    rig.run()
+    assert [item.encoded for batch in rig.worker.batches for item in batch.mm_items] == [encoded] * 2
 
 
 def test_prompt_and_decode_steps_alternate_so_nobody_waits_long():

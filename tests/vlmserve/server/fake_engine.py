@@ -40,6 +40,7 @@ from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 MODEL = "org/tiny"
 CONTEXT = 256
+ROW_WIDTH = 8
 WAIT_S = 20.0  # a bound for waits on other threads, never waited for when all is well
 
 Script = Callable[[TokenizedGenerateReqInput, int], int]
@@ -206,7 +207,12 @@ def write_checkpoint_folder(folder: Path) -> Path:
         "video_token_id": raw.token_to_id("<|video_pad|>"),
         "vision_start_token_id": raw.token_to_id("<|vision_start|>"),
         "vision_end_token_id": raw.token_to_id("<|vision_end|>"),
-        "vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        "vision_config": {
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "hidden_size": ROW_WIDTH,
+        },
     }
     (folder / "config.json").write_text(json.dumps(config))
     pictures = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 784, "max_pixels": 50176}

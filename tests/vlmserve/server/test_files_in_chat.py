@@ -11,8 +11,10 @@ from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served, png_url
+from vlmserve.common.errors import BadRequestError
 from vlmserve.file_store import FileLimits, FileStore
 from vlmserve.server.app import ApiSettings, build_app
+from vlmserve.tokenizer.file_parts import with_files
 
 PNG = base64.b64decode(png_url().split(",")[1])
 
@@ -170,3 +172,10 @@ def test_another_keys_file_is_not_there(served, tmp_path):
         client.headers["Authorization"] = "Bearer one"
         assert ask(client, part).status_code == 200
     files.close()
+
+
+def test_without_a_server_there_are_no_files():
+    part = {"type": "file", "file": {"file_id": "file-x"}}
+    with pytest.raises(BadRequestError, match="there are no uploaded files") as caught:
+        with_files([{"role": "user", "content": [part]}], None)
+    assert caught.value.param == "messages[0].content[0].file.file_id"
