@@ -1,0 +1,206 @@
+"""From a picture to boxes in its own pixels, through the real server and the official client, as each family counts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer
+
+from tests.processors.helpers import encoded, picture
+from tests.tiny_checkpoints import make_checkpoint
+from tests.vlmserve.server.fake_engine import MODEL, make_served, png_url, real_server
+from tests.vlmserve.server_process import ROOT, ServerProcess
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.boxes import Box, parse_boxes
+
+# What a Qwen2.5-VL would say of a picture that is resized to 252x168.
+ABSOLUTE = '```json\n[{"bbox_2d": [63, 42, 126, 84], "label": "star"}]\n```'
+
+
+def serve(run: Path, *flags: str) -> ServerProcess:
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", *flags, "--port", "0", "--served-model-name", "m"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
+    return ServerProcess([*words, "--dtype", "float32", "--num-threads", "1"], run, **environment)
+
+
+def client_of(port: int) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def qwen2_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-VL with one token more, whose text is a whole answer."""
+    folder = make_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(ABSOLUTE, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def answer_token(folder: Path) -> int:
+    token = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(ABSOLUTE)
+    assert token is not None
+    return token
+
+
+@pytest.fixture(scope="module")
+def servers(qwen2_5: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServerProcess]]:
+    """Started side by side."""
+    run = tmp_path_factory.mktemp("run")
+    both = {"default": serve(run / "default"), "qwen2_5": serve(run / "qwen2_5", str(qwen2_5))}
+    yield both
+    for server in both.values():
+        server.end()
+
+
+def message(data: bytes, question: str, kind: str = "png", **knobs: Any) -> list[dict[str, Any]]:
+    url = f"data:image/{kind};base64," + base64.b64encode(data).decode()
+    part = {"type": "image_url", "image_url": {"url": url}, **knobs}
+    return [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
+
+
+REPORT = {"return_mm_report": True}
+
+
+def sideways() -> bytes:
+    """A JPEG of 200x300 pixels that is shown as 300x200."""
+    image = picture(200, 300)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(image, "JPEG", exif=exif.tobytes())
+
+
+def test_absolute_coordinates(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
+    """Of the resized picture, of which the knobs decide; the source is upright."""
+    bias = {str(answer_token(qwen2_5)): 100}
+    with client_of(servers["qwen2_5"].port()) as client:
+
+        def boxes(**knobs: Any) -> tuple[Box, ...]:
+            answer = client.chat.completions.create(
+                model="m",
+                messages=message(sideways(), "Where is the star?", "jpeg", **knobs),
+                max_tokens=1,
+                temperature=0,
+                logit_bias=bias,
+                extra_body=REPORT,
+            )
+            (medium,) = answer.mm_report["media"]
+            assert medium["source_size"] == {"width": 300, "height": 200}
+            assert medium["coordinates"] == "absolute"
+            assert answer.choices[0].message.content == ABSOLUTE
+            marks = parse_boxes(answer.choices[0].message.content)
+            assert not marks.problems
+            return marks.to_source(medium).boxes
+
+        (box,) = boxes()
+        # the tower saw 252x168
+        assert (box.x1, box.y1, box.x2, box.y2) == pytest.approx((75, 50, 150, 100))
+        assert box.label == "star"
+        (box,) = boxes(resized_height=112, resized_width=168)
+        assert (box.x1, box.y1, box.x2, box.y2) == pytest.approx((112.5, 75, 225, 150))
+
+
+def test_a_stream_says_it_at_its_end(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
+    with client_of(servers["qwen2_5"].port()) as client:
+        chunks = list(
+            client.chat.completions.create(
+                model="m",
+                messages=message(sideways(), "Where?", "jpeg", max_pixels=10**9),
+                max_tokens=1,
+                logit_bias={str(answer_token(qwen2_5)): 100},
+                stream=True,
+                extra_body=REPORT,
+            )
+        )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    (box,) = parse_boxes(text).to_source(chunks[-1].mm_report["media"][0]).boxes
+    assert (box.x1, box.y1, box.x2, box.y2) == pytest.approx((75, 50, 150, 100))
+    assert "max_pixels 1000000000 was changed to 50176" in chunks[-1].warnings[0]
+
+
+def test_the_offline_form_reports_the_same(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
+    kwargs = {"max_pixels": 16 * 784}
+    bias = answer_token(qwen2_5)
+    with client_of(servers["qwen2_5"].port()) as client:
+        served = client.chat.completions.create(
+            model="m",
+            messages=message(sideways(), "Where?", "jpeg"),
+            max_tokens=1,
+            logit_bias={str(bias): 100},
+            extra_body=REPORT | {"mm_processor_kwargs": kwargs},
+        )
+    sampling = SamplingOverrides(max_new_tokens=1, logit_bias={bias: 100.0})
+    with LLM(str(qwen2_5), num_threads=1) as llm:
+        part, text = {"type": "image", "image": sideways()}, {"type": "text", "text": "Where?"}
+        answer = llm.chat([{"role": "user", "content": [part, text]}], sampling, mm_processor_kwargs=kwargs)
+    assert answer.mm_report == served.mm_report
+    assert answer.mm_report["media"][0]["tokens"] <= 16
+    assert answer.prompt_tokens == served.usage.prompt_tokens
+    assert answer.warnings == ()
+
+
+def overlap(box: Box, truth: tuple[float, float, float, float]) -> float:
+    """Intersection over union."""
+    width = max(0.0, min(box.x2, truth[2]) - max(box.x1, truth[0]))
+    height = max(0.0, min(box.y2, truth[3]) - max(box.y1, truth[1]))
+    own, others = (box.x2 - box.x1) * (box.y2 - box.y1), (truth[2] - truth[0]) * (truth[3] - truth[1])
+    return width * height / (own + others - width * height)
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "truth"),
+    [
+        ("shapes.png", "Locate the red circle, output its bbox coordinates using JSON format.", (36, 40, 156, 160)),
+        ("wide.jpg", "Give the bounding box of the triangle in JSON.", (700, 50, 900, 250)),
+        ("small-star.png", "Where is the star? Output a bounding box in JSON.", (25, 7, 59, 41)),
+    ],
+)
+def test_thousandths(
+    servers: dict[str, ServerProcess], name: str, question: str, truth: tuple[float, float, float, float]
+) -> None:
+    """The default model's own answers, about places it was told nothing of. It is small, and no surveyor."""
+    data = (ROOT / "assets" / "samples" / name).read_bytes()
+    with client_of(servers["default"].port()) as client:
+        answer = client.chat.completions.create(
+            model="m", messages=message(data, question), max_tokens=64, temperature=0, extra_body=REPORT
+        )
+        cut = client.chat.completions.create(
+            model="m", messages=message(data, question), max_tokens=8, temperature=0, extra_body=REPORT
+        )
+    (medium,) = answer.mm_report["media"]
+    assert medium["coordinates"] == "0-1000"
+    with Image.open(io.BytesIO(data)) as image:
+        assert medium["source_size"] == {"width": image.width, "height": image.height}
+    marks = parse_boxes(answer.choices[0].message.content)
+    assert not marks.problems
+    (box,) = marks.to_source(medium).boxes
+    assert overlap(box, truth) > 0.35, box
+    assert cut.choices[0].finish_reason == "length"
+    assert parse_boxes(cut.choices[0].message.content).problems
+
+
+def test_qwen2_vls_own_tokens(tmp_path: Path) -> None:
+    """Its special tokens are left out of an answer unless they are asked for."""
+    from tests.vlmserve.server.fake_engine import write_checkpoint_folder
+
+    served = make_served(write_checkpoint_folder(tmp_path))
+    content = [{"type": "image_url", "image_url": {"url": png_url(size=(500, 250))}}, {"type": "text", "text": "?"}]
+    with real_server(served.app) as port, client_of(port) as client:
+        for said in ("<|box_start|>(100,200),(500,600)<|box_end|>", "a dog(100,200),(500,600)"):
+            served.scheduler.say(said)
+            answer = client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": content}],
+                extra_body=REPORT | {"skip_special_tokens": False},
+            )
+            marks = parse_boxes(answer.choices[0].message.content).to_source(answer.mm_report["media"][0])
+            assert marks.boxes == (Box(x1=50, y1=50, x2=250, y2=150),)
