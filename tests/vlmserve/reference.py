@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests import hf_env  # noqa: F401  (before transformers)
 
@@ -28,8 +29,8 @@ class Reference:
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
-    def answer(self, messages: list[dict], max_tokens: int) -> Answer:
-        """messages as `LLM.chat` takes them, pictures as PIL images, videos as bytes."""
+    def answer(self, messages: list[dict], max_tokens: int, **kwargs: Any) -> Answer:
+        """messages as `LLM.chat` takes them, pictures as PIL images, videos as bytes. kwargs: the processor's."""
         parts = [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
         images = [part["image"] for part in parts if part["type"] == "image"]
         clips = [decode_all(part["video"]) for part in parts if part["type"] == "video"]
@@ -46,7 +47,8 @@ class Reference:
             "do_sample_frames": True,
             "fps": 2,
         }
-        inputs = self.processor(text=[text], images=images or None, return_tensors="pt", **(sampled if clips else {}))
+        kwargs = (sampled if clips else {}) | kwargs
+        inputs = self.processor(text=[text], images=images or None, return_tensors="pt", **kwargs)
         self.model.model.rope_deltas = None
         out = self.model.generate(
             **inputs,

@@ -1,0 +1,95 @@
+"""Knobs through the whole engine: answers are transformers' with the same processor kwargs, whatever is cached."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processors.clips import make_clip
+from tests.processors.helpers import encoded
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vlmserve.reference import Reference, assert_equal_answers, picture
+from vlmserve import LLM, SamplingOverrides
+
+NEW = 8
+GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+IMAGE, CLIP = picture(5, 300, 200), make_clip(30, width=200, height=120)
+# areas are in tokens here
+KWARGS = [
+    {},
+    {"min_pixels": 4, "max_pixels": 9},
+    {"size": {"shortest_edge": 4, "longest_edge": 30}},
+    {"fps": 5},
+    {"fps": None, "num_frames": 8},
+]
+
+
+def ask(image, clip, **knobs):
+    """knobs: of the picture's part."""
+    parts = [{"type": "image", "image": image, **knobs}, {"type": "video", "video": clip}]
+    return [{"role": "user", "content": [{"type": "text", "text": "Look:"}, *parts, {"type": "text", "text": "What?"}]}]
+
+
+def scaled(kwargs, area):
+    if not isinstance(kwargs, dict):
+        return kwargs
+    areas = ("min_pixels", "max_pixels", "shortest_edge", "longest_edge")
+    return {k: v * area if k in areas else scaled(v, area) for k, v in kwargs.items()}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A checkpoint, a token's area, and what transformers answers for each of KWARGS."""
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    reference = Reference(folder)
+    area = (32 if request.param == "qwen3_vl" else 28) ** 2
+    kwargs = [scaled(one, area) for one in KWARGS]
+    return folder, area, [(one, reference.answer(ask(IMAGE, CLIP), NEW, **one)) for one in kwargs]
+
+
+def test_equals_transformers_and_caches_never_mix_knobs(family):
+    """One engine, the same files all the time: processor cache, embedding cache and prefix cache are warm."""
+    folder, area, wanted = family
+    assert len({(want.prompt_tokens, tuple(want.logprobs)) for _, want in wanted}) == len(wanted)
+    data = encoded(IMAGE)
+    with LLM(str(folder), num_threads=1, page_size=1, max_pixels=10**6, video_reference="transformers") as llm:
+        for again in (False, True):
+            for kwargs, want in wanted:
+                got = llm.chat(ask(data, CLIP), GREEDY, num_logprobs=1, mm_processor_kwargs=kwargs)
+                assert_equal_answers(got, want)
+                image, video = got.mm_report["media"]
+                pads = image["tokens"] + video["tokens"]
+                assert pads < want.prompt_tokens
+                if again:
+                    assert got.cached_tokens >= want.prompt_tokens - 1
+                else:
+                    # Another size of the picture shares nothing from it on; of the video alone, the picture.
+                    assert got.cached_tokens < want.prompt_tokens - video["tokens"]
+        # what a part says is the same picture as what the request says of all
+        (kwargs, want), small = wanted[1], {"min_pixels": 4 * area, "max_pixels": 9 * area}
+        of_videos = {"videos_kwargs": kwargs}
+        got = llm.chat(ask(data, CLIP, **small), GREEDY, num_logprobs=1, mm_processor_kwargs=of_videos)
+        assert_equal_answers(got, want)
+        assert got.cached_tokens >= want.prompt_tokens - 1
+        stats = llm.stats()
+        assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
+
+
+def test_a_picture_of_another_size_is_not_taken_from_the_cache(family):
+    folder, area, _ = family
+    data = encoded(IMAGE)
+
+    def asked(llm, tokens):
+        part = {"type": "image", "image": data, "max_pixels": tokens * area}
+        return llm.chat([{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}], GREEDY)
+
+    with LLM(str(folder), num_threads=1, page_size=1) as llm:
+        answers = [asked(llm, tokens) for tokens in (9, 30, 9, 30, 12)]
+        before = answers[0].prompt_tokens - answers[0].mm_report["media"][0]["tokens"]
+    assert answers[1].cached_tokens <= before
+    assert answers[4].cached_tokens <= before
+    assert answers[2].cached_tokens >= answers[2].prompt_tokens - 1
+    alone = []
+    for tokens in (9, 30):
+        with LLM(str(folder), num_threads=1, page_size=1, disable_radix_cache=True, encoder_cache_mib=0) as llm:
+            alone.append(asked(llm, tokens).token_ids)
+    assert [answer.token_ids for answer in answers[:4]] == alone * 2
