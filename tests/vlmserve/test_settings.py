@@ -51,7 +51,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path, monkeypatch: py
 def _another_value(type_: typing.Any, default: object, name: str, folder: Path) -> object:
     if name == "page_size":
         return 32  # chunks are whole pages
-    if name == "allowed_local_media_path":
+    if name in ("allowed_local_media_path", "file_store_dir"):
         return str(folder)
     if type_ is bool:
         return not default
@@ -114,6 +114,10 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"port": "65536"}, "--port is 65536; it must be between 0 and 65535"),
         ({"media_timeout_s": "0"}, "--media-timeout-s is 0.0; it must be above 0"),
         ({"allowed_local_media_path": "/no/such"}, "--allowed-local-media-path is '/no/such'; it must be an existing"),
+        ({"file_store_dir": "/no/such"}, "--file-store-dir is '/no/such'; it must be an existing folder that can be"),
+        ({"file_expire_after_s": "0"}, "--file-expire-after-s is 0.0; it must be above 0"),
+        ({"max_files": "-1"}, "--max-files is -1; it must be 0 or more"),
+        ({"max_file_bytes": "0"}, "--max-file-bytes is 0; it must be 1 or more"),
         ({"log_level": "loud"}, "--log-level is 'loud'; it must be 'debug', 'info', 'warning' or 'error'"),
     ],
 )
