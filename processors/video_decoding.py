@@ -161,14 +161,15 @@ class Clip:
         if stream.time_base is None:
             raise _broken("its video has no clock")
         tick = float(stream.time_base)
+        ticks = {one.index: float(one.time_base or 0) for one in container.streams}
         pts: set[int] = set()
         keys: list[int] = []
         ends = 0.0  # of any stream, in seconds
         for packet in container.demux():
             at = packet.pts if packet.pts is not None else packet.dts
-            if at is None or packet.size == 0 or packet.time_base is None:
+            if at is None or packet.size == 0:
                 continue
-            ends = max(ends, float((at + (packet.duration or 0)) * packet.time_base))
+            ends = max(ends, (at + (packet.duration or 0)) * ticks.get(packet.stream_index, 0.0))
             if packet.stream is not stream or packet.is_discard or _is_hidden(stream, packet):
                 continue
             if packet.is_keyframe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import random
 import ssl
 import threading
 import time
@@ -83,6 +84,24 @@ def test_data_url_spellings(url):
 )
 def test_data_url_refused(url, match):
     refused(url, match)
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_large_data_url_is_decoded_piece_by_piece(monkeypatch, more):
+    """Each holds Python's lock, and with it the event loop."""
+    data = random.Random(0).randbytes(700_000 + more)
+    lines = base64.encodebytes(data).decode()  # with line breaks
+    whole = b64(data)
+    sizes = []
+    decode = base64.b64decode
+    monkeypatch.setattr(base64, "b64decode", lambda text, **how: sizes.append(len(text)) or decode(text, **how))
+    for text in (lines, whole, whole.rstrip("=")):
+        sizes.clear()
+        assert fetcher().fetch("data:;base64," + text) == data
+        assert len(sizes) > 2
+        assert max(sizes) <= 256 * 1024
+    refused("data:;base64," + b64(data[:196_607]) + whole, "not valid base64")
+    refused("data:;base64," + whole[:400_000] + "*" + whole[400_001:], "not valid base64")
 
 
 def test_data_url_is_measured_before_it_is_decoded(monkeypatch):
