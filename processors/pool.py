@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from processors.cache import CacheStats, ProcessorCache
 from processors.decoding import decode_image
 from processors.embeds import parse_embeds
 from processors.fetching import MediaFetcher
+from processors.in_flight import InFlight
 from processors.inputs import Modality
 from processors.media_file import MediaFile
 from processors.video import ProcessedVideo
@@ -92,6 +93,7 @@ class ProcessorPool:
         self._fetcher = fetcher
         self._settings = settings
         self._cache = ProcessorCache(settings.cache_mib * 2**20)
+        self._in_flight: InFlight[ProcessedMedium] = InFlight()
         self._workers = ThreadPoolExecutor(settings.max_workers, thread_name_prefix="media-worker")
         self._downloads = ThreadPoolExecutor(settings.max_downloads, thread_name_prefix="media-download")
         self._lock = threading.Lock()
@@ -251,13 +253,24 @@ class ProcessorPool:
             raise
 
     def _process_file(self, data: bytes, knobs: ImageKnobs) -> ProcessedImage:
-        key = self._cache.key([data], knobs)
-        found = self._cache.get(key)
-        if not isinstance(found, ProcessedImage):
-            image = decode_image(data, self._processor.limits.decode)
-            found = self._processor.process_image(image, knobs)
-            self._cache.put(key, found)
+        def make() -> ProcessedImage:
+            return self._processor.process_image(decode_image(data, self._processor.limits.decode), knobs)
+
+        found = self._once(self._cache.key([data], knobs), make)
+        assert isinstance(found, ProcessedImage)
         return found
+
+    def _once(self, key: bytes, make: Callable[[], ProcessedMedium]) -> ProcessedMedium:
+        """From the cache, or from another thread that is making it, or by `make`."""
+
+        def find_or_make() -> ProcessedMedium:
+            found = self._cache.get(key)
+            if found is None:
+                found = make()
+                self._cache.put(key, found)
+            return found
+
+        return self._in_flight.share(key, find_or_make)
 
     def _process_embeds(self, request: EmbedsRequest) -> ProcessedImage:
         source = request.source
@@ -281,15 +294,16 @@ class ProcessorPool:
             cacheable = len(files) == len(source)
         else:
             files, cacheable = [source], True
-        key = self._cache.key(files, (type(source).__name__, knobs)) if cacheable else b""
-        found = self._cache.get(key) if cacheable else None
-        if not isinstance(found, ProcessedVideo):
+
+        def make() -> ProcessedVideo:
             if isinstance(source, bytes):
-                found = self._processor.process_video(source, knobs)
-            else:
-                found = self._processor.process_frames(self._frames(source), len(source), knobs)
-            if cacheable:
-                self._cache.put(key, found)
+                return self._processor.process_video(source, knobs)
+            return self._processor.process_frames(self._frames(source), len(source), knobs)
+
+        if not cacheable:
+            return make()
+        found = self._once(self._cache.key(files, (type(source).__name__, knobs)), make)
+        assert isinstance(found, ProcessedVideo)
         return found
 
     def _frames(self, frames: tuple[Frame, ...]) -> Iterator[Image.Image]:

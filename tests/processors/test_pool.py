@@ -281,9 +281,25 @@ def test_no_cache(make_pool, processor, monkeypatch):
     gate = Gate(processor, monkeypatch)
     gate.opened.set()
     pool = make_pool(cache_mib=0)
-    pool.load_sync([ImageRequest(source=encoded(picture(60, 60)))] * 2)
+    for _ in range(2):
+        pool.load_sync([ImageRequest(source=encoded(picture(60, 60)))])
     assert gate.calls == 2
     assert pool.cache_stats().entries == 0
+
+
+def test_a_picture_that_many_send_at_once_is_processed_once(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    pool = make_pool(max_workers=4)
+    data = encoded(picture(60, 60))
+
+    async def scenario():
+        loading = asyncio.create_task(pool.load([ImageRequest(source=data)] * 8))
+        await gate.someone_arrived()
+        gate.opened.set()
+        return await loading
+
+    assert len(set(map(id, asyncio.run(scenario())))) == 1
+    assert gate.calls == 1
 
 
 def processed(size, mark=0):
