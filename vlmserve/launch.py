@@ -32,6 +32,8 @@ from vlmserve.settings import ServerSettings
 if TYPE_CHECKING:
     import uvicorn
 
+    from vlmserve.ipc.sockets import Prepared
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "vlmserve-default"
@@ -66,6 +68,7 @@ class FrontendInputs:
     info: ReadyInfo
     model_name: str
     send: Callable[[SchedulerInput], None]
+    prepare: Callable[[SchedulerInput], Prepared]
 
 
 MakeFrontend: TypeAlias = Callable[[FrontendInputs], Frontend]
@@ -161,7 +164,13 @@ class _Serving:
             receiver = AsyncReceiver(self._channels.api, get_args(TokenizerManagerInput))
             stack.callback(receiver.close)
             frontend = make_frontend(
-                FrontendInputs(settings=self._settings, info=info, model_name=self._model_name, send=sender.send)
+                FrontendInputs(
+                    settings=self._settings,
+                    info=info,
+                    model_name=self._model_name,
+                    send=sender.send,
+                    prepare=sender.prepare,
+                )
             )
             stack.push_async_callback(frontend.close)
             server = self._make_server(frontend.app)
@@ -265,7 +274,11 @@ def _http_frontend() -> MakeFrontend:
     from vlmserve.server.frontend import make_frontend
 
     return lambda inputs: make_frontend(
-        inputs.settings, max_model_len=inputs.info.max_model_len, model_name=inputs.model_name, send=inputs.send
+        inputs.settings,
+        max_model_len=inputs.info.max_model_len,
+        model_name=inputs.model_name,
+        send=inputs.send,
+        prepare=inputs.prepare,
     )
 
 

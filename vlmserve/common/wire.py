@@ -72,17 +72,17 @@ class WireCodec:
         try:
             return decoder.decode(frames[1])
         except Exception as error:
-            self._discard_blocks(frames[1])
+            self.discard(frames)
             raise WireError(f"{name}: {error}") from error
         finally:
             self._frames, self._arrays = [], {}
 
-    def _discard_blocks(self, body: Frame) -> None:
-        """Free the shared blocks named in a message that cannot be decoded."""
+    def discard(self, frames: Sequence[Frame]) -> None:
+        """Free the shared blocks named in an encoded message that nobody will decode, or that cannot be decoded."""
         if self._shared is None:
             return
         try:
-            todo = [msgspec.msgpack.decode(body)]
+            todo = [msgspec.msgpack.decode(frames[1])]
         except msgspec.MsgspecError:
             return
         while todo:

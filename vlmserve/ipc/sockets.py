@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,8 +25,26 @@ _UNLIMITED = 0
 _ZERO_COPY_FROM_BYTES = 16 * 1024
 
 
+class Prepared:
+    """A message whose arrays have left this process. To be sent or discarded, once, by whoever uses its `Sender`."""
+
+    def __init__(self, sender: Sender, codec: WireCodec, frames: list[Frame]) -> None:
+        self._sender = sender
+        self._codec = codec
+        self._frames = frames
+
+    def send(self) -> None:
+        """Queue it for delivery."""
+        self._sender.send_frames(self._frames)
+
+    def discard(self) -> None:
+        """Free its arrays: it will not be sent."""
+        self._codec.discard(self._frames)
+
+
 class Sender:
-    """The sending end of a channel. Not thread-safe; may be used inside an event loop, since it never blocks.
+    """The sending end of a channel. It never waits for its receiver. Not thread-safe, but for `prepare`: copying large
+    arrays takes a while, which an event loop leaves to a thread.
 
     address: an ``ipc://`` address; its receiver may come up later. types: the message types of the channel.
     linger_ms: how long `close` may keep trying to deliver.
@@ -43,6 +62,8 @@ class Sender:
         types = tuple(types)
         self._inline = WireCodec(types)
         self._codec = WireCodec(types, shared) if shared else self._inline
+        self._preparing = threading.Lock()
+        self._prepare_codecs = (WireCodec(types, shared), WireCodec(types))
         # the plain socket type, also when the context is an asyncio one
         self._socket = zmq.Socket(context or zmq.Context.instance(), zmq.PUSH)
         self._socket.set(zmq.SNDHWM, _UNLIMITED)
@@ -52,16 +73,29 @@ class Sender:
 
     def send(self, message: object) -> None:
         """Queue a message for delivery. Arrays in it must not be changed afterwards. WireError for a foreign type."""
-        try:
-            frames = self._codec.encode(message)
-        except OSError as error:  # shared memory is full (containers often get 64 MiB): slower, but it gets there
-            logger.warning("no room for a large array in shared memory (%s): sending it through the socket", error)
-            frames = self._inline.encode(message)
+        self.send_frames(_encode(message, self._codec, self._inline))
+
+    def prepare(self, message: object) -> Prepared:
+        """The first half of `send`, from any thread."""
+        codec, inline = self._prepare_codecs
+        with self._preparing:
+            return Prepared(self, codec, _encode(message, codec, inline))
+
+    def send_frames(self, frames: Sequence[Frame]) -> None:
+        """Queue an encoded message for delivery."""
         self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
         """Deliver what is queued, within `linger_ms`, and close."""
         self._socket.close()
+
+
+def _encode(message: object, codec: WireCodec, inline: WireCodec) -> list[Frame]:
+    try:
+        return codec.encode(message)
+    except OSError as error:  # shared memory is full (containers often get 64 MiB): slower, but it gets there
+        logger.warning("no room for a large array in shared memory (%s): sending it through the socket", error)
+        return inline.encode(message)
 
 
 class _Decoder:

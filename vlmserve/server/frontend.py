@@ -19,7 +19,7 @@ from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
 from vlmserve.settings import ServerSettings
 from vlmserve.tokenizer.stage import StageLimits, make_tokenizer_stage
-from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
+from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
 
 
 class ApiFrontend:
@@ -47,7 +47,12 @@ class ApiFrontend:
 
 
 def make_frontend(
-    settings: ServerSettings, *, max_model_len: int, model_name: str, send: Callable[[SchedulerInput], None]
+    settings: ServerSettings,
+    *,
+    max_model_len: int,
+    model_name: str,
+    send: Callable[[SchedulerInput], None],
+    prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
 ) -> ApiFrontend:
     """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
 
@@ -76,6 +81,7 @@ def make_frontend(
         builder=stage.builder,
         media=stage.media,
         send=send,
+        prepare=prepare,
         max_pending=engine.max_running_requests + engine.max_queued_requests,
     )
     api = ApiSettings(

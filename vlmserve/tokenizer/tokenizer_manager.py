@@ -1,8 +1,9 @@
 """The API process's end of the engine: requests in, text out, for any number of clients on one event loop.
 
 Order of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
--> expanded in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever iterates. Closing
-the iterator early, at any of these points, takes everything back; what the scheduler already has is aborted.
+-> expanded, and copied out, in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever
+iterates. Closing the iterator early, at any of these points, takes everything back; what the scheduler already has is
+aborted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from processors.report import MediumReport
 from vlmserve.common.errors import BadRequestError, EngineError
@@ -36,6 +37,16 @@ _T = TypeVar("_T")
 
 class EngineUnavailableError(EngineError):
     """The engine is starting or gone: answered with 503."""
+
+
+class PreparedMessage(Protocol):
+    """A message that is ready to be sent. Either method is called, once, in the event loop."""
+
+    def send(self) -> None:
+        """Hand it to the scheduler."""
+
+    def discard(self) -> None:
+        """Free what it holds: it will not be sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +103,9 @@ class _Request:
 class TokenizerManager:
     """Serves `generate` calls of one event loop; `handle` brings what the other processes say.
 
-    send: hands a message to the scheduler, without blocking. max_pending: choices in the house (waiting, running or
-    being prepared) above which requests are refused with 429; max_pending_setting is what the message names.
+    send: hands a message to the scheduler. prepare: does so in two halves, the first of which copies arrays, in any
+    thread; without it `send` does all. max_pending: choices in the house (waiting, running or being prepared) above
+    which requests are refused with 429; max_pending_setting is what the message names.
     observe: is told what became of each choice.
     """
 
@@ -103,6 +115,7 @@ class TokenizerManager:
         builder: RequestBuilder,
         media: RequestMedia,
         send: Callable[[SchedulerInput], None],
+        prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
         max_pending: int,
         max_pending_setting: str = "--max-queued-requests",
         observe: Callable[[RequestStats], None] | None = None,
@@ -113,6 +126,7 @@ class TokenizerManager:
         self.builder = builder
         self._media = media
         self._send = send
+        self._prepare = prepare
         self._max_pending = max_pending
         self._max_pending_setting = max_pending_setting
         self.observe = observe
@@ -214,13 +228,31 @@ class TokenizerManager:
         expanded = await self._in_thread(self.builder.expand, prompt, media)
         messages = self.builder.build(request, prompt, expanded)
         report = self._media.report(prompt.media, media)
+        joined = messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
+        prepared = await self._copy_out(joined) if media else None
+        if prepared is not None and self._unavailable is not None:
+            prepared.discard()
         self._check_available()
         for index, message in enumerate(messages):
             self._choices[message.rid] = _Choice(
                 index=index, outputs=state.outputs, started=state.started, media=report
             )
             state.rids.append(message.rid)
-        self._send(messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages)))
+        if prepared is None:
+            self._send(joined)
+        else:
+            prepared.send()
+
+    async def _copy_out(self, message: SchedulerInput) -> PreparedMessage | None:
+        """A message with large arrays, copied in a thread. None where there is nobody to do so."""
+        if self._prepare is None:
+            return None
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, message)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_discard)
+            raise
 
     async def _in_thread(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         def call() -> Any:
@@ -275,3 +307,9 @@ class TokenizerManager:
                 status=429,
                 code="rate_limit_exceeded",
             )
+
+
+def _discard(prepared: asyncio.Future[PreparedMessage]) -> None:
+    """Of a request that was given up while it was being prepared."""
+    if not prepared.cancelled() and prepared.exception() is None:
+        prepared.result().discard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -166,4 +167,21 @@ def test_between_processes(channels: Channels, receiver: Receiver) -> None:
     assert process.exitcode == 0
     assert [message.rid for message in got] == [str(index) for index in range(20)]
     assert all(np.array_equal(message.input_ids, np.arange(50_000)) for message in got)
+    assert channels.shared_arrays().outstanding() == 0
+
+
+def test_a_message_prepared_in_another_thread(channels: Channels, receiver: Receiver) -> None:
+    """Its arrays are copied there; sending it is little work. One that is not sent leaves nothing behind."""
+    sender = _sender(channels)
+    sent = _request(200_000)
+    with ThreadPoolExecutor(1) as thread:
+        kept, dropped = (thread.submit(sender.prepare, sent).result() for _ in range(2))
+    assert channels.shared_arrays().outstanding() == 2
+    dropped.discard()
+    assert channels.shared_arrays().outstanding() == 1
+    sent.input_ids[0] = 7  # no longer looked at
+    kept.send()
+    got = receiver.recv(10)
+    sender.close()
+    np.testing.assert_array_equal(got.input_ids, _request(200_000).input_ids)
     assert channels.shared_arrays().outstanding() == 0

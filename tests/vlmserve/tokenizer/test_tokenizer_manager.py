@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import aclosing
 
 import numpy as np
@@ -185,6 +186,81 @@ def test_cancelling_while_media_load_sends_nothing():
         assert house.sent == []
 
     run(scenario)
+
+
+class Copying:
+    """Stands for the sender's first half: holds a thread until it is let go, and counts what became of messages."""
+
+    def __init__(self) -> None:
+        self.house: House | None = None
+        self.arrived, self.go_on = threading.Semaphore(0), threading.Event()
+        self.threads = []
+        self.discarded = 0
+
+    def __call__(self, message):
+        self.threads.append(threading.get_ident())
+        self.arrived.release()
+        assert self.go_on.wait(20)
+        self.message = message
+        return self
+
+    def send(self) -> None:
+        assert threading.get_ident() not in self.threads
+        self.house.send(self.message)
+
+    def discard(self) -> None:
+        self.discarded += 1
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self.arrived.acquire, timeout=20)
+
+
+def test_large_arrays_are_copied_beside_the_event_loop():
+    copying = Copying()
+
+    async def scenario(house: House) -> None:
+        copying.house = house
+
+        async def all_outputs() -> list:
+            return [output async for output in house.manager.generate(ask(content=[PICTURE], n=2))]
+
+        task = asyncio.ensure_future(all_outputs())
+        await copying.begun()
+        assert house.sent == []
+        copying.go_on.set()
+        await house.arrived.wait()
+        assert [message.rid for message in house.sent] == ["r-0", "r-1"]
+        for rid in ("r-0", "r-1"):
+            house.output(rid, finish=STOP)
+        assert len(await task) == 2
+        assert copying.discarded == 0
+
+    run(scenario, prepare=copying)
+
+
+@pytest.mark.parametrize("given_up_by", ["client", "engine"])
+def test_what_was_copied_for_nobody_is_freed(given_up_by):
+    copying = Copying()
+
+    async def scenario(house: House) -> None:
+        task = asyncio.ensure_future(anext(house.manager.generate(ask(content=[PICTURE]))))
+        await copying.begun()
+        if given_up_by == "client":
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            copying.go_on.set()
+            while not copying.discarded:
+                await asyncio.sleep(0)
+        else:
+            house.manager.fail("the scheduler died")
+            copying.go_on.set()
+            with pytest.raises(EngineUnavailableError):
+                await task
+        assert copying.discarded == 1
+        assert house.sent == []
+
+    run(scenario, prepare=copying)
 
 
 def test_a_full_house_refuses_and_recovers():
