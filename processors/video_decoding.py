@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import io
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import av
@@ -48,11 +49,16 @@ class ClipInfo:
 
 
 class Clip:
-    """One clip, its frames listed. Raises BadRequestError when it is broken or over the limits."""
+    """One clip, its frames listed. Raises BadRequestError when it is broken or over the limits.
 
-    def __init__(self, data: bytes, limits: VideoLimits) -> None:
+    clock: seconds, for the limit on decoding.
+    """
+
+    def __init__(self, data: bytes, limits: VideoLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._data = data
         self._limits = limits
+        self._clock = clock
+        self._deadline = clock() + limits.max_decode_s
         self._format = _format_of(data)
         with self._open() as (container, stream):
             self._pts, self._keys, rate, seconds_per_tick = self._scan(container, stream)
@@ -97,14 +103,14 @@ class Clip:
     def _decode(self, targets: list[int], *, seek: bool) -> Iterator[VideoFrame]:
         with self._open() as (container, stream):
             wanted = frozenset(targets)
-            frames = _frames(container, stream, wanted)
+            frames = self._frames(container, stream, wanted)
             reached = -1  # index of the latest frame decoded
             for target in targets:
                 index = bisect.bisect_left(self._pts, target)
                 key = self._keys[bisect.bisect_right(self._keys, target) - 1]
                 if seek and bisect.bisect_left(self._pts, key) > reached + _SEEK_GAP:
                     container.seek(key, stream=stream, backward=True, any_frame=False)
-                    frames = _frames(container, stream, wanted)
+                    frames = self._frames(container, stream, wanted)
                 found = next((frame for frame in frames if frame.pts is not None and frame.pts >= target), None)
                 if found is None or found.pts != target:
                     if seek:
@@ -112,6 +118,25 @@ class Clip:
                     raise _broken(f"its frame {index} of {len(self._pts)} cannot be decoded")
                 reached = index
                 yield found
+
+    def _frames(self, container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
+        """The frames from here on, as they are shown; those that nothing refers to only where they are wanted."""
+        codec = stream.codec_context
+        can_skip = codec.name in _SKIPPING
+        for packet in container.demux(stream):
+            self._check_time()
+            if can_skip:
+                needed = packet.pts is None or packet.pts in wanted
+                codec.skip_frame = "DEFAULT" if needed else "NONREF"
+            yield from packet.decode()
+
+    def _check_time(self) -> None:
+        if self._clock() > self._deadline:
+            raise BadRequestError(
+                f"decoding the video takes longer than {self._limits.max_decode_s:g} s, the limit (setting "
+                "--max-video-decode-s): cut it, or encode it anew, smaller or with more keyframes",
+                code="video_too_costly",
+            )
 
     def _to_rgb(self, frame: VideoFrame) -> np.ndarray:
         check_frame_size(frame.width, frame.height, self._limits)
@@ -166,6 +191,7 @@ class Clip:
         keys: list[int] = []
         ends = 0.0  # of any stream, in seconds
         for packet in container.demux():
+            self._check_time()
             at = packet.pts if packet.pts is not None else packet.dts
             if at is None or packet.size == 0:
                 continue
@@ -199,17 +225,6 @@ class Clip:
 
 class _LostError(Exception):
     """A seek did not lead to the frame looked for."""
-
-
-def _frames(container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
-    """The frames from here on, in the order they are shown; those that nothing refers to only where they are wanted."""
-    codec = stream.codec_context
-    can_skip = codec.name in _SKIPPING
-    for packet in container.demux(stream):
-        if can_skip:
-            needed = packet.pts is None or packet.pts in wanted
-            codec.skip_frame = "DEFAULT" if needed else "NONREF"
-        yield from packet.decode()
 
 
 def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:

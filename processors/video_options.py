@@ -17,13 +17,14 @@ class VideoLimits:
     """max_duration_s: seconds of the longest clip. max_frames: most frames used of one clip.
 
     max_frame_pixels: the largest frame (width * height) of a file. max_tokens: most pad tokens of one clip, None for no
-    limit. decode_threads: threads that decode one clip.
+    limit. max_decode_s: seconds that decoding one clip may take. decode_threads: threads that decode one clip.
     """
 
     max_duration_s: float = 7200.0
     max_frames: int = 768
     max_frame_pixels: int = 4096 * 4096
     max_tokens: int | None = None
+    max_decode_s: float = 300.0
     decode_threads: int = 2
 
 

@@ -50,6 +50,7 @@ class ServerSettings:
     max_videos_per_request: int = _arg(8, "most videos in one request")
     max_video_bytes: int = _arg(256 * 2**20, "largest video file, in bytes")
     max_video_duration_s: float = _arg(7200.0, "longest video, in seconds")
+    max_video_decode_s: float = _arg(300.0, "seconds that decoding one video may take")
     max_video_frame_pixels: int = _arg(4096 * 4096, "largest frame of a video file, in pixels")
     media_max_bytes: int = _arg(64 * 2**20, "largest picture file, in bytes")
     media_timeout_s: float = _arg(20.0, "seconds that fetching one picture may take, redirects included")
@@ -117,6 +118,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_videos_per_request",
         "max_video_bytes",
         "max_video_duration_s",
+        "max_video_decode_s",
         "max_video_frame_pixels",
         "max_video_frames",
         "video_sampling",
@@ -274,7 +276,7 @@ def _server_problems(settings: ServerSettings) -> list[str]:
 
     if not 0 <= settings.port <= 65535:
         refuse("port", "between 0 and 65535")
-    for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s", "max_video_duration_s"):
+    for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s", "max_video_duration_s", "max_video_decode_s"):
         if not getattr(settings, name) > 0:
             refuse(name, "above 0")
     counts = ("media_max_redirects", "max_images_per_request", "max_videos_per_request", "max_files")

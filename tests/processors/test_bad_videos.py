@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import struct
 import subprocess
 import sys
@@ -142,6 +143,21 @@ def test_ten_hours_between_frames():
     error = refused(clip, r"36000\.\d s long; the limit is 7200 s \(setting --max-video-duration-s\)")
     assert error.code == "video_too_long"
     refused(overwritten(clip, b"\x44\x89\x88", 0, 0.0, ">d"), r"36000\.\d s long")  # its Duration says nothing
+
+
+def test_one_that_takes_too_long_to_decode():
+    """Time passes whenever it is asked for: once a packet, 60 times for the list of frames and 60 to decode them."""
+    limits = VideoLimits(max_decode_s=150)
+    for speed, within in ((1.0, True), (1.5, False), (3.0, False)):
+        clock = itertools.count(1000.0, speed).__next__
+        if within:
+            assert len(list(Clip(MP4, limits, clock).read(range(60)))) == 60
+            continue
+        with pytest.raises(
+            BadRequestError, match=r"longer than 150 s, the limit \(setting --max-video-decode-s\)"
+        ) as caught:
+            list(Clip(MP4, limits, clock).read(range(60)))
+        assert caught.value.code == "video_too_costly"
 
 
 def test_a_header_of_ten_hours():

@@ -73,6 +73,7 @@ def make_frontend(
         max_images=settings.max_images_per_request,
         max_videos=settings.max_videos_per_request,
         max_video_duration_s=settings.max_video_duration_s,
+        max_video_decode_s=settings.max_video_decode_s,
         max_video_frame_pixels=settings.max_video_frame_pixels,
     )
     engine = settings.engine

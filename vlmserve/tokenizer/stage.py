@@ -23,7 +23,8 @@ from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer
 class StageLimits:
     """fetch, decode: what media may reach and cost. max_images, max_videos: most of them in a request.
 
-    max_video_duration_s, max_video_frame_pixels: of a video file, in seconds and pixels.
+    max_video_duration_s, max_video_frame_pixels: of a video file, in seconds and pixels. max_video_decode_s: the
+    time that decoding it may take.
     """
 
     fetch: FetchSettings = field(default_factory=FetchSettings)
@@ -31,6 +32,7 @@ class StageLimits:
     max_images: int = 64
     max_videos: int = 8
     max_video_duration_s: float = 7200.0
+    max_video_decode_s: float = 300.0
     max_video_frame_pixels: int = 4096 * 4096
 
 
@@ -81,6 +83,7 @@ def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int)
         low_detail_tokens=args.low_detail_tokens,
         video=VideoLimits(
             max_duration_s=limits.max_video_duration_s,
+            max_decode_s=limits.max_video_decode_s,
             max_frames=args.max_video_frames,
             max_frame_pixels=limits.max_video_frame_pixels,
             max_tokens=max_model_len,
