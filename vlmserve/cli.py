@@ -16,6 +16,7 @@ from vlmserve.settings import ENV_PREFIX, Setting, iter_settings, load_settings
 USAGE_ERROR = 2
 # Commands whose flags, --help too, are their own: words -> module with a main(argv) that returns the exit status.
 _TOOLS = {
+    ("bench", "processors"): "vlmserve.bench.processors",
     ("bench", "serve"): "vlmserve.bench.serve",
     ("verify",): "vlmserve.verify.command",
 }
@@ -69,6 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
     bench_serve = benches.add_parser("serve", help="throughput and latency of a served model", add_help=False)
     bench_serve.add_argument("rest", nargs=argparse.REMAINDER)
+    bench_processors = benches.add_parser("processors", help="throughput of picture and video files", add_help=False)
+    bench_processors.add_argument("rest", nargs=argparse.REMAINDER)
     verify = commands.add_parser("verify", help="compare a model's answers with those of transformers", add_help=False)
     verify.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")

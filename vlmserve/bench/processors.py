@@ -1,0 +1,282 @@
+"""`vlmserve bench processors`: from files to patches, beside the reference's processors, in one run.
+
+Ratios are of CPU time, of one thread on each side: what a core can do, however many others want it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from processors.base import MultimodalProcessor
+from processors.decoding import decode_image
+from processors.fetching import FetchSettings, MediaFetcher
+from processors.pool import ImageRequest, PoolSettings, ProcessorPool
+from vlmserve.bench.interleaved import in_turns, ratios
+from vlmserve.bench.media import clip, jpeg
+from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
+from vlmserve.bench.stalls import longest_hold, longest_stall
+from vlmserve.common.shm import SharedArrays
+
+PARTS = ("picture", "clip", "loop", "pool")
+_HD, _FULL_HD = (1280, 720), (1920, 1080)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts asked for; prints a table each, and with --json writes all figures."""
+    args = _parser().parse_args(argv)
+    import torch
+
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+        "picture": measure_picture,
+        "clip": measure_clip,
+        "loop": measure_loop,
+        "pool": measure_pool,
+    }
+    figures = {part: parts[part](args) for part in args.parts}
+    if args.json:
+        args.json.write_text(json.dumps({"family": args.family, **figures}, indent=2) + "\n")
+    return 0
+
+
+def measure_picture(args: argparse.Namespace) -> dict[str, Any]:
+    """A 1080p JPEG to patches."""
+    data, processor = jpeg(*_FULL_HD, seed=0), our_processor(args.family, threads=1)
+    ours = partial(_picture, processor, data)
+    references = picture_references(args.family, data)
+    _check_equal(ours(), next(iter(references.values()))())
+    print(f"\n1920x1080 JPEG ({len(data) // 1024} KiB) to patches, {args.family}, one thread")
+    return _compare(ours, references, args.rounds)
+
+
+def measure_clip(args: argparse.Namespace) -> dict[str, Any]:
+    """A 720p clip at 2 frames a second to patches: decoding, sampling, resizing, cutting."""
+    print(f"\nencoding a clip of {args.seconds} s ...", file=sys.stderr)
+    data = clip(*_HD, seconds=args.seconds, rate=30)
+    processor = our_processor(args.family, threads=1)
+    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
+        path = Path(folder) / "clip.mp4"
+        path.write_bytes(data)
+
+        def ours() -> np.ndarray:
+            return processor.process_video(path.read_bytes()).feature
+
+        references, missing = video_references(args.family, path)
+        _check_equal(ours(), next(iter(references.values()))())
+        print(f"\n{args.seconds} s of 1280x720 at 30 frames/s, 2 used, to patches, {args.family}, one thread")
+        for name, why in missing.items():
+            print(f"{name} cannot run here: {why}")
+        return _compare(ours, references, args.rounds)
+
+
+def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
+    """How long the event loop stands still while threads, or processes, do the same work; and Python's lock's part."""
+    pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
+    stalls: dict[str, list[float]] = {"nothing": [], "strangers": [], "threads": [], "processes": []}
+    with _Processes(args) as processes, _threads(args) as threads:
+        for _ in range(args.rounds):
+            stalls["nothing"].append(asyncio.run(longest_stall(asyncio.sleep(1.0))))
+            with _strangers(args.workers):
+                stalls["strangers"].append(asyncio.run(longest_stall(asyncio.sleep(2.0))))
+            stalls["threads"].append(asyncio.run(longest_stall(threads.load(_requests(pictures)))))
+            stalls["processes"].append(asyncio.run(longest_stall(processes.load(pictures))))
+    print(f"\nevent loop's longest stall, ms, while {args.pictures} pictures of 1080p are processed by {args.workers}")
+    print("(strangers: as many processes that only count; what the machine alone is to blame for)")
+    for name, values in stalls.items():
+        shown = ", ".join(f"{value * 1e3:.1f}" for value in values)
+        print(f"{name:12}{statistics.median(values) * 1e3:7.1f}   ({shown})")
+    processor, fetcher = our_processor(args.family, threads=1), MediaFetcher(FetchSettings())
+    url = "data:image/png;base64," + base64.b64encode(np.random.default_rng(0).bytes(20 * 2**20)).decode()
+    holds = {
+        "a picture": longest_hold(partial(_picture, processor, pictures[0]), 20),
+        "a data: URL of 20 MiB": longest_hold(partial(fetcher.fetch, url), 20),
+    }
+    print("longest that one step keeps Python's lock, ms of CPU time")
+    for name, value in holds.items():
+        print(f"{name:24}{value * 1e3:7.1f}")
+    return {"stalls": stalls, "holds": holds}
+
+
+def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
+    """Threads against processes that hand their patches over in shared memory."""
+    pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
+    with _Processes(args) as processes, _threads(args) as threads:
+
+        def by_threads() -> None:
+            for group in _groups(pictures, args.workers):
+                threads.load_sync(_requests(group))
+
+        def by_processes() -> None:
+            for group in _groups(pictures, args.workers):
+                asyncio.run(processes.load(group))
+
+        timings = in_turns({"threads": by_threads, "processes": by_processes}, args.rounds)
+        # what the children took belongs to the processes' rounds (the first one was for warming up)
+        each = np.asarray(processes.cpu).reshape(args.rounds + 1, -1).sum(1)[1:]
+    cpu = {"threads": timings["threads"].cpu, "processes": tuple(timings["processes"].cpu + each)}
+    print(f"\n{args.pictures} pictures of 1080p, {args.workers} workers: medians of {args.rounds} rounds")
+    for name, timing in timings.items():
+        wall = statistics.median(timing.wall)
+        used = statistics.median(cpu[name])
+        print(f"{name:12}{args.pictures / wall:8.1f} pictures/s{args.pictures / used:8.1f} per CPU second")
+    for what, slow, quick in (
+        ("the clock", timings["processes"].wall, timings["threads"].wall),
+        ("CPU time", cpu["processes"], cpu["threads"]),
+    ):
+        print(f"processes take {_shown(ratios(slow, quick))} as long by {what}")
+    return {"wall": {name: timing.wall for name, timing in timings.items()}, "cpu": cpu}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vlmserve bench processors",
+        description="From picture and video files to patches, beside the processors of transformers and qwen_vl_utils; "
+        "the event loop's stalls meanwhile; threads against processes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="whose published settings")
+    parser.add_argument("--rounds", type=int, default=5, help="times each alternative runs, in turns")
+    parser.add_argument("--seconds", type=int, default=60, help="length of the clip, a multiple of 10")
+    parser.add_argument("--pictures", type=int, default=32, help="pictures that pass the pool")
+    parser.add_argument("--workers", type=int, default=2, help="threads or processes of the pool")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    return parser
+
+
+def _compare(
+    ours: Callable[[], Any], references: dict[str, Callable[[], Any]], rounds: int
+) -> dict[str, dict[str, Any]]:
+    timings = in_turns({"vlmserve": ours, **references}, rounds)
+    print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   CPU time, times ours (rounds)")
+    for name, timing in timings.items():
+        cpu, wall = timing.median()
+        beside = "" if name == "vlmserve" else _shown(ratios(timing.cpu, timings["vlmserve"].cpu))
+        print(f"{name:32}{cpu * 1e3:10.1f}{wall * 1e3:10.1f}   {beside}")
+    return {name: {"cpu": timing.cpu, "wall": timing.wall} for name, timing in timings.items()}
+
+
+def _shown(ratio: tuple[float, float, float]) -> str:
+    middle, least, most = ratio
+    return f"{middle:.2f} x ({least:.2f} to {most:.2f})"
+
+
+def _check_equal(ours: np.ndarray, theirs: Any) -> None:
+    """What is compared in speed must be the same work: the same patches, to a level of 255."""
+    other = np.asarray(theirs)
+    off = float(np.abs(ours - other).max()) if ours.shape == other.shape else float("inf")
+    print(f"largest difference of a patch value: {off:.2g}")
+    if not off < 0.02:
+        raise AssertionError(f"patches differ: {ours.shape} and {other.shape}, by {off}")
+
+
+def _picture(processor: MultimodalProcessor, data: bytes) -> np.ndarray:
+    return processor.process_image(decode_image(data, processor.limits.decode)).feature
+
+
+def _requests(pictures: Sequence[bytes]) -> list[ImageRequest]:
+    return [ImageRequest(source=data) for data in pictures]
+
+
+def _groups(pictures: Sequence[bytes], workers: int) -> list[Sequence[bytes]]:
+    """As many at a time as keep the workers busy: memory for patches that nobody takes away is not the question."""
+    size = 2 * workers
+    return [pictures[start : start + size] for start in range(0, len(pictures), size)]
+
+
+@contextmanager
+def _strangers(count: int) -> Iterator[None]:
+    """So many busy processes that have nothing to do with this one."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _threads(args: argparse.Namespace) -> Iterator[ProcessorPool]:
+    settings = PoolSettings(max_workers=args.workers, cache_mib=0)
+    pool = ProcessorPool(our_processor(args.family, threads=1), MediaFetcher(FetchSettings()), settings)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+class _Processes:
+    """The same work in processes. cpu: seconds that each picture took there."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.cpu: list[float] = []
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="vlmserve-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+        )
+        self._shared = SharedArrays(Path(self._folder.name))
+        self._executor = ProcessPoolExecutor(
+            args.workers,
+            get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(args.family, self._folder.name),
+        )
+
+    async def load(self, pictures: Sequence[bytes]) -> list[np.ndarray]:
+        """The patches, taken from shared memory in threads."""
+        loop = asyncio.get_running_loop()
+
+        async def one(data: bytes) -> np.ndarray:
+            name, dtype, shape, cpu = await loop.run_in_executor(self._executor, _work, data)
+            self.cpu.append(cpu)
+            return await asyncio.to_thread(self._shared.take, name, np.dtype(dtype), shape)
+
+        return list(await asyncio.gather(*map(one, pictures)))
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(cancel_futures=True)
+        self._folder.cleanup()
+
+
+_worker: tuple[MultimodalProcessor, SharedArrays]
+
+
+def _start_worker(family: str, folder: str) -> None:
+    """A worker process's beginning; what it needs is made once."""
+    global _worker
+    import torch
+
+    torch.set_num_threads(1)
+    _worker = our_processor(family, threads=1), SharedArrays(Path(folder))
+
+
+def _work(data: bytes) -> tuple[str, str, tuple[int, ...], float]:
+    """The shared block's name, dtype and shape, and the CPU time it took."""
+    started = time.process_time()
+    processor, shared = _worker
+    feature = _picture(processor, data)
+    name = shared.put(feature)
+    return name, feature.dtype.str, feature.shape, time.process_time() - started

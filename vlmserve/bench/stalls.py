@@ -1,0 +1,64 @@
+"""How long an event loop stands still, and whose fault that is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+_NAP_S = 0.001
+
+
+async def longest_stall(work: Awaitable[object]) -> float:
+    """Seconds by the clock that this loop came too late at the most while it awaited `work`."""
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(_NAP_S)
+            longest = max(longest, time.perf_counter() - started - _NAP_S)
+
+    watching = asyncio.create_task(watch())
+    await work
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching
+    return longest
+
+
+def longest_hold(work: Callable[[], object], tries: int) -> float:
+    """Seconds of CPU time that a thread with `work` takes at the most between two steps of this one.
+
+    That is how long it keeps Python's lock; how busy the machine is does not show. The least of some tries.
+    """
+    return min(_hold(work) for _ in range(tries))
+
+
+def _hold(work: Callable[[], object]) -> float:
+    may_begin, done, may_end = threading.Event(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        may_begin.wait()
+        try:
+            work()
+        finally:
+            done.set()
+        may_end.wait()  # its clock is read once more
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    longest, before = 0.0, time.clock_gettime(clock)
+    may_begin.set()
+    while not done.is_set():
+        now = time.clock_gettime(clock)
+        longest, before = max(longest, now - before), now
+    longest = max(longest, time.clock_gettime(clock) - before)
+    may_end.set()
+    thread.join()
+    return longest
