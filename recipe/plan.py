@@ -13,7 +13,7 @@ WARMUP = 100
 class Stage:
     """chances: how often each kind of lesson comes. steps, batch: how many batches of how many lessons.
 
-    rate: learning rate; it goes down to nothing over the last `decay` steps. hint_weight: of the hints' loss.
+    rate: learning rate; it goes down to `last` of it over the last `decay` steps. hint_weight: of the hints' loss.
     budget: most tokens in a lesson; 0: no questions, so that the hints alone teach the tower. look_every: one of so
     many batches is of `looks`, twice as many lessons of the kinds there, without questions; 0: none is.
     """
@@ -24,6 +24,7 @@ class Stage:
     batch: int = 24
     rate: float = 2e-3
     decay: int = 0
+    last: float = 0.0
     hint_weight: float = 0.5
     budget: int = 256
     look_every: int = 0
@@ -31,7 +32,7 @@ class Stage:
 
     def rate_at(self, step: int) -> float:
         """The learning rate of the stage's step number `step`, counted from 0."""
-        fall = (self.steps - step) / self.decay if self.decay else 1.0
+        fall = self.last + (1 - self.last) * (self.steps - step) / self.decay if self.decay else 1.0
         return self.rate * min(1.0, (step + 1) / WARMUP, fall)
 
 
@@ -78,8 +79,20 @@ PLAN = (
     Stage(
         name="mixed",
         chances={"scene": 0.4, "print": 0.22, "album": 0.1, "clip": 0.22, "strange": 0.04, "talk": 0.02},
-        steps=2000,
-        decay=1400,
+        steps=1500,
+        decay=900,
+        last=0.36,
+        hint_weight=0.7,
+        budget=288,
+        look_every=3,
+        looks={"page": 0.8, "clip": 0.2},
+    ),
+    Stage(
+        name="polish",
+        chances={"scene": 0.42, "print": 0.26, "album": 0.08, "clip": 0.18, "strange": 0.04, "talk": 0.02},
+        steps=900,
+        rate=8e-4,
+        decay=850,
         hint_weight=0.7,
         budget=288,
         look_every=3,
