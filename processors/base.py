@@ -26,7 +26,7 @@ from processors.processor_kwargs import RequestKnobs, parse_processor_kwargs
 from processors.resize import frames_to_patches, planes, resize_frames
 from processors.video import ProcessedVideo, VideoProcessor
 from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
-from processors.video_rules import QwenVLUtilsRules, RuleSettings, TimeGridRules, VideoRules
+from processors.video_rules import SHARED_RULES, RuleSettings, VideoRules
 from vlmserve.common.errors import BadRequestError
 
 ContinueText: TypeAlias = Callable[[Sequence[int], str], list[int]]
@@ -100,7 +100,6 @@ class MultimodalProcessor(ABC):
     continue_text: the checkpoint's tokenizer, which a family needs that writes the time into a video's tokens.
     """
 
-    video_rules: ClassVar[type[VideoRules]]
     coordinates: ClassVar[Coordinates]
 
     def __init__(
@@ -119,13 +118,18 @@ class MultimodalProcessor(ABC):
         self._rules = self._make_rules()
         self._video = VideoProcessor(self._rules, config.video_patches, limits.video)
 
+    @staticmethod
+    @abstractmethod
+    def video_rules(settings: RuleSettings) -> VideoRules:
+        """The family's own, where `--video-sampling` asks for no others."""
+
     @abstractmethod
     def time_interval(self, item: MultimodalDataItem) -> float:
         """M-RoPE positions between two temporal patches of `item`."""
 
     def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
         """A request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
-        return parse_processor_kwargs(given, video_counts_clip=type(self._rules).counts_clip)
+        return parse_processor_kwargs(given, video_counts_clip=self._rules.sizer.counts_clip)
 
     @property
     def token_ids(self) -> TokenIds:
@@ -264,8 +268,7 @@ class MultimodalProcessor(ABC):
 
     def _make_rules(self) -> VideoRules:
         options = self.limits.video_options
-        shared: dict[str, type[VideoRules]] = {"qwen-vl-utils": QwenVLUtilsRules, "time-grid": TimeGridRules}
-        return shared.get(options.sampling, self.video_rules)(
+        return SHARED_RULES.get(options.sampling, self.video_rules)(
             RuleSettings(
                 config=self.config.video,
                 patches=self.config.video_patches,

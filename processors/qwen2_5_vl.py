@@ -5,14 +5,14 @@ from __future__ import annotations
 from processors.base import ContinueText, MultimodalProcessor, ProcessorLimits
 from processors.config import ProcessorConfig
 from processors.inputs import Modality, MultimodalDataItem
-from processors.video_rules import Qwen2VideoRules
+from processors.video_rules import qwen2_rules
 from vlmserve.common.errors import CheckpointError
 
 
 class Qwen2_5VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen2_5_vl (arXiv:2502.13923, "absolute time encoding")."""
 
-    video_rules = Qwen2VideoRules
+    video_rules = staticmethod(qwen2_rules)
     coordinates = "absolute"
 
     def __init__(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from processors.base import MultimodalProcessor
 from processors.inputs import MultimodalDataItem
-from processors.video_rules import Qwen2VideoRules
+from processors.video_rules import qwen2_rules
 
 
 class Qwen2VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen2_vl (arXiv:2409.12191)."""
 
-    video_rules = Qwen2VideoRules
+    video_rules = staticmethod(qwen2_rules)
     coordinates = "0-1000"
 
     def time_interval(self, item: MultimodalDataItem) -> float:

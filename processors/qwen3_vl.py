@@ -5,13 +5,13 @@ from __future__ import annotations
 from processors.base import MultimodalProcessor, VideoBlock
 from processors.inputs import MultimodalDataItem
 from processors.video import ProcessedVideo
-from processors.video_rules import Qwen3VideoRules
+from processors.video_rules import qwen3_rules
 
 
 class Qwen3VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen3_vl (arXiv:2511.21631). A video item has one offset range per temporal patch."""
 
-    video_rules = Qwen3VideoRules
+    video_rules = staticmethod(qwen3_rules)
     coordinates = "0-1000"
 
     def time_interval(self, item: MultimodalDataItem) -> float:

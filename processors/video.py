@@ -14,12 +14,13 @@ from itertools import chain, repeat
 
 import numpy as np
 
+from processors.frame_choice import FrameChoice
 from processors.hashing import media_digest
 from processors.inputs import Modality
 from processors.knobs import Clamp, named
 from processors.resize import PatchConfig, frames_to_patches, planes, resize_frames
 from processors.video_options import VideoKnobs, VideoLimits, check_knobs
-from processors.video_rules import FrameChoice, VideoRules
+from processors.video_rules import VideoRules
 from vlmserve.common.errors import BadRequestError
 
 _CODE = "invalid_value"

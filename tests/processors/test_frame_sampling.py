@@ -15,7 +15,7 @@ from processors.frame_sampling import (
 )
 from processors.resize import PatchConfig
 from processors.video_options import VideoConfig, VideoKnobs
-from processors.video_rules import Qwen2VideoRules, Qwen3VideoRules, QwenVLUtilsRules, RuleSettings, TimeGridRules
+from processors.video_rules import RuleSettings, qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules
 from tests import hf_env  # noqa: F401
 from vlmserve.common.errors import BadRequestError
 
@@ -135,7 +135,7 @@ def test_frame_sizes_are_those_of_transformers(count, height, width, cap, low, d
     largest = data.draw(st.integers(2 * low, 40000)) * 784
     size = {"shortest_edge": smallest, "longest_edge": largest}
     config = VideoConfig(min_pixels=smallest, max_pixels=largest, cap_pixels_per_frame=cap)
-    for kind, make in ((Qwen2VideoRules, qwen2_processor), (Qwen3VideoRules, qwen3_processor)):
+    for kind, make in ((qwen2_rules, qwen2_processor), (qwen3_rules, qwen3_processor)):
         reference = make(size=size, cap_pixels_per_frame=cap, patch_size=14)
         seen = []
         wanted = resize_only(reference, count, height, width, size, cap, seen)
@@ -166,12 +166,10 @@ def test_frame_sizes_are_those_of_qwen_vl_utils(count, height, width, total):
     most = max(min(768 * token, total_pixels / count * 2), int(128 * token * 1.05))
     wanted = smart_resize(height, width, factor=28, min_pixels=128 * token, max_pixels=most)
     knobs = VideoKnobs(total_pixels=None if total is None else total_pixels)
-    assert rules(QwenVLUtilsRules).size(count, height, width, knobs) == wanted
+    assert rules(qwen_vl_utils_rules).size(count, height, width, knobs) == wanted
 
 
-@given(
-    kind=st.sampled_from([Qwen2VideoRules, Qwen3VideoRules, QwenVLUtilsRules, TimeGridRules]), most=st.integers(4, 999)
-)
+@given(kind=st.sampled_from([qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules]), most=st.integers(4, 999))
 def test_a_requests_and_the_servers_frame_limits_hold(kind, most):
     area = most * 784
     for made, knobs in (
@@ -184,7 +182,7 @@ def test_a_requests_and_the_servers_frame_limits_hold(kind, most):
 
 
 def test_min_pixels_enlarges_frames():
-    for kind in (Qwen2VideoRules, Qwen3VideoRules, QwenVLUtilsRules, TimeGridRules):
+    for kind in (qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules):
         height, width = rules(kind).size(2, 100, 100, VideoKnobs(min_pixels=200 * 784))
         assert height * width >= 200 * 784
 
@@ -210,7 +208,7 @@ def test_min_pixels_enlarges_frames():
         (VideoConfig(), None, VideoKnobs(video_start=5.0), 10),
     ],
 )
-@pytest.mark.parametrize("kind", [Qwen2VideoRules, Qwen3VideoRules, QwenVLUtilsRules])
+@pytest.mark.parametrize("kind", [qwen2_rules, qwen3_rules, qwen_vl_utils_rules])
 def test_the_request_wins_over_the_server_over_the_checkpoint(kind, config, server, knobs, frames):
     times = [i / 10 for i in range(100)]
     choice = rules(kind, config, fps=server, max_frames=64).choose(times, 10.0, knobs)
@@ -231,7 +229,7 @@ def test_the_request_wins_over_the_server_over_the_checkpoint(kind, config, serv
 )
 def test_overlapping_parts_share_frames_and_temporal_patches(rate, fps, cuts):
     times = [i / rate for i in range(int(20 * rate) + 1)]
-    grid = rules(TimeGridRules)
+    grid = rules(time_grid_rules)
     found = []
     for start, end in (sorted(cuts[:2]), sorted(cuts[2:])):
         choice = grid.choose(times, rate, VideoKnobs(fps=fps, video_start=min(start, times[-1]), video_end=end))
@@ -255,14 +253,14 @@ def test_grid_places_are_multiples_within_the_part(fps, end, start):
 
 
 def test_a_grid_size_does_not_depend_on_the_number_of_frames():
-    assert len({rules(TimeGridRules).size(n, 720, 1280, NO_KNOBS) for n in (1, 2, 40, 768)}) == 1
+    assert len({rules(time_grid_rules).size(n, 720, 1280, NO_KNOBS) for n in (1, 2, 40, 768)}) == 1
 
 
 def test_a_grid_is_refused_rather_than_thinned_out():
     times = [float(i) for i in range(1000)]
     with pytest.raises(BadRequestError, match=r"1999 frames on the time grid; the limit is 768"):
-        rules(TimeGridRules).choose(times, 1.0, NO_KNOBS)
+        rules(time_grid_rules).choose(times, 1.0, NO_KNOBS)
     with pytest.raises(BadRequestError, match=r"limit is 10 "):
-        rules(TimeGridRules).choose(times[:50], 1.0, VideoKnobs(max_frames=10))
+        rules(time_grid_rules).choose(times[:50], 1.0, VideoKnobs(max_frames=10))
     with pytest.raises(BadRequestError, match="video_start 80"):
-        rules(TimeGridRules).choose(times[:50], 1.0, VideoKnobs(video_start=80.0))
+        rules(time_grid_rules).choose(times[:50], 1.0, VideoKnobs(video_start=80.0))
