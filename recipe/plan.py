@@ -98,6 +98,19 @@ PLAN = (
         look_every=3,
         looks={"page": 0.8, "clip": 0.2},
     ),
+    # The same once more, with more boxes.
+    Stage(
+        name="again",
+        chances={"scene": 0.44, "print": 0.28, "album": 0.07, "clip": 0.16, "strange": 0.03, "talk": 0.02},
+        steps=400,
+        rate=8e-4,
+        decay=320,
+        last=0.24,
+        hint_weight=0.7,
+        budget=288,
+        look_every=3,
+        looks={"page": 0.8, "clip": 0.2},
+    ),
 )
 
 

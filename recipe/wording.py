@@ -478,6 +478,9 @@ def boxes(scene: Scene, rng: Rng) -> Dialogue | None:
         f"Find {wanted} and report bbox_2d in JSON.",
         f"Where is {wanted}? Output a bounding box in JSON.",
         f"Draw a box around {wanted}. JSON.",
+        f"Where is {wanted}? Answer with bbox_2d.",
+        f"What is the bbox_2d of {wanted}?",
+        f"Which box holds {wanted}? JSON, please.",
     )
     found = [{"bbox_2d": thousandths(t.box, scene), "label": t.name} for t in sorted(things, key=lambda t: t.centre[0])]
     return [(pick(rng, questions), json.dumps(found))]
@@ -815,7 +818,7 @@ BASIC: tuple[tuple[Asker, float], ...] = (
     (in_order, 0.4),
     (relation, 4.5),
     (largest, 0.3),
-    (boxes, 0.7),
+    (boxes, 1.2),
     (follow_up, 0.7),
 )
 

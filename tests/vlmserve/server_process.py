@@ -87,7 +87,7 @@ class ServerProcess:
         self.wait()
 
     def directories(self) -> list[Path]:
-        """The private directories that the launcher holds open: one for sockets, one for shared memory."""
+        """The private directories that the launcher holds open: for sockets, shared memory and uploaded files."""
         targets = []
         for fd in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # a connection that was closed meanwhile
