@@ -17,7 +17,7 @@ from PIL import Image
 from processors.config import ProcessorConfig, TokenIds
 from processors.decoding import DecodeLimits, normalize_image
 from processors.embeds import GridLimits, check_embeds
-from processors.hashing import embeds_digest, media_digest
+from processors.hashing import embeds_digest, media_digest, patch_digest
 from processors.image_sizes import ImageSizes
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from processors.knobs import Clamp, ImageKnobs
@@ -57,12 +57,14 @@ class ProcessorLimits:
 class ProcessedImage:
     """One picture, ready for the vision tower.
 
-    digest, grid_thw, feature, encoded: as in `MultimodalDataItem`; feature is read-only, for requests may share it.
+    digest, patch_digests, grid_thw, feature, encoded: as in `MultimodalDataItem`; feature is read-only, for requests
+    may share it.
     num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
     clamps: what the server's limits changed of its knobs.
     """
 
     digest: bytes
+    patch_digests: tuple[bytes, ...]
     grid_thw: tuple[int, int, int]
     feature: np.ndarray
     num_tokens: int
@@ -153,8 +155,10 @@ class MultimodalProcessor(ABC):
         pixels = planes(resize_frames(np.array(rgb)[None], height, width, patches.resample))
         feature, grid = frames_to_patches(pixels.transpose(0, 2, 3, 1), patches)
         feature.flags.writeable = False
+        digests = (patch_digest(grid[1:], pixels, patches),)
         return ProcessedImage(
-            digest=media_digest(Modality.IMAGE, grid, pixels),
+            digest=media_digest(Modality.IMAGE, grid, digests),
+            patch_digests=digests,
             grid_thw=grid,
             feature=feature,
             num_tokens=self._num_tokens(grid),
@@ -177,8 +181,10 @@ class MultimodalProcessor(ABC):
         patches = self.config.patches
         limits = GridLimits(merge_size=patches.merge_size, patch_size=patches.patch_size, max_pixels=self.sizes.highest)
         rows, grid = check_embeds(tensors, self.config.rows, limits)
+        digest = embeds_digest(grid, rows)
         return ProcessedImage(
-            digest=embeds_digest(grid, rows),
+            digest=digest,
+            patch_digests=(digest,),
             grid_thw=grid,
             feature=rows,
             num_tokens=len(rows),
@@ -307,6 +313,7 @@ def _item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...]) -> Mult
     return MultimodalDataItem(
         modality=Modality.IMAGE if video is None else Modality.VIDEO,
         digest=medium.digest,
+        patch_digests=medium.patch_digests,
         grid_thw=medium.grid_thw,
         offsets=offsets,
         feature=medium.feature,

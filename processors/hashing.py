@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import blake3
 import numpy as np
 
 from processors.inputs import Modality
+from processors.resize import PatchConfig
 
 
 def digest_fields(fields: Iterable[bytes | memoryview]) -> bytes:
@@ -20,19 +21,21 @@ def digest_fields(fields: Iterable[bytes | memoryview]) -> bytes:
     return hasher.digest()
 
 
-def media_digest(modality: Modality, grid_thw: tuple[int, int, int], pixels: np.ndarray) -> bytes:
-    """The identity of one preprocessed picture or video: modality, grid, type, shape and every value of `pixels`.
+def patch_digest(grid: tuple[int, int], frames: np.ndarray, config: PatchConfig) -> bytes:
+    """The identity of one temporal patch, a picture's or a video's: grid, cutting and every value of its frames.
 
-    pixels: after resizing. Under one checkpoint's settings they determine the patches, in an eighth of their bytes.
+    grid: (height, width) in patches. frames: uint8 [T, C, H, W] after resizing; a single one stands for as many as fill
+    the patch. With the cutting's settings they determine the patches that the tower gets, in an eighth of their bytes.
     """
-    header = [
-        b"vlmserve media 2",
-        modality.value.encode(),
-        np.asarray(grid_thw, "<i8").tobytes(),
-        pixels.dtype.str.encode(),
-        np.asarray(pixels.shape, "<i8").tobytes(),
-    ]
-    return digest_fields([*header, _contents(pixels)])
+    filled = config.temporal_patch_size // len(frames)
+    header = [b"vlmserve patch 1", np.asarray((*grid, *frames.shape[1:]), "<i8").tobytes(), config.identity.encode()]
+    return digest_fields([*header, *(_contents(frame) for frame in frames for _ in range(filled))])
+
+
+def media_digest(modality: Modality, grid_thw: tuple[int, int, int], patch_digests: Sequence[bytes]) -> bytes:
+    """The identity of one preprocessed picture or video: modality, grid and its temporal patches."""
+    header = [b"vlmserve media 3", modality.value.encode(), np.asarray(grid_thw, "<i8").tobytes()]
+    return digest_fields([*header, *patch_digests])
 
 
 def embeds_digest(grid_thw: tuple[int, int, int], rows: np.ndarray) -> bytes:

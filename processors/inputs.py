@@ -17,7 +17,9 @@ class Modality(enum.StrEnum):
 class MultimodalDataItem:
     """One picture or one video of a request.
 
-    digest: 32 bytes, BLAKE3 over the resized pixels, grid and modality (length-framed): not forgeable.
+    digest: 32 bytes, BLAKE3 over modality, grid and patch_digests (length-framed): not forgeable.
+    patch_digests: of each temporal patch (a picture is one), over its resized pixels, grid and cutting: what embeddings
+        are known by. Of a picture that came encoded: over its rows.
     grid_thw: patches in time, height and width, before the spatial merge.
     offsets: half-open ranges [start, end) of this item's pad tokens in the expanded `input_ids`; one range for a
         picture (one per temporal patch in a Qwen3-VL video). Their lengths sum to t*h*w / merge_size**2.
@@ -28,6 +30,7 @@ class MultimodalDataItem:
 
     modality: Modality
     digest: bytes
+    patch_digests: tuple[bytes, ...]
     grid_thw: tuple[int, int, int]
     offsets: tuple[tuple[int, int], ...]
     feature: np.ndarray

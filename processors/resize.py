@@ -41,6 +41,14 @@ class PatchConfig:
         """Both sides of a resized picture are multiples of this, in pixels."""
         return self.patch_size * self.merge_size
 
+    @property
+    def identity(self) -> str:
+        """All that turns the pixels of resized frames into patches, as text."""
+        return (
+            f"{self.patch_size} {self.merge_size} {self.temporal_patch_size} "
+            f"{self.mean} {self.std} {self.rescale_factor!r}"
+        )
+
 
 def smart_resize(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, least_side: int = 0

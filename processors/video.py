@@ -15,7 +15,7 @@ from itertools import chain, repeat
 import numpy as np
 
 from processors.frame_choice import FrameChoice
-from processors.hashing import media_digest
+from processors.hashing import media_digest, patch_digest
 from processors.inputs import Modality
 from processors.knobs import Clamp, named
 from processors.resize import PatchConfig, frames_to_patches, planes, resize_frames
@@ -33,14 +33,15 @@ _OF_FILES = ("num_frames", "min_frames", "max_frames", "do_sample_frames", "vide
 class ProcessedVideo:
     """One clip, ready for the vision tower.
 
-    digest, grid_thw, feature, second_per_grid_t: as in `MultimodalDataItem`; feature is read-only. num_tokens: pad
-    tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices, frame_times: the
+    digest, patch_digests, grid_thw, feature, second_per_grid_t: as in `MultimodalDataItem`; feature is read-only.
+    num_tokens: pad tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices, frame_times: the
     frames used, by number and in seconds. patch_times: the mean time of each temporal patch, in seconds.
     source_fps, source_frames: frames a second and in all, as it came. sampling: the rule that chose frames; sample_fps:
     how many of them a second. clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
     """
 
     digest: bytes
+    patch_digests: tuple[bytes, ...]
     grid_thw: tuple[int, int, int]
     feature: np.ndarray
     num_tokens: int
@@ -122,10 +123,11 @@ class VideoProcessor:
                 f"{limit} (setting --max-model-len): ask for less by fps, max_frames, max_pixels or total_pixels",
                 code="context_length_exceeded",
             )
-        grid, feature, digest = self._cut(frames, t, height, width)
+        grid, feature, digests = self._cut(frames, t, height, width)
         times = [*choice.times, *repeat(choice.times[-1], t * depth - count)]
         return ProcessedVideo(
-            digest=digest,
+            digest=media_digest(Modality.VIDEO, grid, digests),
+            patch_digests=digests,
             grid_thw=grid,
             feature=feature,
             num_tokens=num_tokens,
@@ -145,24 +147,25 @@ class VideoProcessor:
 
     def _cut(
         self, frames: Iterable[np.ndarray], t: int, height: int, width: int
-    ) -> tuple[tuple[int, int, int], np.ndarray, bytes]:
-        """Grid, read-only feature and digest of t temporal patches; the last frame is repeated to fill the last one."""
+    ) -> tuple[tuple[int, int, int], np.ndarray, tuple[bytes, ...]]:
+        """Grid, read-only feature and digests of t temporal patches; the last frame is repeated to fill the last
+        one."""
         config = self._patches
         depth, patch = config.temporal_patch_size, config.patch_size
         grid = (t, height // patch, width // patch)
         feature = np.empty((t, grid[1] * grid[2], 3 * depth * patch**2), np.float32)
         group = np.empty((depth, 3, height, width), np.uint8)
-        digests = b""
+        digests: list[bytes] = []
         resized = self._resized(frames, height, width)
         for place in range(t):
             for at in range(depth):
                 # a filled up frame stays as it is from the place before
                 group[at] = next(resized, group[at - 1])
             frames_to_patches(group.transpose(0, 2, 3, 1), config, out=feature[place])
-            digests += media_digest(Modality.VIDEO, (1, *grid[1:]), group)
+            digests.append(patch_digest(grid[1:], group, config))
         rows = feature.reshape(-1, feature.shape[-1])
         rows.flags.writeable = False
-        return grid, rows, media_digest(Modality.VIDEO, grid, np.frombuffer(digests, np.uint8))
+        return grid, rows, tuple(digests)
 
     def _resized(self, frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
         """uint8 [3, height, width] each."""

@@ -81,6 +81,7 @@ def build(pieces, family):
             MultimodalDataItem(
                 modality=Modality.IMAGE if kind == IMAGE else Modality.VIDEO,
                 digest=b"",
+                patch_digests=(b"",),
                 grid_thw=grid,
                 offsets=tuple(ranges),
                 feature=np.zeros((0, 0), np.float32),
@@ -188,7 +189,12 @@ def test_spans_that_do_not_fit_are_an_error(spans):
 
 def test_a_range_that_does_not_hold_its_grid_is_an_error(processor):
     item = MultimodalDataItem(
-        modality=Modality.IMAGE, digest=b"", grid_thw=(1, 4, 4), offsets=((0, 3),), feature=np.zeros((0, 0), np.float32)
+        modality=Modality.IMAGE,
+        digest=b"",
+        patch_digests=(b"",),
+        grid_thw=(1, 4, 4),
+        offsets=((0, 3),),
+        feature=np.zeros((0, 0), np.float32),
     )
     with pytest.raises(ValueError, match="does not hold"):
         processor[1].positions(8, [item])

@@ -304,7 +304,14 @@ def test_a_picture_that_many_send_at_once_is_processed_once(make_pool, processor
 
 def processed(size, mark=0):
     feature = np.full(size // 4, mark, np.float32)
-    return ProcessedImage(digest=bytes([mark]), grid_thw=(1, 2, 2), feature=feature, num_tokens=1, source_size=(1, 1))
+    return ProcessedImage(
+        digest=bytes([mark]),
+        patch_digests=(bytes([mark]),),
+        grid_thw=(1, 2, 2),
+        feature=feature,
+        num_tokens=1,
+        source_size=(1, 1),
+    )
 
 
 def test_the_least_recently_used_goes_first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from processors.base import ImageKnobs, ProcessorLimits
 from processors.decoding import DecodeLimits
-from processors.hashing import digest_fields, media_digest
+from processors.hashing import digest_fields, media_digest, patch_digest
 from processors.inputs import Modality
 from processors.registry import make_processor
 from tests import hf_env  # noqa: F401
@@ -124,19 +125,52 @@ def test_equal_pictures_have_equal_digests_and_others_do_not(processor):
 
 
 def test_digests_frame_every_field():
-    feature = np.zeros((16, 6), np.float32)
-    base = media_digest(Modality.IMAGE, (1, 4, 4), feature)
-    others = [
-        media_digest(Modality.VIDEO, (1, 4, 4), feature),
-        media_digest(Modality.IMAGE, (1, 2, 8), feature),
-        media_digest(Modality.IMAGE, (1, 4, 4), feature.reshape(8, 12)),
-        media_digest(Modality.IMAGE, (1, 4, 4), feature.view(np.int32)),
-        media_digest(Modality.IMAGE, (1, 4, 4), feature - np.float32(1e-30)),
-    ]
-    assert len({base, *others}) == 6
+    one, two = b"1" * 32, b"2" * 32
+    digests = {
+        media_digest(Modality.IMAGE, (1, 4, 4), (one,)),
+        media_digest(Modality.VIDEO, (1, 4, 4), (one,)),
+        media_digest(Modality.IMAGE, (1, 2, 8), (one,)),
+        media_digest(Modality.IMAGE, (1, 4, 4), (two,)),
+        media_digest(Modality.VIDEO, (2, 4, 4), (one, two)),
+        media_digest(Modality.VIDEO, (2, 4, 4), (two, one)),
+    }
+    assert len(digests) == 6
     assert digest_fields([b"ab", b"c"]) != digest_fields([b"a", b"bc"])
     assert digest_fields([b"", b"a"]) != digest_fields([b"a", b""])
-    assert media_digest(Modality.IMAGE, (1, 4, 4), np.asfortranarray(feature)) == base
+
+
+def test_a_temporal_patch_is_known_by_its_pixels_grid_and_cutting(processor):
+    patches = processor.config.patches
+    frames = np.random.default_rng(0).integers(0, 256, (2, 3, 28, 56)).astype(np.uint8)
+    base = patch_digest((2, 4), frames, patches)
+    other = frames.copy()
+    other[1, 2, 27, 55] ^= 1
+    others = [
+        patch_digest((2, 4), other, patches),
+        patch_digest((2, 4), frames[::-1], patches),
+        patch_digest((2, 4), frames[:1], patches),
+        patch_digest((4, 2), frames, patches),
+        patch_digest((2, 4), frames.reshape(2, 3, 56, 28), patches),
+        patch_digest((2, 4), frames, replace(patches, mean=(0.5, 0.5, 0.25))),
+        patch_digest((2, 4), frames, replace(patches, std=(0.5, 0.5, 0.25))),
+        patch_digest((2, 4), frames, replace(patches, rescale_factor=1 / 127)),
+        patch_digest((2, 4), frames, replace(patches, patch_size=7)),
+    ]
+    assert len({base, *others}) == 10
+    assert patch_digest((2, 4), np.asfortranarray(frames), patches) == base
+    still = np.concatenate([frames[:1], frames[:1]])
+    assert patch_digest((2, 4), still, patches) == patch_digest((2, 4), frames[:1], patches), (
+        "a still clip is a picture"
+    )
+
+
+def test_a_clip_and_a_part_of_it_have_their_common_temporal_patches_in_common(processor):
+    frames = [picture(56, 56, seed=seed) for seed in range(6)]
+    whole, part = processor.process_video(frames), processor.process_video(frames[2:])
+    assert len(set(whole.patch_digests)) == 3
+    assert whole.patch_digests[1:] == part.patch_digests
+    assert whole.digest != part.digest
+    assert processor.process_video(frames[1:5]).patch_digests[0] not in whole.patch_digests
 
 
 def test_features_are_shared_and_therefore_read_only(processor):

@@ -13,6 +13,7 @@ from vlmserve.memory.radix_cache import RadixCache
 ITEM = MultimodalDataItem(
     modality=Modality.IMAGE,
     digest=b"\x01" * 32,
+    patch_digests=(b"\x02" * 32,),
     grid_thw=(1, 4, 8),
     offsets=((4, 12),),
     feature=np.zeros((32, 4), dtype=np.float32),

@@ -99,6 +99,7 @@ def request(rid: str, ids: list[int], media: list[tuple[int, int, bytes]] = (), 
             MultimodalDataItem(
                 modality=Modality.IMAGE,
                 digest=content.ljust(32, b"."),
+                patch_digests=(content.ljust(32, b","),),
                 grid_thw=(1, 2, 2 * length),
                 offsets=((start, start + length),),
                 feature=feature,
