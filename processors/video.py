@@ -34,8 +34,8 @@ class ProcessedVideo:
     """One clip, ready for the vision tower.
 
     digest, patch_digests, grid_thw, feature, second_per_grid_t: as in `MultimodalDataItem`; feature is read-only.
-    num_tokens: pad tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices, frame_times: the
-    frames used, by number and in seconds. patch_times: the mean time of each temporal patch, in seconds.
+    num_tokens: pad tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices,
+    frame_times: the frames used, by number and in seconds. patch_times: the mean time of each temporal patch.
     source_fps, source_frames: frames a second and in all, as it came. sampling: the rule that chose frames; sample_fps:
     how many of them a second. clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
     """
