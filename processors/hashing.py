@@ -11,9 +11,12 @@ from processors.inputs import Modality
 from processors.resize import PatchConfig
 
 
-def digest_fields(fields: Iterable[bytes | memoryview]) -> bytes:
-    """32 bytes that stand for the sequence of fields: each goes in behind its length, so borders count."""
-    hasher = blake3.blake3()
+def digest_fields(fields: Iterable[bytes | memoryview], threads: int = 1) -> bytes:
+    """32 bytes that stand for the sequence of fields: each goes in behind its length, so borders count.
+
+    threads: worth it for fields of megabytes.
+    """
+    hasher = blake3.blake3(max_threads=threads)
     for field in fields:
         view = memoryview(field).cast("B")
         hasher.update(view.nbytes.to_bytes(8, "little"))

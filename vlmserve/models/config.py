@@ -10,8 +10,7 @@ import torch
 
 from vlmserve.common.errors import CheckpointError
 from vlmserve.common.fields import Fields
-
-_DTYPES = ("float32", "bfloat16", "float16")
+from vlmserve.common.hf_config import declared_dtype, text_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def read_model_config(
     windows, scaled rotary positions.
     """
     top = Fields(hf_config, "config.json")
-    text = top.section("text_config") if top.has("text_config") else top
+    text = text_fields(top)
     if top.has("quantization_config") or text.has("quantization_config"):
         raise CheckpointError("config.json: quantised weights (quantization_config) are not supported")
     if text.flag("use_sliding_window", False):
@@ -96,7 +95,7 @@ def read_model_config(
         video_token_id=top.integer("video_token_id"),
         vision_start_token_id=top.integer("vision_start_token_id"),
         vision_end_token_id=top.integer("vision_end_token_id"),
-        dtype=_dtype(top, text),
+        dtype=declared_dtype(hf_config),
     )
 
 
@@ -126,14 +125,3 @@ def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
             raise CheckpointError(f"eos_token_id is {value!r}, and must be a token id or a list of them")
         found.update(dict.fromkeys(ids))
     return tuple(found)
-
-
-def _dtype(top: Fields, text: Fields) -> torch.dtype:
-    for fields in (top, text):
-        for name in ("dtype", "torch_dtype"):
-            if fields.has(name):
-                value = fields.string(name).removeprefix("torch.")
-                if value not in _DTYPES:
-                    raise CheckpointError(f"{fields.where}: {name} is {value!r}; supported are {', '.join(_DTYPES)}")
-                return getattr(torch, value)
-    return torch.float32

@@ -13,6 +13,7 @@ import torch
 from vision.registry import make_tower
 from vlmserve.common.checkpoint import CheckpointReader, read_json
 from vlmserve.common.errors import CheckpointError
+from vlmserve.common.hf_config import read_hf_config
 from vlmserve.common.linear import share_workspace
 from vlmserve.common.weights import load_weights
 from vlmserve.model_path import resolve_model
@@ -24,32 +25,24 @@ from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """architecture: what config.json calls the class; it identifies a family as well as its model_type."""
+    """What a family's decoder is made of; its tower is in `vision.registry`."""
 
-    architecture: str
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder]
     defaults: ModelDefaults
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "qwen2_vl": Family(
-            architecture="Qwen2VLForConditionalGeneration", decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS
-        ),
-        "qwen2_5_vl": Family(
-            architecture="Qwen2_5_VLForConditionalGeneration", decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS
-        ),
-        "qwen3_vl": Family(
-            architecture="Qwen3VLForConditionalGeneration", decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS
-        ),
+        "qwen2_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
+        "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
+        "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS),
     }
 )
 
 
 def load_config(folder: Path) -> ModelConfig:
     """The configuration of a checkpoint folder; see `load_model` for the errors."""
-    hf_config, family = _read_config(folder)
-    return _model_config(folder, hf_config, family)
+    return _model_config(folder, read_hf_config(folder))
 
 
 def load_model(
@@ -61,8 +54,8 @@ def load_model(
     configuration impossible, or a tensor missing, unexpected or misshaped.
     """
     folder = resolve_model(str(path))
-    hf_config, family = _read_config(folder)
-    config = _model_config(folder, hf_config, family)
+    hf_config = read_hf_config(folder)
+    config = _model_config(folder, hf_config)
     dtype = dtype or config.dtype
     reader = CheckpointReader(folder)
     model = make_model(hf_config, config, torch.device(device), dtype)
@@ -84,22 +77,9 @@ def make_model(
     return model
 
 
-def _read_config(folder: Path) -> tuple[dict[str, Any], Family]:
-    hf_config = read_json(folder, "config.json")
-    model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
-    for name, family in FAMILIES.items():
-        if model_type == name or (model_type is None and family.architecture in architectures):
-            return {**hf_config, "model_type": name}, family
-    raise CheckpointError(
-        f"{folder}: model_type {model_type!r} (architectures {architectures}) is not supported; supported are "
-        f"{', '.join(FAMILIES)}"
-    )
-
-
-def _model_config(folder: Path, hf_config: Mapping[str, Any], family: Family) -> ModelConfig:
+def _model_config(folder: Path, hf_config: Mapping[str, Any]) -> ModelConfig:
+    defaults = FAMILIES[hf_config["model_type"]].defaults
     try:
-        return read_model_config(
-            hf_config, read_json(folder, "generation_config.json", required=False), family.defaults
-        )
+        return read_model_config(hf_config, read_json(folder, "generation_config.json", required=False), defaults)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error

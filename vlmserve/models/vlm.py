@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from vision.blocks import VisionTower
+from vision.loading import TOWER_WEIGHT_RULES
 from vlmserve.common.errors import CheckpointError
 from vlmserve.common.linear import Linear, Workspace, linear
 from vlmserve.common.weights import WeightRules
@@ -18,12 +19,12 @@ WEIGHT_RULES = WeightRules(
     # `model.language_model.*` (Qwen3-VL, and all families saved anew by later versions of transformers).
     prefixes=(
         ("model.language_model.", "language_model."),
-        ("model.visual.", "visual."),
+        *TOWER_WEIGHT_RULES.prefixes,
         ("model.", "language_model."),
     ),
     # Constants that old versions of transformers saved along, and the head of a tied model, which is its embedding
     # (that of an untied one is a parameter, and so never ignored).
-    ignored=(r"\brotary_emb\.inv_freq$", r"\brotary_pos_emb\.inv_freq$", r"^lm_head\.weight$"),
+    ignored=(r"\brotary_emb\.inv_freq$", *TOWER_WEIGHT_RULES.ignored, r"^lm_head\.weight$"),
 )
 
 

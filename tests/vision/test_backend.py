@@ -1,0 +1,131 @@
+"""Batches in this process: rows are the tower's, each with memory of its own, and failures are results."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vision.patches import make_patch, random_patches
+from vision.backend import EncodeBatch, InlineBackend
+from vision.loading import load_tower
+from vision.tower_runner import TowerRunner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tower(request, tmp_path_factory):
+    return load_tower(make_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@torch.inference_mode()
+def directly(tower, patch):
+    """The rows of one temporal patch by a call of its own."""
+    return tower(torch.from_numpy(patch.pixels), [(1, *patch.grid)])
+
+
+def test_rows_alone_and_packed_are_those_of_the_tower(tower):
+    runner, patches = TowerRunner(tower, CPU), random_patches(tower)
+    packed = runner.encode(patches)
+    alone = [runner.encode([patch])[0] for patch in patches]
+    for patch, together, single in zip(patches, packed, alone, strict=True):
+        expected = directly(tower, patch)
+        assert expected.shape == (len(patch.pixels) // 4, tower.out_hidden_size * (1 + tower.num_deepstack_layers))
+        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(single, expected, rtol=1e-5, atol=1e-5)
+    assert runner.encode([]) == ()
+
+
+@torch.inference_mode()
+def test_a_videos_rows_are_those_of_its_temporal_patches(tower):
+    """The main rows and the DeepStack rows."""
+    frames = random_patches(tower, [(6, 10)] * 3)
+    video = tower(torch.from_numpy(np.concatenate([frame.pixels for frame in frames])), [(3, 6, 10)])
+    runner = TowerRunner(tower, CPU)
+    torch.testing.assert_close(torch.cat(runner.encode(frames)), video, rtol=1e-5, atol=1e-5)
+    one_by_one = torch.cat([runner.encode([frame])[0] for frame in frames])
+    torch.testing.assert_close(one_by_one, video, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_have_memory_of_their_own(tower):
+    for rows in TowerRunner(tower, CPU).encode(random_patches(tower)):
+        assert rows.untyped_storage().nbytes() == rows.nbytes
+
+
+@pytest.fixture
+def small(tmp_path):
+    return load_tower(make_checkpoint("qwen2_vl", tmp_path))
+
+
+def test_batches_are_run_one_by_one_in_order(small):
+    backend = InlineBackend(TowerRunner(small, CPU))
+    assert (list(backend.workers()), list(backend.wait_handles()), backend.collect()) == ([0], [], [])
+    patches = random_patches(small)
+    for number, patch in enumerate(patches):
+        backend.start(0, EncodeBatch(number=number, patches=(patch,)))
+    for number, patch in enumerate(patches):
+        [result] = backend.collect()
+        assert (result.number, result.error, result.untried) == (number, "", False)
+        torch.testing.assert_close(result.rows[0], directly(small, patch), rtol=1e-5, atol=1e-5)
+    assert backend.collect() == []
+    backend.start(0, EncodeBatch(number=9, patches=(patches[0],)))
+    backend.close()
+    assert backend.collect() == []
+
+
+@pytest.mark.parametrize(
+    ("patches", "message"),
+    [
+        ([make_patch((4, 4), 1176), make_patch((3, 4), 1176)], r"ValueError: grid \(1, 3, 4\): .* multiples of 2"),
+        ([make_patch((4, 4), 1176), make_patch((4, 4), 1175)], "ValueError: .*dimension"),
+        ([make_patch((4, 4), 1175)], "RuntimeError: .*shape"),
+    ],
+    ids=["grid", "unlike-widths", "width"],
+)
+def test_a_failure_is_the_result_of_its_batch_alone(small, patches, message):
+    backend = InlineBackend(TowerRunner(small, CPU))
+    good = make_patch((4, 4), 1176)
+    backend.start(0, EncodeBatch(number=1, patches=tuple(patches)))
+    backend.start(0, EncodeBatch(number=2, patches=(good,)))
+    [failed], [done] = backend.collect(), backend.collect()
+    assert (failed.number, failed.rows) == (1, None)
+    assert re.match(message, failed.error)
+    assert torch.equal(done.rows[0], directly(small, good))
+
+
+def test_pixels_of_another_grid_are_refused_though_the_batch_has_as_many_as_it_should(small):
+    wide, tall = make_patch((4, 6), 1176), make_patch((2, 4), 1176)
+    swapped = [
+        type(wide)(digest=wide.digest, grid=wide.grid, pixels=tall.pixels),
+        type(tall)(digest=tall.digest, grid=tall.grid, pixels=wide.pixels),
+    ]
+    with pytest.raises(ValueError, match=r"grid \(4, 6\) has 24 patches, not 8"):
+        TowerRunner(small, CPU).encode(swapped)
+
+
+def test_out_of_memory_frees_the_failed_batch_before_the_cache_is_emptied(small, monkeypatch):
+    left = []
+
+    class Full(TowerRunner):
+        def encode(self, patches):
+            held = torch.zeros(3)
+            left.append(weakref.ref(held))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
+
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(left[-1]() is None))
+    backend = InlineBackend(Full(small, CPU))
+    backend.start(0, EncodeBatch(number=1, patches=(make_patch((2, 2), 1176),)))
+    gc.disable()
+    try:
+        [result] = backend.collect()
+    finally:
+        gc.enable()
+    assert result.error == "OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB"
+    assert emptied == [True]
