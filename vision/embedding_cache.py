@@ -154,6 +154,10 @@ class EmbeddingCache:
         """Rows of `key` stay on the device once they are there, until as many calls of `let_go`."""
         self.device.hold(key)
 
+    def holders(self, key: bytes) -> int:
+        """How many hold the key."""
+        return self.device.holders(key)
+
     def let_go(self, key: bytes) -> None:
         """Undo one `hold`."""
         self._pass_on(self.device.let_go(key))

@@ -4,17 +4,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import blake3
 import numpy as np
+
+from processors.inputs import MultimodalDataItem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemporalPatch:
     """What towers encode and caches hold: a picture, or one temporal patch of a video.
 
+    Attention, windows, position embeddings and DeepStack never cross a temporal patch, so a video's rows are those of
+    its temporal patches, one after the other.
+
     digest: 32 bytes over its pixels, grid and patch settings. grid: (height, width) in patches. pixels: float32
-    [h * w, patch elements], in the processor's patch order.
+    [h * w, patch elements], in the processor's patch order. encoded: it came encoded, and pixels are its rows.
     """
 
     digest: bytes
     grid: tuple[int, int]
     pixels: np.ndarray
+    encoded: bool = False
+
+    @property
+    def num_patches(self) -> int:
+        """Patches to encode."""
+        return 0 if self.encoded else self.grid[0] * self.grid[1]
+
+
+def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
+    """A picture's one, or a video's in order; their pixels are views of the item's."""
+    parts = np.split(item.feature, len(item.patch_digests))
+    return tuple(
+        TemporalPatch(digest=digest, grid=item.grid_thw[1:], pixels=part, encoded=item.encoded)
+        for digest, part in zip(item.patch_digests, parts, strict=True)
+    )
+
+
+def embedding_key(fingerprint: bytes, patch: TemporalPatch) -> bytes:
+    """32 bytes that stand for a temporal patch's rows: what made them (see `vision.fingerprint`), and of what."""
+    return blake3.blake3(fingerprint + patch.digest).digest()

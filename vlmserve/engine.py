@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from vision.encoder import VisionEncoder, VisionEncoderLimits
+from vision.backend import InlineBackend
+from vision.embedding_cache import EmbeddingCache
+from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.fingerprint import tower_fingerprint
+from vision.tower_runner import TowerRunner
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
+from vlmserve.common.hf_config import read_hf_config
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -75,13 +81,6 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     )
     runner = ModelRunner(
         model=model,
-        encoder=VisionEncoder(
-            model.visual,
-            VisionEncoderLimits(
-                max_patches=resolve_max_patches(args, device), cache_bytes=args.encoder_cache_mib * 1024**2
-            ),
-            device,
-        ),
         kv_cache=KVCache(
             num_slots=tokens + args.page_size,
             num_layers=config.num_layers,
@@ -106,6 +105,23 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     return runner, info
 
 
+def build_encoder_pool(args: EngineArgs, runner: ModelRunner) -> EncoderPool:
+    """The vision encoder: the model's own tower, on the model's device."""
+    tower, device = runner.model.visual, runner.device
+    cache_bytes = args.encoder_cache_mib * 2**20
+    return EncoderPool(
+        InlineBackend(TowerRunner(tower, device)),
+        EmbeddingCache(device, device_bytes=cache_bytes),
+        fingerprint=tower_fingerprint(tower, read_hf_config(Path(args.model))["vision_config"]),
+        row_shape=RowShape(
+            merge=tower.spatial_merge_size,
+            width=tower.out_hidden_size * (1 + tower.num_deepstack_layers),
+            dtype=runner.model.dtype,
+        ),
+        limits=PoolLimits(max_patches=resolve_max_patches(args, device), space_bytes=cache_bytes, batches_ahead=1),
+    )
+
+
 def build_scheduler(
     args: EngineArgs, runner: ModelRunner, info: EngineInfo, send: Callable[[BatchTokenOutput], None]
 ) -> Scheduler:
@@ -126,12 +142,12 @@ def build_scheduler(
             max_prefill_tokens=args.max_prefill_tokens,
             chunk_size=None if args.chunked_prefill_size <= 0 else args.chunked_prefill_size,
             enable_mixed_chunk=args.enable_mixed_chunk,
-            max_patches=resolve_max_patches(args, runner.device),
             eos_token_ids=frozenset(runner.model.config.eos_token_ids),
             check_pools_when_idle=args.check_pools_when_idle,
         ),
         kv=kv,
         worker=runner,
+        encoder=build_encoder_pool(args, runner),
         policy=SchedulePolicy(
             args.schedule_policy,
             kv.matched_len,

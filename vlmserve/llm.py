@@ -139,8 +139,9 @@ class LLM:
         self._scheduler.flush_cache()
 
     def close(self) -> None:
-        """End the media threads. The model goes with the object."""
+        """End the media threads and the encoder's workers. The model goes with the object."""
         self._media.close()
+        self._scheduler.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -164,12 +165,13 @@ class LLM:
                 for message in messages:
                     # only so many wait at a time, pictures and all
                     while len(self._scheduler.waiting_queue) >= self._max_waiting:
-                        self._scheduler.step()
+                        self._scheduler.step_or_wait()
                     rids.append(message.rid)
                     self._pending[message.rid] = _Pending(media=media)
                     self._scheduler.handle(message)
-            while self._scheduler.step():
-                pass
+            while not self._scheduler.is_idle():
+                self._scheduler.step_or_wait()
+            self._scheduler.step()  # the checks of an idle engine
             return [_completion(self._pending[rid], num_logprobs is not None) for rid in rids]
         finally:
             for rid in rids:

@@ -1,14 +1,15 @@
-"""Messages as frames of bytes: msgspec MessagePack, numpy arrays out of band, never pickle.
+"""Messages as frames of bytes: msgspec MessagePack, numpy arrays and torch tensors out of band, never pickle.
 
 A message is a dataclass. Frame 0 is its type's name, frame 1 its MessagePack body; an array in it is replaced by
 ``[dtype, shape, place]`` where place is a frame's index or, for large arrays where a `SharedArrays` is given, a block's
-name. Decoding a message of unknown type, or one that does not fit its type, raises `WireError`.
+name. A tensor goes as the array of its values on the CPU, bfloat16 as "bf16". Decoding a message of unknown type, or
+one that does not fit its type, raises `WireError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,9 +17,13 @@ import numpy as np
 from vlmserve.common.errors import VlmserveError
 from vlmserve.common.shm import SharedArrays
 
+if TYPE_CHECKING:
+    import torch
+
 Frame = bytes | bytearray | memoryview
 SHARED_FROM_BYTES = 64 * 1024
 _KINDS = frozenset("biuf?")
+_BF16 = "bf16"
 
 
 class WireError(VlmserveError):
@@ -34,14 +39,15 @@ class WireCodec:
     def __init__(self, types: Iterable[type], shared: SharedArrays | None = None) -> None:
         self._shared = shared
         self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-            cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=self._decode_array, strict=True) for cls in types
+            cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=self._decode_value, strict=True) for cls in types
         }
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_value)
         # Of the message in work: its frames, blocks put or still to be taken, and the arrays met so far, so that an
         # array that stands in it several times travels once.
         self._frames: list[Frame] = []
         self._put: list[str] = []
         self._places: dict[int, list[object]] = {}
+        self._kept: list[np.ndarray] = []
         self._arrays: dict[int | str, np.ndarray] = {}
 
     def encode(self, message: object) -> list[Frame]:
@@ -49,7 +55,7 @@ class WireCodec:
         name = type(message).__name__
         if name not in self._decoders:
             raise WireError(f"no message type {name!r} on this channel, only {sorted(self._decoders)}")
-        self._frames, self._put, self._places = [name.encode(), b""], [], {}
+        self._frames, self._put, self._places, self._kept = [name.encode(), b""], [], {}, []
         try:
             body = self._encoder.encode(message)
         except BaseException:
@@ -94,9 +100,28 @@ class WireCodec:
             elif isinstance(value, str) and self._shared.is_block_name(value):
                 self._shared.discard(value)
 
-    def _encode_array(self, value: object) -> object:
-        if not isinstance(value, np.ndarray):
-            raise NotImplementedError(f"cannot send a {type(value).__name__}")
+    def _encode_value(self, value: object) -> object:
+        if isinstance(value, np.ndarray):
+            return self._encode_array(value)
+        # not by isinstance: processes without tensors do without torch
+        if type(value).__module__ == "torch":
+            import torch
+
+            if isinstance(value, torch.Tensor):
+                return self._encode_tensor(value)
+        raise NotImplementedError(f"cannot send a {type(value).__name__}")
+
+    def _encode_tensor(self, value: torch.Tensor) -> object:
+        import torch
+
+        value = value.detach().cpu()
+        is_bf16 = value.dtype is torch.bfloat16
+        array = (value.view(torch.int16) if is_bf16 else value).numpy()
+        self._kept.append(array)  # for as long as its id stands for it
+        dtype, shape, place = self._encode_array(array)
+        return [_BF16 if is_bf16 else dtype, shape, place]
+
+    def _encode_array(self, value: np.ndarray) -> list[object]:
         if value.dtype.kind not in _KINDS:
             raise NotImplementedError(f"cannot send an array of {value.dtype}")
         if id(value) in self._places:
@@ -113,10 +138,22 @@ class WireCodec:
         self._frames.append(np.ascontiguousarray(value).data.cast("B") if value.size else b"")
         return len(self._frames) - 1
 
-    def _decode_array(self, cls: type, value: Any) -> np.ndarray:
-        if cls is not np.ndarray:
-            raise NotImplementedError(f"cannot receive a {cls.__name__}")
-        dtype_name, shape, place = value
+    def _decode_value(self, cls: type, value: Any) -> Any:
+        if cls is np.ndarray:
+            return self._decode_array(*value)
+        if cls.__module__ == "torch" and cls.__name__ == "Tensor":
+            return self._decode_tensor(*value)
+        raise NotImplementedError(f"cannot receive a {cls.__name__}")
+
+    def _decode_tensor(self, dtype_name: str, shape: list[int], place: int | str) -> torch.Tensor:
+        import torch
+
+        is_bf16 = dtype_name == _BF16
+        array = self._decode_array("<i2" if is_bf16 else dtype_name, shape, place)
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        return tensor.view(torch.bfloat16) if is_bf16 else tensor
+
+    def _decode_array(self, dtype_name: str, shape: list[int], place: int | str) -> np.ndarray:
         dtype = np.dtype(dtype_name)
         if dtype.kind not in _KINDS:
             raise ValueError(f"refused an array of {dtype}")

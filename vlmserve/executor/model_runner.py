@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vision.encoder import VisionEncoder
 from vlmserve.attention.base import AttentionBackend
 from vlmserve.executor.forward_batch import ForwardBatch, ForwardMode
-from vlmserve.executor.model_worker_batch import EncoderStats, ModelWorkerBatch, ModelWorkerResult
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
 from vlmserve.executor.sampler import sample
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
@@ -16,20 +15,18 @@ from vlmserve.models.vlm import VisionLanguageModel
 
 
 class ModelRunner:
-    """A worker's whole state: model, KV cache, request table, last sampled tokens, vision encoder."""
+    """A worker's whole state: model, KV cache, request table, last sampled tokens."""
 
     def __init__(
         self,
         *,
         model: VisionLanguageModel,
-        encoder: VisionEncoder,
         kv_cache: KVCache,
         req_to_token_pool: ReqToTokenPool,
         attn_backend: AttentionBackend,
         device: torch.device,
     ) -> None:
         self.model = model
-        self.encoder = encoder
         self.kv_cache = kv_cache
         self.req_to_token_pool = req_to_token_pool
         self.attn_backend = attn_backend
@@ -38,7 +35,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
-        """Compute a step. Side effects in this order: request table, embedding cache, KV cache, last tokens."""
+        """Compute a step. Side effects in this order: request table, KV cache, last tokens."""
         forward_batch = self._prepare(batch)
         embeds, vision_rows, deepstack = self._embed(batch, forward_batch.input_ids)
         self.attn_backend.init_forward_metadata(forward_batch)
@@ -91,23 +88,17 @@ class ModelRunner:
         """Text embeddings with this step's vision rows in place of its pad tokens; where those are, and their
         DeepStack rows [num_deepstack, R, hidden]."""
         embeds = self.model.embed_tokens(input_ids)
-        if not batch.mm_items:
+        if not batch.mm_rows:
             return embeds, None, None
-        rows_of = self.encoder.encode(batch.mm_items)
-        ranges = batch.mm_ranges.tolist()
-        rows = torch.cat([rows_of[item][first : first + length] for _, item, first, length in ranges])
-        index = torch.cat([torch.arange(at, at + length, device=self.device) for at, _, _, length in ranges])
+        rows = torch.cat([part.rows.to(self.device) for part in batch.mm_rows])
+        places = [torch.arange(part.token, part.token + len(part.rows)) for part in batch.mm_rows]
+        index = torch.cat(places).to(self.device)
         parts = rows.to(embeds.dtype).view(len(rows), -1, embeds.shape[1]).transpose(0, 1)
         embeds = embeds.index_copy(0, index, parts[0])
         return embeds, index, parts[1:] if len(parts) > 1 else None
 
     def _sample(self, batch: ModelWorkerBatch, forward_batch: ForwardBatch, hidden: torch.Tensor) -> ModelWorkerResult:
         info = batch.sampling
-        encoder = EncoderStats(
-            items_encoded=self.encoder.items_encoded,
-            cache_hits=self.encoder.cache_hits,
-            cache_bytes=self.encoder.cache.bytes,
-        )
         if not len(info.rows):
             none = np.zeros(0, np.float32)
             ids = np.zeros(0, np.int64)
@@ -117,7 +108,6 @@ class ModelRunner:
                 logprobs=none,
                 top_ids=ids.reshape(0, 0),
                 top_logprobs=none.reshape(0, 0),
-                encoder=encoder,
             )
         ends = np.cumsum(forward_batch.extend_lens)[info.rows] - 1
         logits = self.model.compute_logits(hidden[self._tensor(ends)])
@@ -129,5 +119,4 @@ class ModelRunner:
             logprobs=out.logprobs.cpu().numpy(),
             top_ids=out.top_ids.cpu().numpy(),
             top_logprobs=out.top_logprobs.cpu().numpy(),
-            encoder=encoder,
         )

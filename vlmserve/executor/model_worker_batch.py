@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from processors.inputs import Modality
+import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderItem:
-    """A media item some of whose rows this step needs. Fields as in `MultimodalDataItem`."""
+class MediaRows:
+    """Rows of the vision tower [n, row width], DeepStack's included, for batch tokens token .. token + n - 1. They may
+    be on the worker's device already."""
 
-    digest: bytes
-    modality: Modality
-    grid_thw: tuple[int, int, int]
-    feature: np.ndarray
-    encoded: bool = False
+    token: int
+    rows: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +66,7 @@ class ModelWorkerBatch:
     rows int64 [B]: request rows. input_ids int64 [N]: real ids; -1 stands for the token sampled last for that
     request row, which the worker knows and the host may not yet. positions int64 [3, N]. seq_lens, prefix_lens int64
     [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
-    mm_ranges int64 [R, 4]: (first batch token, index into mm_items, first row of that item, length).
+    mm_rows: in the order of their tokens.
     """
 
     step: int
@@ -81,18 +78,8 @@ class ModelWorkerBatch:
     prefix_lens: np.ndarray
     out_cache_loc: np.ndarray
     prefix_slots: tuple[PrefixSlots, ...]
-    mm_items: tuple[EncoderItem, ...]
-    mm_ranges: np.ndarray
+    mm_rows: tuple[MediaRows, ...]
     sampling: SamplingBatchInfo
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderStats:
-    """Totals of the worker's vision encoder since it started."""
-
-    items_encoded: int = 0
-    cache_hits: int = 0
-    cache_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,4 +92,3 @@ class ModelWorkerResult:
     logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
-    encoder: EncoderStats

@@ -131,19 +131,28 @@ class Receiver:
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(address)
 
-    def recv(self, timeout_s: float | None = None) -> Any:
-        """The next message; None if none came in time (None waits for ever). Malformed ones are dropped."""
+    def recv(self, timeout_s: float | None = None, wake: Sequence[int] = ()) -> Any:
+        """The next message; None if none came in time (None waits for ever), or if a file descriptor of `wake` becomes
+        readable before. Malformed ones are dropped."""
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
-        while self._socket.poll(timeout_ms):
+        while self._is_next(timeout_ms, wake):
             message = self._decoder.decode(self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
             if message is not None:
                 return message
         return None
 
-    def drain(self, timeout_s: float | None = 0.0) -> list[Any]:
-        """All messages that are waiting; if there are none, waits up to `timeout_s` for the first."""
+    def _is_next(self, timeout_ms: int | None, wake: Sequence[int]) -> bool:
+        if not wake:
+            return bool(self._socket.poll(timeout_ms))
+        poller = zmq.Poller()
+        for source in (self._socket, *wake):
+            poller.register(source, zmq.POLLIN)
+        return self._socket in dict(poller.poll(timeout_ms))
+
+    def drain(self, timeout_s: float | None = 0.0, wake: Sequence[int] = ()) -> list[Any]:
+        """All messages that are waiting; if there are none, waits for the first as `recv` does."""
         messages = []
-        message = self.recv(timeout_s)
+        message = self.recv(timeout_s, wake)
         while message is not None:
             messages.append(message)
             message = self.recv(0.0)

@@ -8,12 +8,15 @@ from vlmserve.scheduler.kv_owner import KVOwner
 from vlmserve.scheduler.req import Req
 
 CLIP_MAX_NEW_TOKENS = 4096
+MIN_TEXT_CHUNK = 256
+"""Fewer tokens than these, without a picture's row among them, are not worth a step before the picture is ready."""
 
 
 class AddReqResult(enum.Enum):
     """Why adding went on or stopped."""
 
     CONTINUE = enum.auto()
+    NOT_READY = enum.auto()  # the next tokens need rows that are not encoded yet; others may go on
     NO_TOKEN = enum.auto()  # KV slots or request rows are short
     OTHER = enum.auto()  # the step's own budgets are used up
 
@@ -22,8 +25,12 @@ class PrefillAdder:
     """Collects the prompt chunks of one step.
 
     Budgets, in tokens: KV slots (free or evictable, less what running requests are expected to need: their remaining
-    output, clipped, times new_token_ratio), prompt tokens a step (max_prefill_tokens), chunk tokens a step
-    (chunk_size; None leaves prompts whole), and vision patches a step (max_patches; one request may exceed it alone).
+    output, clipped, times new_token_ratio), prompt tokens a step (max_prefill_tokens) and chunk tokens a step
+    (chunk_size; None leaves prompts whole, but for those whose pictures come bit by bit). A chunk ends before the first
+    row that is not ready.
+
+    can_run: the requests of the step. unfinished: those of them whose prompt goes on after it. full: a chunk was cut
+    by a budget, so nothing more fits.
     """
 
     def __init__(
@@ -34,12 +41,12 @@ class PrefillAdder:
         new_token_ratio: float,
         max_prefill_tokens: int,
         chunk_size: int | None,
-        max_patches: int,
         mixed_decode_tokens: int = 0,
     ) -> None:
         self.kv = kv
         self.can_run: list[Req] = []
-        self.new_chunked_req: Req | None = None
+        self.unfinished: list[Req] = []
+        self.full = False
         self._nothing_runs = not running
         self._reserved = sum(
             min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS) * new_token_ratio for req in running
@@ -47,15 +54,19 @@ class PrefillAdder:
         # decoding takes part of a mixed step, but a prompt in progress always gets on
         self._rem_input = max(max_prefill_tokens - mixed_decode_tokens, kv.page_size)
         self._rem_chunk = None if chunk_size is None else max(chunk_size - mixed_decode_tokens, kv.page_size)
-        self._rem_patches = max_patches
 
-    def add_chunked_req(self, req: Req) -> Req | None:
-        """The next chunk of a request begun earlier; returns it if still more will follow, or does not fit now."""
-        length = self._chunk_of(req, req.fill_len - req.kv_len)
-        if length <= 0 or not self.kv.extend(req, length):
-            return req
+    def add_chunked_req(self, req: Req) -> AddReqResult:
+        """The next chunk of a request begun earlier."""
+        ready = self._ready_part(req)
+        if ready == 0:
+            return AddReqResult.NOT_READY
+        length = self._chunk_of(req, ready)
+        if length == 0:
+            return AddReqResult.OTHER
+        if not self.kv.extend(req, length):
+            return AddReqResult.NO_TOKEN
         self._take(req, length)
-        return None if req.completes else req
+        return AddReqResult.CONTINUE
 
     def add_one_req(self, req: Req) -> AddReqResult:
         """Try to admit a waiting request, which has no row yet; then it is in `can_run`, with slots for its chunk."""
@@ -63,52 +74,61 @@ class PrefillAdder:
             return AddReqResult.OTHER
         if not self.kv.start(req):
             return AddReqResult.NO_TOKEN
+        req.media.want(req.kv_len)
         result = self._admit(req)
         if result is not AddReqResult.CONTINUE:
             self.kv.cancel_start(req)
         return result
 
     def _admit(self, req: Req) -> AddReqResult:
+        ready = self._ready_part(req)
+        if ready == 0:
+            return AddReqResult.NOT_READY
         extend = req.fill_len - req.kv_len
         alone = self._nothing_runs and not self.can_run
         expected = extend + min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS) + self.kv.page_size
         # alone, everything unlocked can be evicted for it, and longer requests than the pool were refused on arrival
         if not alone and expected > self.kv.reachable() - self._reserved:
             return AddReqResult.NO_TOKEN
-        patches = _patches(req, req.kv_len)
-        length = self._chunk_of(req, extend)
-        if length <= 0 or (self.can_run and patches > self._rem_patches):
+        length = self._chunk_of(req, ready)
+        if length == 0:
             return AddReqResult.OTHER
         if not self.kv.extend(req, length):
             return AddReqResult.NO_TOKEN
         self._reserved += expected - length
-        self._rem_patches -= patches
         self._take(req, length)
-        if not req.completes:
-            self.new_chunked_req = req
         return AddReqResult.CONTINUE
 
-    def _chunk_of(self, req: Req, extend: int) -> int:
-        """How many of the `extend` tokens to compute this step: all, a chunk that ends on a page boundary (so that it
+    def _ready_part(self, req: Req) -> int:
+        """How many tokens could be computed now, for all that their rows say; 0 where it is better to wait."""
+        until = req.media.ready_until()
+        if until is None:
+            return req.fill_len - req.kv_len
+        if until - req.kv_len < MIN_TEXT_CHUNK and not req.media.has_rows_before(until):
+            return 0
+        return self._whole_pages(req, until - req.kv_len) or until - req.kv_len
+
+    def _chunk_of(self, req: Req, ready: int) -> int:
+        """How many of the `ready` tokens to compute this step: all, a chunk that ends on a page boundary (so that it
         can be shared at once), or 0 to leave them to a later step."""
+        limit = self._rem_input if self._rem_chunk is None else min(self._rem_chunk, self._rem_input)
+        if ready <= limit:
+            return ready
         if self._rem_chunk is None:
-            return extend if extend <= self._rem_input or not self.can_run else 0
-        limit = min(self._rem_chunk, self._rem_input)
-        if extend <= limit:
-            return extend
-        size = self.kv.page_size
-        whole = (req.kv_len + limit) // size * size - req.kv_len
+            return 0 if self.can_run else ready
+        self.full = True
         # a chunk smaller than a page only where it is all that the settings allow
-        return whole if whole > 0 else (0 if self.can_run else limit)
+        return self._whole_pages(req, limit) or (0 if self.can_run else limit)
+
+    def _whole_pages(self, req: Req, length: int) -> int:
+        """The most of the next `length` tokens that end on a page boundary."""
+        size = self.kv.page_size
+        return max(0, (req.kv_len + length) // size * size - req.kv_len)
 
     def _take(self, req: Req, length: int) -> None:
         self.can_run.append(req)
+        if not req.completes:
+            self.unfinished.append(req)
         self._rem_input -= length
         if self._rem_chunk is not None:
             self._rem_chunk -= length
-
-
-def _patches(req: Req, start: int) -> int:
-    """Vision patches that computing a request from token `start` on needs encoded."""
-    items = {item.digest: item for item, *_ in req.media_ranges(start, req.prompt_len) if not item.encoded}
-    return sum(t * h * w for t, h, w in (item.grid_thw for item in items.values()))

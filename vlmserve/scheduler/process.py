@@ -30,7 +30,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     ready(ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens))
     busy = False
     while True:
-        for message in receiver.drain(timeout_s=0.0 if busy else None):
+        for message in receiver.drain(timeout_s=0.0 if busy else None, wake=scheduler.wait_handles()):
             if isinstance(message, GetStatsReq):
                 to_detokenizer.send(scheduler.stats())
             elif isinstance(message, BatchTokenizedGenerateReqInput):

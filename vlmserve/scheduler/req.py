@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from processors.inputs import MultimodalDataItem
 from vlmserve.memory.base_prefix_cache import PrefixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
+from vlmserve.scheduler.req_media import ReqMedia
 
 
 class Req:
@@ -26,6 +26,7 @@ class Req:
         message: TokenizedGenerateReqInput,
         *,
         key_ids: np.ndarray,
+        media: ReqMedia,
         max_new_tokens: int,
         eos_token_ids: frozenset[int],
         arrival: int,
@@ -37,6 +38,7 @@ class Req:
         self.sampling_params: SamplingParams = params
         self.num_logprobs = message.num_logprobs
         self.key_ids = key_ids
+        self.media = media
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.arrival = arrival
@@ -96,18 +98,6 @@ class Req:
             return prompt
         output = np.arange(first, end, dtype=np.int64) + self.mm_inputs.mrope_position_delta
         return np.concatenate([prompt, np.broadcast_to(output, (3, len(output)))], axis=1)
-
-    def media_ranges(self, start: int, end: int) -> list[tuple[MultimodalDataItem, int, int, int]]:
-        """The parts of items whose pads lie in tokens [start, end): (item, token, first row of the item, length)."""
-        found = []
-        for item in self.mm_inputs.items if self.mm_inputs is not None else ():
-            row = 0
-            for first, last in item.offsets:
-                low, high = max(first, start), min(last, end)
-                if low < high:
-                    found.append((item, low, row + low - first, high - low))
-                row += last - first
-        return found
 
     def append_output(self, token_id: int) -> None:
         """Take the sampled token and decide whether it was the last."""

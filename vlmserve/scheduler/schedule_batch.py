@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from vlmserve.executor.forward_batch import ForwardMode
-from vlmserve.executor.model_worker_batch import EncoderItem, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
+from vlmserve.executor.model_worker_batch import MediaRows, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
 from vlmserve.scheduler.kv_owner import KVOwner
 from vlmserve.scheduler.req import Req
 
@@ -58,9 +60,9 @@ class ScheduleBatch:
         known = {id(req) for req in self.reqs}
         self.reqs = self.reqs + [req for req in other.reqs if id(req) not in known]
 
-    def filter_batch(self, gone: Req | None = None) -> None:
+    def filter_batch(self, gone: Sequence[Req] = ()) -> None:
         """Drop requests that have finished, and `gone`."""
-        self.reqs = [req for req in self.reqs if req.finish_reason is None and req is not gone]
+        self.reqs = [req for req in self.reqs if req.finish_reason is None and req not in gone]
 
     def get_model_worker_batch(self, step: int) -> ModelWorkerBatch:
         """The step as a message; arrays are fresh copies."""
@@ -75,7 +77,6 @@ class ScheduleBatch:
         )
         for req in reqs:
             req.row_is_new = False
-        items, ranges = self._media(spans)
         return ModelWorkerBatch(
             step=step,
             forward_mode=int(self.forward_mode),
@@ -86,30 +87,18 @@ class ScheduleBatch:
             prefix_lens=np.array(starts, dtype=np.int64),
             out_cache_loc=np.concatenate([self.kv.row_slots(req, a, b) for req, a, b in spans]),
             prefix_slots=prefixes,
-            mm_items=items,
-            mm_ranges=ranges,
+            mm_rows=_media_rows(spans),
             sampling=_sampling_info(reqs),
         )
 
-    def _media(self, spans: list[tuple[Req, int, int]]) -> tuple[tuple[EncoderItem, ...], np.ndarray]:
-        items: dict[bytes, tuple[int, EncoderItem]] = {}
-        ranges: list[tuple[int, int, int, int]] = []
-        offset = 0
-        for req, start, end in spans:
-            for item, token, row, length in req.media_ranges(start, end):
-                if item.digest not in items:
-                    encodable = EncoderItem(
-                        digest=item.digest,
-                        modality=item.modality,
-                        grid_thw=item.grid_thw,
-                        feature=item.feature,
-                        encoded=item.encoded,
-                    )
-                    items[item.digest] = (len(items), encodable)
-                ranges.append((offset + token - start, items[item.digest][0], row, length))
-            offset += end - start
-        table = np.array(ranges, dtype=np.int64).reshape(-1, 4)
-        return tuple(encodable for _, encodable in items.values()), table
+
+def _media_rows(spans: list[tuple[Req, int, int]]) -> tuple[MediaRows, ...]:
+    found: list[MediaRows] = []
+    at = 0
+    for req, start, end in spans:
+        found += req.media.rows(start, end, at=at)
+        at += end - start
+    return tuple(found)
 
 
 def _row(req: Req) -> int:

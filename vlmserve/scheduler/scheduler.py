@@ -8,14 +8,16 @@ prompt delays nobody for longer than one chunk.
 from __future__ import annotations
 
 import logging
+import select
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from vision.encoder_pool import EncoderPool
 from vlmserve.common.errors import EngineError
-from vlmserve.executor.model_worker_batch import EncoderStats, ModelWorkerBatch, ModelWorkerResult
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
 from vlmserve.memory.media_keys import MediaKeyTable, radix_key
 from vlmserve.messages import (
     AbortReq,
@@ -31,6 +33,7 @@ from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import SchedulePolicy
 from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
 from vlmserve.scheduler.req import Req
+from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,6 @@ class SchedulerConfig:
     max_prefill_tokens: int
     chunk_size: int | None
     enable_mixed_chunk: bool
-    max_patches: int
     eos_token_ids: frozenset[int]
     check_pools_when_idle: bool = True
 
@@ -69,6 +71,7 @@ class Scheduler:
         *,
         kv: KVOwner,
         worker: ModelWorker,
+        encoder: EncoderPool,
         policy: SchedulePolicy[Req],
         new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
@@ -78,8 +81,9 @@ class Scheduler:
         self.kv = kv
         self.waiting_queue: list[Req] = []
         self.running_batch = ScheduleBatch(kv)
-        self.chunked_req: Req | None = None
+        self.chunked_reqs: list[Req] = []
         self._worker = worker
+        self._encoder = encoder
         self._policy = policy
         self._ratio = new_token_ratio
         self._media_keys = media_keys
@@ -88,7 +92,7 @@ class Scheduler:
         self._steps = 0
         self._decode_is_due = False
         self._trim_media_keys_at = media_keys.max_keys
-        self._encoder = EncoderStats()
+        self._urgent: bytes | None = None
         self._prompt_tokens = self._cached_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
 
@@ -108,6 +112,7 @@ class Scheduler:
         req = Req(
             message,
             key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys),
+            media=ReqMedia(message.mm_inputs, self._encoder, order=self._arrivals),
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self.config.eos_token_ids,
             arrival=self._arrivals,
@@ -116,6 +121,7 @@ class Scheduler:
         if len(self._media_keys) > self._trim_media_keys_at:
             self._trim_media_keys(req)
         self._prompt_tokens += req.prompt_len
+        req.media.want(self.kv.matched_len(req))
         self.waiting_queue.append(req)
 
     def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
@@ -140,29 +146,36 @@ class Scheduler:
         else:
             return
         req.finish_reason = FinishReason(type="stop" if message.finished else "abort")
-        if req in self.waiting_queue:
-            self.waiting_queue.remove(req)
-        else:
-            self.kv.release(req)
-            self.running_batch.filter_batch()
-            if self.chunked_req is req:
-                self.chunked_req = None
+        self._take_out(req)
         if message.finished:
             self._finished += 1
         else:
             self._aborted += 1
             self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
 
+    def _take_out(self, req: Req) -> None:
+        """Forget a request that ends before its time, and all that it holds."""
+        req.media.want_nothing()
+        if req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+            return
+        self.kv.release(req)
+        self.running_batch.filter_batch()
+        if req in self.chunked_reqs:
+            self.chunked_reqs.remove(req)
+
     # ------------------------------------------------------------ steps
 
     def step(self) -> bool:
-        """Compute one step; False (after checking the pools) if there was nothing to do."""
+        """Compute one step, of the encoder, the model or both; False if there is nothing to do now. When idle, that
+        comes after checking the pools; otherwise see `wait_handles`."""
+        encoded = self._encode()
         batch = self.get_next_batch_to_run()
+        if batch is None and not encoded:
+            return self._find_a_way_on()
+        self._urgent = None
         if batch is None:
-            if self.config.check_pools_when_idle and self.is_idle():
-                self.check_pools()
-            self._ratio.reset()
-            return False
+            return True
         self._steps += 1
         try:
             result = self._worker.forward(batch.get_model_worker_batch(self._steps))
@@ -176,22 +189,71 @@ class Scheduler:
         self._process(batch, result)
         return True
 
+    def wait_handles(self) -> list[int]:
+        """After `step` said False: file descriptors one of which becomes readable when it has something to do again,
+        without a message. None if only a message can change that."""
+        return self._encoder.wait_handles() if self._encoder.busy else []
+
+    def step_or_wait(self) -> None:
+        """`step`, for those who have no messages to attend to: if requests wait for the encoder, wait with them."""
+        if not self.step() and not self.is_idle():
+            select.select(self.wait_handles(), [], [])
+
+    def _encode(self) -> bool:
+        """Let the encoder get on; whether it did. Inline it takes time, and does not come between two decode steps
+        more often than prompts do."""
+        if self._encoder.inline and self._decode_is_due and self.running_batch.reqs:
+            return False
+        encoded = self._encoder.advance(urgent=self._urgent)
+        return self._fail_unencodable(self._encoder.take_failures()) or encoded
+
+    def _find_a_way_on(self) -> bool:
+        """When nothing can be computed: nothing left to do, or the encoder to wait for, or requests that block each
+        other. Whether another step may get on."""
+        tried, self._urgent = self._urgent, None
+        if self.is_idle():
+            if self.config.check_pools_when_idle:
+                self.check_pools()
+            self._ratio.reset()
+            return False
+        if self._encoder.busy:
+            return False
+        # With nothing running, the first in line lacks either rows, for which there is no room, or KV slots.
+        first = min(self.chunked_reqs, key=lambda req: req.arrival) if self.chunked_reqs else self.waiting_queue[0]
+        self._urgent = first.media.first_unready()
+        if self._urgent is None and self.chunked_reqs:
+            self._put_back(max(self.chunked_reqs, key=lambda req: req.arrival))
+        elif self._urgent is None or tried is not None:
+            raise EngineError(f"{len(self.waiting_queue)} requests wait, and none can be computed")
+        return True
+
+    def _put_back(self, req: Req) -> None:
+        """Let a prompt in progress wait again; what it computed stays cached."""
+        self.chunked_reqs.remove(req)
+        self.kv.release(req)
+        self.waiting_queue.insert(0, req)
+
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """End the requests of a step that raised; the others go on."""
         for req in batch.reqs:
-            req.finish_reason = FinishReason(
-                type="error", message=f"internal error: {type(error).__name__}", status=500
-            )
-            self.kv.release(req)
-            self._aborted += 1
-            if req is self.chunked_req:
-                self.chunked_req = None
-        self.running_batch.filter_batch()
-        self._send(BatchTokenOutput(outputs=tuple(self._output(req, (), None) for req in batch.reqs)))
+            self._end_with_error(req, f"internal error: {type(error).__name__}")
+
+    def _fail_unencodable(self, failures: dict[bytes, str]) -> bool:
+        """End the requests that need a picture which could not be encoded; whether there are any."""
+        found = [(req, key) for req in self._requests() if (key := req.media.holds(failures.keys()))]
+        for req, key in found:
+            self._end_with_error(req, f"a picture or video could not be encoded: {failures[key]}")
+        return bool(found)
+
+    def _end_with_error(self, req: Req, message: str) -> None:
+        req.finish_reason = FinishReason(type="error", message=message, status=500)
+        self._take_out(req)
+        self._aborted += 1
+        self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
 
     def is_idle(self) -> bool:
         """Whether no request is waiting, being computed or decoding."""
-        return not self.waiting_queue and not self.running_batch.reqs and self.chunked_req is None
+        return not self.waiting_queue and not self.running_batch.reqs and not self.chunked_reqs
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """Decide the next step."""
@@ -205,7 +267,7 @@ class Scheduler:
         return self._decode_batch() if self.running_batch.reqs else None
 
     def _prefill_batch(self) -> ScheduleBatch | None:
-        if not self.waiting_queue and self.chunked_req is None:
+        if not self.waiting_queue and not self.chunked_reqs:
             return None
         running = self.running_batch
         mixed = self.config.enable_mixed_chunk and len(running) > 0
@@ -217,22 +279,11 @@ class Scheduler:
             new_token_ratio=self._ratio.value,
             max_prefill_tokens=self.config.max_prefill_tokens,
             chunk_size=self.config.chunk_size,
-            max_patches=self.config.max_patches,
             mixed_decode_tokens=len(running) if mixed else 0,
         )
-        if self.chunked_req is not None:
-            self._continue_chunked(adder)
-        if self.chunked_req is None and self.waiting_queue:
-            to_try = self._policy.calc_priority(self.waiting_queue)
-            for req in self.waiting_queue[:to_try]:
-                if len(running) + len(adder.can_run) >= self.config.max_running_requests:
-                    break
-                if adder.add_one_req(req) is not AddReqResult.CONTINUE:
-                    break
-                self.waiting_queue.remove(req)
-                if adder.new_chunked_req is not None:
-                    self.chunked_req = adder.new_chunked_req
-                    break
+        if self._continue_chunked(adder):
+            self._admit_waiting(adder)
+        self.chunked_reqs = [req for req in self.chunked_reqs if req not in adder.can_run] + adder.unfinished
         if not adder.can_run:
             return None
         batch = ScheduleBatch(self.kv, adder.can_run)
@@ -241,15 +292,30 @@ class Scheduler:
             batch.mix_with_running(running)
         return batch
 
-    def _continue_chunked(self, adder: PrefillAdder) -> None:
-        """The next chunk of the chunked request; running requests are retracted if it cannot go on otherwise."""
-        assert self.chunked_req is not None
-        before = len(adder.can_run)
-        self.chunked_req = adder.add_chunked_req(self.chunked_req)
-        while len(adder.can_run) == before and self.running_batch.reqs:
-            self._retract(self.running_batch)
-            assert self.chunked_req is not None
-            self.chunked_req = adder.add_chunked_req(self.chunked_req)
+    def _continue_chunked(self, adder: PrefillAdder) -> bool:
+        """The next chunks of prompts in progress, oldest first; running requests are retracted if one has no slots
+        otherwise. Whether waiting requests may follow: these have got all they can use."""
+        for req in sorted(self.chunked_reqs, key=lambda req: req.arrival):
+            result = adder.add_chunked_req(req)
+            while result is AddReqResult.NO_TOKEN and self.running_batch.reqs:
+                self._retract(self.running_batch)
+                result = adder.add_chunked_req(req)
+            if adder.full or result in (AddReqResult.NO_TOKEN, AddReqResult.OTHER):
+                return False
+        return True
+
+    def _admit_waiting(self, adder: PrefillAdder) -> None:
+        if not self.waiting_queue:
+            return
+        to_try = self._policy.calc_priority(self.waiting_queue)
+        for req in self.waiting_queue[:to_try]:
+            if adder.full or len(self.running_batch) + len(adder.can_run) >= self.config.max_running_requests:
+                break
+            result = adder.add_one_req(req)
+            if result is AddReqResult.CONTINUE:
+                self.waiting_queue.remove(req)
+            elif result is not AddReqResult.NOT_READY:
+                break
 
     def _make_room_to_decode(self) -> None:
         running = self.running_batch
@@ -259,13 +325,11 @@ class Scheduler:
     def _decode_batch(self) -> ScheduleBatch | None:
         running = self.running_batch
         self._make_room_to_decode()
-        if not running.check_decode_mem():
-            # a single request, and the rest of the pool held by a prompt in progress: that one waits again
-            if self.chunked_req is None:
+        while not running.check_decode_mem():
+            # a single request, and the rest of the pool held by prompts in progress: these wait again
+            if not self.chunked_reqs:
                 raise EngineError(f"no KV slot is left for the only running request, {running.reqs[0].rid}")
-            waiting, self.chunked_req = self.chunked_req, None
-            self.kv.release(waiting)
-            self.waiting_queue.insert(0, waiting)
+            self._put_back(max(self.chunked_reqs, key=lambda req: req.arrival))
         self._ratio.decay()
         running.prepare_for_decode()
         batch = ScheduleBatch(self.kv, list(running.reqs))
@@ -282,13 +346,13 @@ class Scheduler:
     # ------------------------------------------------------------ results
 
     def _process(self, batch: ScheduleBatch, result: ModelWorkerResult) -> None:
-        self._encoder = result.encoder
         outputs: list[TokenOutput] = []
         sampled = 0
         for req in batch.reqs:
             completes = req.completes
             req.kv_len += req.extend_input_len
             req.extend_input_len = 0
+            req.media.want(req.kv_len)
             if not completes:
                 self.kv.share(req)
                 req.check()
@@ -308,9 +372,9 @@ class Scheduler:
                 self._cached_tokens += req.cached_tokens
                 self.kv.share(req)
             outputs.append(self._output(req, (token,), logprobs))
-        # from here on a request is in exactly one of: waiting queue, chunked_req, running batch
+        # from here on a request is in exactly one of: waiting queue, chunked_reqs, running batch
         self.running_batch.merge_batch(batch)
-        self.running_batch.filter_batch(gone=self.chunked_req)
+        self.running_batch.filter_batch(gone=self.chunked_reqs)
         if outputs:
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
 
@@ -333,8 +397,7 @@ class Scheduler:
 
     def _requests(self) -> list[Req]:
         """Everyone in the house, once each."""
-        chunked = [] if self.chunked_req is None else [self.chunked_req]
-        return [*self.waiting_queue, *self.running_batch.reqs, *chunked]
+        return [*self.waiting_queue, *self.running_batch.reqs, *self.chunked_reqs]
 
     def _trim_media_keys(self, newcomer: Req) -> None:
         """Forget media that neither a cached prefix nor a request holds. Seldom enough to cost next to nothing."""
@@ -348,6 +411,10 @@ class Scheduler:
         """Forget every cached prefix that no request uses."""
         self.kv.prefix_cache.reset()
 
+    def close(self) -> None:
+        """End the encoder's workers, and write what waits to be written to the disk."""
+        self._encoder.close()
+
     def check_pools(self) -> None:
         """When idle: free + cached-and-unlocked = total, for KV slots and request rows; else EngineError."""
         stats = self.stats()
@@ -359,6 +426,9 @@ class Scheduler:
             problems.append(f"{free} free + {cached} cached KV slots are not {total}")
         if stats.req_rows_free != stats.req_rows_total:
             problems.append(f"{stats.req_rows_free} of {stats.req_rows_total} request rows are free")
+        held = self._encoder.cache.device.held_bytes
+        if held:
+            problems.append(f"{held} bytes of embeddings are held")
         if problems:
             raise EngineError("idle, but " + "; ".join(problems))
 
@@ -366,7 +436,7 @@ class Scheduler:
         """Plain figures of this moment."""
         allocator, cache, rows = self.kv.allocator, self.kv.prefix_cache, self.kv.rows
         return SchedulerStats(
-            num_running_reqs=len(self.running_batch) + (self.chunked_req is not None),
+            num_running_reqs=len(self.running_batch) + len(self.chunked_reqs),
             num_waiting_reqs=len(self.waiting_queue),
             kv_total_tokens=allocator.size,
             kv_free_tokens=allocator.available_size(),
@@ -377,9 +447,9 @@ class Scheduler:
             prompt_tokens_total=self._prompt_tokens,
             cached_tokens_total=self._cached_tokens,
             generation_tokens_total=self._generated,
-            images_encoded_total=self._encoder.items_encoded,
-            encoder_cache_hits_total=self._encoder.cache_hits,
-            encoder_cache_bytes=self._encoder.cache_bytes,
+            images_encoded_total=self._encoder.stats().encoded,
+            encoder_cache_hits_total=self._encoder.cache.device.stats().hits,
+            encoder_cache_bytes=self._encoder.cache.device.bytes,
             finished_total=self._finished,
             aborted_total=self._aborted,
             retracted_total=self._retracted,

@@ -8,7 +8,7 @@ import hashlib
 
 import numpy as np
 
-from vlmserve.executor.model_worker_batch import EncoderStats, ModelWorkerBatch, ModelWorkerResult
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
 
 VOCAB = 50
 
@@ -38,9 +38,9 @@ class FakeWorker:
         if self.fail_at == batch.step:
             raise RuntimeError("broken on purpose")
         what = [("id", int(i)) for i in batch.input_ids]
-        for token, item, row, length in batch.mm_ranges.tolist():
-            for k in range(length):
-                what[token + k] = ("media", batch.mm_items[item].digest[:4], row + k)
+        for part in batch.mm_rows:
+            for k, row in enumerate(part.rows.tolist()):
+                what[part.token + k] = ("media", *row)
         for prefix in batch.prefix_slots:
             self.table[prefix.row, : len(prefix.slots)] = prefix.slots
         assert len(set(batch.out_cache_loc.tolist())) == len(batch.out_cache_loc), "a slot is written twice"
@@ -61,5 +61,4 @@ class FakeWorker:
             logprobs=np.full(len(tokens), np.nan, np.float32),
             top_ids=none.astype(np.int64),
             top_logprobs=none.astype(np.float32),
-            encoder=EncoderStats(),
         )

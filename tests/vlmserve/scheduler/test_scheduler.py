@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
+from tests.vision.fake_backend import ROW_BYTES, FakeBackend, make_pool, mark
 from tests.vlmserve.scheduler import fake_worker as fake
 from vlmserve.common.errors import EngineError
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -35,6 +36,8 @@ class Knobs:
     queue: int = 100
     context: int = 128
     conservativeness: float = 0.3
+    encoders: int = 0  # beside the scheduler; 0: inline
+    space_rows: int = 1000
 
 
 class Rig:
@@ -45,6 +48,8 @@ class Rig:
         rows = ReqRowAllocator(knobs.rows, max_req_len + knobs.page)
         self.kv = KVOwner(allocator, cache, rows)
         self.worker = fake.FakeWorker(knobs.pool + knobs.page, knobs.rows, max_req_len + knobs.page)
+        self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
+        self.pool = make_pool(self.backend, space_rows=knobs.space_rows)
         self.tokens = defaultdict(list)
         self.finish = {}
         self.cached = {}
@@ -56,11 +61,11 @@ class Rig:
                 max_prefill_tokens=64,
                 chunk_size=knobs.chunk,
                 enable_mixed_chunk=knobs.mixed,
-                max_patches=64,
                 eos_token_ids=frozenset({fake.VOCAB + 1}),
             ),
             kv=self.kv,
             worker=self.worker,
+            encoder=self.pool,
             policy=SchedulePolicy(
                 knobs.policy,
                 self.kv.matched_len,
@@ -80,27 +85,39 @@ class Rig:
             if out.finish_reason is not None:
                 self.finish[out.rid] = out.finish_reason
 
+    def encode(self) -> bool:
+        """Let each encoder beside the scheduler finish a batch; whether one did."""
+        if self.backend.inline:
+            return False
+        busy = [number for number, queue in self.backend.queues.items() if queue]
+        for number in busy:
+            self.backend.finish(number)
+        return bool(busy)
+
     def run(self, limit: int = 5000) -> None:
-        while self.scheduler.step():
+        while self.scheduler.step() or self.encode():
             limit -= 1
             assert limit, "the scheduler does not come to an end"
         assert self.scheduler.is_idle()
 
 
 def request(rid: str, ids: list[int], media: list[tuple[int, int, bytes]] = (), new: int = 8, **sampling):
-    """media: (start, tokens, content); ids there are replaced by a pad id."""
+    """media: (start, tokens, content) of a picture, whose ids are replaced by a pad id; a content of several letters
+    with dashes between them ("a-b") is a clip of as many temporal patches."""
     ids = list(ids)
     items, delta = [], 0
     positions = np.broadcast_to(np.arange(len(ids)), (3, len(ids))).copy()
     for start, length, content in media:
         ids[start : start + length] = [7] * length
         feature = np.zeros((length * 4, 1), np.float32)
+        parts = content.split(b"-")
+        each = length // len(parts)
         items.append(
             MultimodalDataItem(
-                modality=Modality.IMAGE,
+                modality=Modality.IMAGE if len(parts) == 1 else Modality.VIDEO,
                 digest=content.ljust(32, b"."),
-                patch_digests=(content.ljust(32, b","),),
-                grid_thw=(1, 2, 2 * length),
+                patch_digests=tuple((bytes([each]) + part).ljust(32, b",") for part in parts),
+                grid_thw=(len(parts), 2, 2 * each),
                 offsets=((start, start + length),),
                 feature=feature,
             )
@@ -119,8 +136,9 @@ def expected(message) -> list[int]:
     mm = message.mm_inputs
     for item in mm.items if mm else ():
         for start, end in item.offsets:
+            each = (end - start) // len(item.patch_digests)
             for k in range(end - start):
-                what[start + k] = ("media", item.digest[:4], k)
+                what[start + k] = ("media", mark(item.patch_digests[k // each]), k % each)
     places = mm.mrope_positions if mm else np.broadcast_to(np.arange(len(what)), (3, len(what)))
     history = [(w, tuple(places[:, i].tolist())) for i, w in enumerate(what)]
     return fake.answer(history, message.sampling_params.max_new_tokens, mm.mrope_position_delta if mm else 0)
@@ -136,7 +154,12 @@ def requests(draw):
         media = []
         if len(ids) > 6 and draw(st.booleans()):
             start = draw(st.integers(0, len(ids) - 5))
-            media = [(start, draw(st.integers(1, 4)), draw(st.sampled_from([b"aa", b"bb"])))]
+            media = [(start, draw(st.integers(1, 2)), draw(st.sampled_from([b"aa", b"bb"])))]
+            rest = len(ids) - start - 2
+            if draw(st.booleans()):
+                patches = draw(st.lists(st.sampled_from([b"aa", b"bb", b"cc", b"dd"]), min_size=1, max_size=rest))
+                each = draw(st.integers(1, rest // len(patches)))
+                media.append((start + 2, len(patches) * each, b"-".join(patches)))
         found.append(request(f"r{i}", ids, media, new=draw(st.integers(1, 20))))
     return found
 
@@ -156,11 +179,30 @@ def requests(draw):
     aborts=st.lists(
         st.tuples(st.integers(0, 9), st.integers(0, 20), st.booleans()), max_size=3, unique_by=lambda abort: abort[0]
     ),
+    encoders=st.integers(0, 2),
+    space=st.sampled_from([0, 3, 10, 1000]),
+    finish_every=st.integers(1, 4),
+    poisoned=st.sampled_from([0, 1, 2]),
 )
 def test_answers_do_not_depend_on_the_schedule(
-    messages, page, pages, chunk, mixed, radix, policy, rows, conservativeness, gaps, aborts
+    messages,
+    page,
+    pages,
+    chunk,
+    mixed,
+    radix,
+    policy,
+    rows,
+    conservativeness,
+    gaps,
+    aborts,
+    encoders,
+    space,
+    finish_every,
+    poisoned,
 ):
-    """Small pools make retraction and eviction common; every answer is as if computed alone, and pools balance."""
+    """Small pools make retraction and eviction common, encoders lag behind; every answer is as if computed alone, and
+    pools balance. A picture that cannot be encoded, not the second time either, fails those who need it only."""
     pool = max(pages * page, 96 // page * page)
     rig = Rig(
         Knobs(
@@ -172,14 +214,20 @@ def test_answers_do_not_depend_on_the_schedule(
             policy=policy,
             rows=rows,
             conservativeness=conservativeness,
+            encoders=encoders,
+            space_rows=space,
         )
     )
+    poison = next((d for m in messages if m.mm_inputs for item in m.mm_inputs.items for d in item.patch_digests), b"")
+    rig.backend.fail[poison] = poisoned
     steps, aborted = 0, {}
     for i, message in enumerate(messages):
         rig.scheduler.handle(message)
         for _ in range(gaps[i]):
             rig.scheduler.step()
             steps += 1
+            if steps % finish_every == 0:
+                rig.encode()
             for which, when, finished in aborts:
                 if when == steps:
                     aborted[f"r{which}"] = finished
@@ -191,7 +239,11 @@ def test_answers_do_not_depend_on_the_schedule(
         if message.rid in aborted and len(got) < len(want):
             assert got == want[: len(got)]
             reason = rig.finish.get(message.rid)
-            assert (reason is None) if aborted[message.rid] else (reason.type == "abort")
+            assert (reason is None) if aborted[message.rid] else (reason.type in ("abort", "error"))
+        elif rig.finish[message.rid].type == "error":
+            assert poisoned == 2
+            assert any(poison in item.patch_digests for item in message.mm_inputs.items)
+            assert "could not be encoded: RuntimeError: poisoned" in rig.finish[message.rid].message
         else:
             assert got == want, message.rid
             assert rig.finish[message.rid].type == "length"
@@ -200,6 +252,11 @@ def test_answers_do_not_depend_on_the_schedule(
     assert stats.req_rows_free == rows
     rig.scheduler.flush_cache()
     assert rig.kv.allocator.available_size() == pool
+    while rig.encode():  # what nobody waits for any more
+        rig.scheduler.step()
+    assert rig.pool.stats().queued == rig.pool.stats().under_way == 0
+    assert rig.pool.cache.device.stats().held_bytes == 0
+    assert rig.pool.cache.device.bytes <= space * ROW_BYTES
 
 
 def test_a_full_cache_retracts_and_the_answers_stay():
@@ -231,23 +288,123 @@ def test_chunks_cut_inside_a_picture_and_send_its_rows_once_each():
     rig = Rig(Knobs(chunk=8, page=4))
     rig.scheduler.handle(request("a", [0] * 40, [(3, 30, b"pic")]))
     rig.run()
-    ranges = [r for batch in rig.worker.batches for r in batch.mm_ranges[:, 2:].tolist()]
-    covered = [row for first, length in ranges for row in range(first, first + length)]
-    assert covered == list(range(30))
-    assert len(ranges) > 1
+    parts = [part.rows[:, 1].tolist() for batch in rig.worker.batches for part in batch.mm_rows]
+    assert [row for part in parts for row in part] == list(range(30))
+    assert len(parts) > 1
+    assert len(rig.backend.batches) == 1
 
 
-@pytest.mark.parametrize(("encoded", "together"), [(False, 1), (True, 2)])
-def test_pictures_that_came_encoded_take_nothing_of_a_steps_patches(encoded, together):
+def encoded_request(rid: str, rows: int):
+    message = request(rid, [0] * (rows + 2), [(1, rows, rid.encode())])
+    items = tuple(
+        replace(item, encoded=True, feature=np.full((rows, 2), 7, np.int32)) for item in message.mm_inputs.items
+    )
+    return replace(message, mm_inputs=replace(message.mm_inputs, items=items))
+
+
+def test_pictures_that_came_encoded_pass_the_encoder_by_and_are_not_kept():
     rig = Rig(Knobs(chunk=64))
     for rid in "ab":
-        message = request(rid, [0] * 14, [(1, 12, rid.encode())])  # 48 patches, and a step encodes 64
-        items = tuple(replace(item, encoded=encoded) for item in message.mm_inputs.items)
-        rig.scheduler.handle(replace(message, mm_inputs=replace(message.mm_inputs, items=items)))
+        rig.scheduler.handle(encoded_request(rid, 12))
     rig.scheduler.step()
-    assert len(rig.worker.batches[0].rows) == together
+    assert len(rig.worker.batches[0].rows) == 2
+    assert [part.rows.tolist() for part in rig.worker.batches[0].mm_rows] == [[[7, 7]] * 12] * 2
     rig.run()
-    assert [item.encoded for batch in rig.worker.batches for item in batch.mm_items] == [encoded] * 2
+    assert rig.backend.batches == []
+    assert len(rig.pool.cache.device) == 0
+
+
+def test_a_hundred_equal_requests_encode_once():
+    rig = Rig(Knobs(encoders=2, queue=200, radix=False))
+    messages = [request(f"r{i}", [1] * 20, [(3, 12, b"same")], new=1) for i in range(100)]
+    for message in messages:
+        rig.scheduler.handle(message)
+    rig.run()
+    assert rig.backend.encoded() == [messages[0].mm_inputs.items[0].patch_digests[0]]
+    assert all(rig.tokens[message.rid] == expected(message) for message in messages)
+    assert rig.pool.stats().coalesced == 99
+
+
+def test_others_go_on_while_a_picture_is_encoded():
+    rig = Rig(Knobs(encoders=1, chunk=8))
+    picture, text = request("picture", [1] * 20, [(3, 12, b"slow")]), request("text", [2] * 30)
+    rig.scheduler.handle(picture)
+    rig.scheduler.handle(text)
+    while rig.scheduler.step():
+        pass
+    assert rig.tokens["text"] == expected(text), "in chunks, and to its end"
+    assert rig.tokens["picture"] == []
+    assert rig.scheduler.wait_handles(), "there is something to wait for"
+    rig.run()
+    assert rig.tokens["picture"] == expected(picture)
+    assert rig.scheduler.wait_handles() == []
+
+
+def test_a_prompt_in_progress_that_waits_for_its_second_picture_lets_others_pass():
+    rig = Rig(Knobs(encoders=1, chunk=16, page=4))
+    two = request("two", [1] * 60, [(3, 12, b"one"), (30, 12, b"two")])
+    rig.scheduler.handle(two)
+    rig.scheduler.step()
+    rig.backend.finish()  # both go in one batch: start anew with one at a time
+    rig.run()
+    rig.scheduler.flush_cache()
+    rig = Rig(Knobs(encoders=1, chunk=16, page=4, space_rows=12))
+    rig.scheduler.handle(two)
+    rig.scheduler.step()
+    rig.backend.finish()
+    rig.scheduler.step()
+    assert len(rig.scheduler.chunked_reqs) == 1
+    text = request("text", [2] * 50)
+    rig.scheduler.handle(text)
+    while rig.scheduler.step():
+        pass
+    assert rig.tokens["text"] == expected(text)
+    rig.run()
+    assert rig.tokens["two"] == expected(two)
+
+
+def test_a_clip_larger_than_the_space_is_encoded_bit_by_bit():
+    rig = Rig(Knobs(chunk=64, space_rows=8, context=128))
+    clip = request("clip", [1] * 60, [(3, 40, b"-".join(bytes([97 + i]) * 2 for i in range(10)))])
+    rig.scheduler.handle(clip)
+    most = 0
+    while rig.scheduler.step():
+        most = max(most, rig.pool.cache.device.stats().held_bytes)
+    assert rig.tokens["clip"] == expected(clip)
+    assert most <= 8 * ROW_BYTES
+    assert len(rig.backend.encoded()) == 10
+
+
+def test_a_picture_larger_than_the_space_goes_alone():
+    rig = Rig(Knobs(chunk=64, space_rows=8))
+    messages = [request("large", [1] * 40, [(3, 30, b"large")]), request("small", [2] * 9, [(1, 4, b"small")])]
+    for message in messages:
+        rig.scheduler.handle(message)
+    rig.run()
+    assert all(rig.tokens[message.rid] == expected(message) for message in messages)
+
+
+def test_a_cached_prefix_needs_no_rows():
+    rig = Rig(Knobs(page=1, space_rows=0))
+    first = request("first", [1] * 30, [(3, 12, b"seen")])
+    rig.scheduler.handle(first)
+    rig.run()
+    again = request("again", [1] * 30 + [2], [(3, 12, b"seen")])
+    rig.scheduler.handle(again)
+    rig.run()
+    assert rig.tokens["again"] == expected(again)
+    assert len(rig.backend.batches) == 1
+
+
+def test_text_before_a_picture_waits_with_it_unless_there_is_much_of_it():
+    rig = Rig(Knobs(encoders=1, chunk=None, context=700, pool=800))
+    rig.scheduler.handle(request("short", [1] * 40, [(20, 12, b"pic")]))
+    rig.scheduler.step()
+    assert rig.worker.batches == []
+    rig.scheduler.handle(request("long", [2] * 350, [(300, 12, b"other")]))
+    rig.scheduler.step()
+    assert [int(n) for n in rig.worker.batches[0].seq_lens] == [300]
+    rig.run()
 
 
 def test_prompt_and_decode_steps_alternate_so_nobody_waits_long():

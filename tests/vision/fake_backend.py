@@ -1,0 +1,90 @@
+"""A backend without a tower: rows that tell whose they are, workers that finish when told to, fail or die."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from vision.backend import EncodeBatch, EncodeResult
+from vision.embedding_cache import EmbeddingCache
+from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.temporal_patch import TemporalPatch
+
+ROW_SHAPE = RowShape(merge=2, width=2, dtype=torch.int32)
+ROW_BYTES = 8
+
+
+def mark(digest: bytes) -> int:
+    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+
+
+def rows_of(patch: TemporalPatch) -> torch.Tensor:
+    """int32 [n, 2]: whose row, and which one."""
+    h, w = patch.grid
+    numbers = torch.arange(h * w // 4, dtype=torch.int32)
+    return torch.stack((torch.full_like(numbers, mark(patch.digest)), numbers), dim=1)
+
+
+class FakeBackend:
+    """inline: a batch is finished by the next `collect`; otherwise when a test says `finish`.
+
+    fail: digests whose batches fail, as often as the number says. handles: what `wait_handles` says.
+    """
+
+    def __init__(self, workers: int = 1, *, inline: bool = True) -> None:
+        self.inline = inline
+        self.usable = list(range(workers))
+        self.queues: dict[int, deque[EncodeBatch]] = {number: deque() for number in self.usable}
+        self.batches: list[tuple[int, EncodeBatch]] = []
+        self.fail: dict[bytes, int] = {}
+        self.results: list[EncodeResult] = []
+
+    def workers(self) -> list[int]:
+        return self.usable
+
+    def start(self, worker: int, batch: EncodeBatch) -> None:
+        self.queues[worker].append(batch)
+        self.batches.append((worker, batch))
+
+    def finish(self, worker: int = 0) -> None:
+        batch = self.queues[worker].popleft()
+        poisoned = [patch.digest for patch in batch.patches if self.fail.get(patch.digest, 0) > 0]
+        for digest in poisoned:
+            self.fail[digest] -= 1
+        if poisoned:
+            self.results.append(EncodeResult(number=batch.number, rows=None, error="RuntimeError: poisoned"))
+        else:
+            rows = tuple(rows_of(patch) for patch in batch.patches)
+            self.results.append(EncodeResult(number=batch.number, rows=rows))
+
+    def die(self, worker: int) -> None:
+        """The first batch is the one it dies of."""
+        for place, batch in enumerate(self.queues[worker]):
+            self.results.append(EncodeResult(number=batch.number, rows=None, error="died", untried=place > 0))
+        self.queues[worker].clear()
+
+    def collect(self) -> list[EncodeResult]:
+        if self.inline and self.queues[0]:
+            self.finish(0)
+        results, self.results = self.results, []
+        return results
+
+    def wait_handles(self) -> list[int]:
+        return [] if self.inline else [0]
+
+    def close(self) -> None:
+        pass
+
+    def encoded(self) -> list[bytes]:
+        """The digests of all that was started, in order."""
+        return [patch.digest for _, batch in self.batches for patch in batch.patches]
+
+
+def make_pool(backend: FakeBackend, *, max_patches: int = 64, space_rows: int = 10_000, cache_rows: int | None = None):
+    limits = PoolLimits(
+        max_patches=max_patches, space_bytes=space_rows * ROW_BYTES, batches_ahead=1 if backend.inline else 2
+    )
+    cache_bytes = (space_rows if cache_rows is None else cache_rows) * ROW_BYTES
+    cache = EmbeddingCache(torch.device("cpu"), device_bytes=cache_bytes)
+    return EncoderPool(backend, cache, fingerprint=b"tower", row_shape=ROW_SHAPE, limits=limits)
