@@ -6,11 +6,13 @@ Frames are sampled as Qwen3-VL's video processor does: a number of them from the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from recipe.sizes import TEMPORAL_PATCH
 from recipe.world import (
     COLOURS,
     CONTRAST,
@@ -27,29 +29,40 @@ from recipe.world import (
 
 FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 12
 Event = Literal["left", "right", "up", "down", "still", "colour"]
-_MOVES: dict[Event, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+MOVES: Mapping[Event, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+"""The events in which something moves, and where to: right and down count up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clip:
-    """frames: an even number, two to a temporal patch; times: of each, seconds. actor: index of the thing it is about.
+    """frames: an even number, two to a temporal patch; times: of each, seconds. The first thing of each is the actor.
 
-    later_colour, change_time: for event "colour", what it becomes and when, seconds. change_seen: the time
-    that the first temporal patch which shows it is labelled with.
+    later_colour, change_time: for event "colour", what it becomes and when, seconds.
     """
 
     frames: tuple[Scene, ...]
     times: tuple[float, ...]
     event: Event
-    actor: int
     later_colour: str = ""
     change_time: float = 0.0
-    change_seen: float = 0.0
 
     @property
     def thing(self) -> Thing:
         """The actor as it is at first."""
-        return self.frames[0].things[self.actor]
+        return self.frames[0].things[0]
+
+    @property
+    def label_times(self) -> tuple[float, ...]:
+        """The time that each temporal patch is labelled with, seconds."""
+        starts = range(0, len(self.times), TEMPORAL_PATCH)
+        return tuple(sum(self.times[k : k + TEMPORAL_PATCH]) / TEMPORAL_PATCH for k in starts)
+
+    @property
+    def change_seen(self) -> float:
+        """For event "colour": the time that the first temporal patch which shows the change is labelled with."""
+        # or at that time: no time passes between a last frame and its repetition
+        first = next(k for k, time in enumerate(self.times) if time >= self.change_time)
+        return self.label_times[first // TEMPORAL_PATCH]
 
 
 def sample_times(duration: float, rate: float) -> tuple[float, ...]:
@@ -73,7 +86,7 @@ def make_clip(rng: Rng) -> Clip:
     actor = int(rng.integers(len(scene.things)))
     times = sample_times(float(rng.uniform(2, 6)), float(rng.choice([8, 10, 12, 15, 24, 25, 30])))
     share = np.asarray(times) / times[-1]
-    event: Event = [*_MOVES, "still", "colour"][int(rng.choice(6, p=[0.15, 0.15, 0.15, 0.15, 0.1, 0.3]))]
+    event: Event = [*MOVES, "still", "colour"][int(rng.choice(6, p=[0.15, 0.15, 0.15, 0.15, 0.1, 0.3]))]
     others = tuple(t for k, t in enumerate(scene.things) if k != actor)
     shape, colour = SHAPES[int(rng.integers(4))], str(rng.choice(COLOURS))
     rgb = pick_colour(colour, rng)
@@ -82,8 +95,8 @@ def make_clip(rng: Rng) -> Clip:
         rgb = pick_colour(colour, rng)
     size = short * rng.uniform(0.18, 0.4)
     start = np.asarray([rng.uniform(size / 2, width - size / 2), rng.uniform(size / 2, height - size / 2)])
-    if event in _MOVES:
-        axis = np.asarray(_MOVES[event], float)
+    if event in MOVES:
+        axis = np.asarray(MOVES[event], float)
         room = np.asarray([width, height]) - size
         reach = float(abs(axis @ room))
         travel = rng.uniform(0.35, 1.0) * reach
@@ -97,7 +110,7 @@ def make_clip(rng: Rng) -> Clip:
     swept = (*(ends.min(0) - size / 2), *(ends.max(0) + size / 2))
     others = tuple(t for t in others if t.shape != shape and t.colour != colour and apart(swept, [t.box], 2))
     original = make_thing(shape, colour, rgb, (0.0, 0.0), size, rng)
-    later_colour, change_time, change_seen, later_rgb = "", 0.0, 0.0, rgb
+    later_colour, change_time, later_rgb = "", 0.0, rgb
     if event == "colour":
         later_colour = str(rng.choice([c for c in COLOURS if c != colour and c not in {t.colour for t in others}]))
         later_rgb = pick_colour(later_colour, rng)
@@ -108,8 +121,6 @@ def make_clip(rng: Rng) -> Clip:
             later_rgb = pick_colour(later_colour, rng)
         boundary = int(rng.integers(2, len(times)))
         change_time = (times[boundary - 1] + times[boundary]) / 2
-        pair = boundary // 2 * 2
-        change_seen = (times[pair] + times[pair + 1]) / 2
     frames = []
     for time, part in zip(times, share, strict=True):
         at = start + shift * part
@@ -122,12 +133,4 @@ def make_clip(rng: Rng) -> Clip:
             rgb=later_rgb if changed else rgb,
         )
         frames.append(dataclasses.replace(scene, things=(thing, *others)))
-    return Clip(
-        frames=tuple(frames),
-        times=times,
-        event=event,
-        actor=0,
-        later_colour=later_colour,
-        change_time=change_time,
-        change_seen=change_seen,
-    )
+    return Clip(frames=tuple(frames), times=times, event=event, later_colour=later_colour, change_time=change_time)

@@ -15,17 +15,9 @@ from tokenizers import Tokenizer
 
 from processors.mrope import MediaSpan, mrope_positions
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
-from recipe.clips import Clip, make_clip
+from recipe.clips import MOVES, Clip, make_clip
 from recipe.paint import font, paint, strange, wear
-from recipe.sizes import (
-    MAX_PIXELS,
-    MERGE,
-    MIN_PIXELS,
-    PATCH,
-    TEMPORAL_PATCH,
-    VIDEO_MAX_PIXELS,
-    VIDEO_MIN_PIXELS,
-)
+from recipe.sizes import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH, TEMPORAL_PATCH, VIDEO_MAX_PIXELS, VIDEO_MIN_PIXELS
 from recipe.tokenizer import EVERYDAY
 from recipe.wording import Dialogue, about_clip, about_strange, album, dialogues, talk
 from recipe.world import COLOURS, SHAPES, Rng, Scene, make_scene, pick_size
@@ -36,7 +28,7 @@ PATCHES = PatchConfig(
     patch_size=PATCH, merge_size=MERGE, temporal_patch_size=TEMPORAL_PATCH, mean=(0.5,) * 3, std=(0.5,) * 3
 )
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-MOTIONS = ("left", "right", "up", "down")
+MOTIONS = tuple(MOVES)
 OUTLINE = 4
 """Cells a side of a patch in which `Hints.outline` tells what is covered."""
 
@@ -126,16 +118,11 @@ def watch(clip: Clip, rng: Rng) -> list[Seen]:
         frames = [wear(frame, np.random.default_rng(grain)) for frame in frames]
     pixels = resize_frames(np.stack([np.asarray(frame) for frame in frames]), height, width, "bicubic")
     seen = []
-    for k in range(0, total, TEMPORAL_PATCH):
+    motion = clip.event if clip.event in MOTIONS else None
+    for k, seconds in zip(range(0, total, TEMPORAL_PATCH), clip.label_times, strict=True):
         patches, grid = frames_to_patches(pixels[k : k + TEMPORAL_PATCH], PATCHES)
-        seen.append(
-            Seen(
-                patches=patches.astype(np.float16),
-                grid=grid,
-                hints=hints(clip.frames[k], grid, clip.event if clip.event in MOTIONS else None),
-                seconds=sum(clip.times[k : k + TEMPORAL_PATCH]) / TEMPORAL_PATCH,
-            )
-        )
+        told = hints(clip.frames[k], grid, motion)
+        seen.append(Seen(patches=patches.astype(np.float16), grid=grid, hints=told, seconds=seconds))
     return seen
 
 

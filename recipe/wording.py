@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from recipe.clips import Clip
+from recipe.clips import MOVES, Clip
 from recipe.paint import print_box
 from recipe.world import COLOURS, SHAPES, Rng, Scene, Thing
 
@@ -118,6 +118,13 @@ def _reference(thing: Thing, scene: Scene, rng: Rng) -> str | None:
     if colours[thing.colour] == 1:
         ways += [pick(rng, (f"the {thing.colour} one", f"the {thing.colour} object", f"the {thing.colour} shape"))]
     return pick(rng, ways) if ways else None
+
+
+def _two(scene: Scene, rng: Rng) -> tuple[Thing, Thing, str | None, str | None]:
+    """Two objects of a scene that has as many, and the words that mean each."""
+    i, j = rng.choice(len(scene.things), 2, replace=False)
+    one, other = scene.things[int(i)], scene.things[int(j)]
+    return one, other, _reference(one, scene, rng), _reference(other, scene, rng)
 
 
 def _any_thing(scene: Scene, rng: Rng) -> Thing | None:
@@ -335,9 +342,7 @@ def relation(scene: Scene, rng: Rng) -> Dialogue | None:
     """Left of, right of, above, below."""
     if len(scene.things) < 2:
         return None
-    i, j = rng.choice(len(scene.things), 2, replace=False)
-    one, other = scene.things[int(i)], scene.things[int(j)]
-    a, b = _reference(one, scene, rng), _reference(other, scene, rng)
+    one, other, a, b = _two(scene, rng)
     if a is None or b is None:
         return None
     axis = int(rng.integers(2))
@@ -387,9 +392,7 @@ def side(scene: Scene, rng: Rng) -> Dialogue | None:
     """On which side of another object one is: a comparison and nothing else, so it is learnt before `relation`."""
     if len(scene.things) < 2:
         return None
-    i, j = rng.choice(len(scene.things), 2, replace=False)
-    one, other = scene.things[int(i)], scene.things[int(j)]
-    a, b = _reference(one, scene, rng), _reference(other, scene, rng)
+    one, other, a, b = _two(scene, rng)
     axis = int(rng.integers(2))
     gap = _gap(one, other, scene, axis)
     if a is None or b is None or abs(gap) < 0.05:
@@ -676,14 +679,13 @@ def album(scenes: Sequence[Scene], rng: Rng) -> Dialogue | None:
     return [(pick(rng, (f"In {which}: ", f"{which.capitalize()}: ", f"Look at {which}. ")) + question, answer)]
 
 
-_WAY = {"left": "Left.", "right": "Right.", "up": "Up.", "down": "Down."}
 _CLIP = ("video", "clip")
 
 
 def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
     """What moves, which way; what changes its colour, to which, and when."""
     thing, roll, video = clip.thing, rng.random(), pick(rng, _CLIP)
-    moves, changes = clip.event in _WAY, clip.event == "colour"
+    moves, changes = clip.event in MOVES, clip.event == "colour"
     if rng.random() < 0.16:
         return _yes_or_no(clip, rng)
     if roll < 0.22:
@@ -717,7 +719,7 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
             f"{name.capitalize()} goes which way: left, right, up or down?",
             f"What is the direction of {name}?",
         )
-        return [_ask(rng, questions, _WAY[clip.event] if moves else "It does not move.")]
+        return [_ask(rng, questions, f"{clip.event.capitalize()}." if moves else "It does not move.")]
     if roll < 0.74:
         questions = (f"What changes {pick(rng, _COLOUR)}?", f"Which object changes its {pick(rng, _COLOUR)}?")
         return [_ask(rng, questions, f"The {thing.shape}." if changes else "Nothing changes colour.")]
@@ -753,14 +755,14 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
 
 
 def _yes_or_no(clip: Clip, rng: Rng) -> Dialogue:
-    thing, moves = clip.thing, clip.event in _WAY
+    thing, moves = clip.thing, clip.event in MOVES
     name, way, word = pick(rng, (f"the {thing.shape}", f"the {thing.name}")), str(clip.event), pick(rng, _COLOUR)
     if rng.random() < 0.3:
         questions: tuple[str, ...] = (f"Does {name} change its {word}?", f"Does the {word} of {name} change?")
         true = clip.event == "colour"
     elif moves and rng.random() < 0.6:
         if rng.random() < 0.5:
-            way = pick(rng, [other for other in _WAY if other != clip.event])
+            way = pick(rng, [other for other in MOVES if other != clip.event])
         questions = (f"Does {name} move {way}?", f"Is {name} moving {way}?", f"Does {name} go {way}?")
         true = way == clip.event
     else:
