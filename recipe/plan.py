@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 WARMUP = 100
 """Steps in which a stage gets up to its learning rate."""
@@ -36,6 +36,18 @@ class Stage:
         return self.rate * min(1.0, (step + 1) / WARMUP, fall)
 
 
+# Answers do not teach characters, so pages of them come in between.
+_MIXED = Stage(
+    name="mixed",
+    chances={"scene": 0.4, "print": 0.22, "album": 0.1, "clip": 0.22, "strange": 0.04, "talk": 0.02},
+    steps=1500,
+    decay=900,
+    last=0.36,
+    hint_weight=0.7,
+    budget=288,
+    look_every=3,
+    looks={"page": 0.8, "clip": 0.2},
+)
 PLAN = (
     # The tower first, which takes no text and so goes twice as fast. Shapes are told apart only from step 500 on.
     Stage(
@@ -75,41 +87,25 @@ PLAN = (
         steps=550,
         budget=288,
     ),
-    # Answers do not teach characters, so pages of them come in between.
-    Stage(
-        name="mixed",
-        chances={"scene": 0.4, "print": 0.22, "album": 0.1, "clip": 0.22, "strange": 0.04, "talk": 0.02},
-        steps=1500,
-        decay=900,
-        last=0.36,
-        hint_weight=0.7,
-        budget=288,
-        look_every=3,
-        looks={"page": 0.8, "clip": 0.2},
-    ),
-    Stage(
+    _MIXED,
+    replace(
+        _MIXED,
         name="polish",
         chances={"scene": 0.42, "print": 0.26, "album": 0.08, "clip": 0.18, "strange": 0.04, "talk": 0.02},
         steps=900,
         rate=8e-4,
         decay=850,
-        hint_weight=0.7,
-        budget=288,
-        look_every=3,
-        looks={"page": 0.8, "clip": 0.2},
+        last=0.0,
     ),
     # The same once more, with more boxes.
-    Stage(
+    replace(
+        _MIXED,
         name="again",
         chances={"scene": 0.44, "print": 0.28, "album": 0.07, "clip": 0.16, "strange": 0.03, "talk": 0.02},
         steps=400,
         rate=8e-4,
         decay=320,
         last=0.24,
-        hint_weight=0.7,
-        budget=288,
-        look_every=3,
-        looks={"page": 0.8, "clip": 0.2},
     ),
 )
 
