@@ -92,7 +92,8 @@ class Run:
         end = min(until, begun + stage.steps)
         parameters = [*self.network.parameters(), *self.hinter.parameters()]
         self.network.train()
-        told: list[tuple[torch.Tensor, ...]] = []
+        answers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        hints: list[torch.Tensor] = []
         last = time.monotonic()
         data = batches(self.tokenizer, stage, seed=self.seed, first=self.step, end=end, workers=workers)
         for batch in data:
@@ -113,24 +114,27 @@ class Run:
                     self.average[name].lerp_(value, fresh)
             self.step += 1
             self.hours += (time.monotonic() - started) / 3600
-            told.append((answer.detach(), hint.detach(), right) if batch.taught.any() else (hint.detach(),))
+            hints.append(hint.detach())
+            if batch.taught.any():
+                answers.append((answer.detach(), right))
             if self.step % _LOG_EVERY == 0:
                 now = time.monotonic()
-                self._log(stage, told, (now - last) / _LOG_EVERY)
-                told, last = [], now
+                self._log(stage, answers, hints, (now - last) / _LOG_EVERY)
+                answers, hints, last = [], [], now
             if self.step % save_every == 0 or self.step == end:
                 self.save()
 
-    def _log(self, stage: Stage, told: list[tuple[torch.Tensor, ...]], seconds: float) -> None:
-        """told: of each step, (answers' loss, hints' loss, share right) or the hints' loss alone. seconds: a step's."""
-        answered = [figures for figures in told if len(figures) == 3] or [(torch.zeros(()),) * 3]
-        loss, _, right = torch.tensor(answered).mean(0).tolist()
-        hints = torch.tensor([figures[len(figures) // 2] for figures in told]).mean().item()
+    def _log(
+        self, stage: Stage, answers: list[tuple[torch.Tensor, torch.Tensor]], hints: list[torch.Tensor], seconds: float
+    ) -> None:
+        """answers: (loss, share right) of each step that had some. hints: the loss of each step. seconds: a step's."""
+        loss, right = torch.tensor(answers or [(0.0, 0.0)]).mean(0).tolist()
+        hint = torch.tensor(hints).mean().item()
         line = {
             "step": self.step,
             "stage": stage.name,
             "loss": round(loss, 4),
-            "hints": round(hints, 4),
+            "hints": round(hint, 4),
             "right": round(right, 4),
             "step_s": round(seconds, 2),
             "hours": round(self.hours, 3),
@@ -138,8 +142,8 @@ class Run:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
-        if not math.isfinite(loss + hints):
-            raise RuntimeError(f"the loss at step {self.step} is {loss}, the hints' {hints}; the last state is kept")
+        if not math.isfinite(loss + hint):
+            raise RuntimeError(f"the loss at step {self.step} is {loss}, the hints' {hint}; the last state is kept")
 
 
 def optimizers(network: Network, hinter: Hinter) -> list[torch.optim.Optimizer]:
