@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
+from processors.base import ExpandedPrompt
 from processors.registry import make_processor
 from processors.video_options import VideoKnobs
 from recipe.batches import attention_mask, batches, collate
@@ -101,11 +102,15 @@ def test_prompt_and_patches_are_those_that_are_served(tokenizer: Tokenizer, netw
     np.testing.assert_array_equal(processed.feature.astype(np.float16), seen.patches)
     content = [{"type": "image"}, {"type": "text", "text": "Where is it?"}]
     prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
-    expanded = processor.expand(tokenizer.encode(prompt).ids, [processed])
+    _assert_begins_with(lesson, processor.expand(tokenizer.encode(prompt).ids, [processed]))
+
+
+def _assert_begins_with(lesson: Lesson, served: ExpandedPrompt) -> None:
+    """The lesson, up to its first answer, is the prompt that is served."""
     length = int(np.argmax(lesson.taught))
-    assert expanded.input_ids.tolist() == lesson.ids[:length].tolist()
-    assert expanded.mm_inputs is not None
-    np.testing.assert_array_equal(expanded.mm_inputs.mrope_positions, lesson.positions[:, :length])
+    assert served.input_ids.tolist() == lesson.ids[:length].tolist()
+    assert served.mm_inputs is not None
+    np.testing.assert_array_equal(served.mm_inputs.mrope_positions, lesson.positions[:, :length])
 
 
 def test_clips_are_those_that_are_served(tokenizer: Tokenizer, network: Network, tmp_path: Path) -> None:
@@ -122,11 +127,7 @@ def test_clips_are_those_that_are_served(tokenizer: Tokenizer, network: Network,
     np.testing.assert_array_equal(processed.feature.astype(np.float16), np.concatenate([s.patches for s in seen]))
     content = [{"type": "video"}, {"type": "text", "text": "What moves?"}]
     prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
-    expanded = processor.expand(tokenizer.encode(prompt).ids, [processed])
-    length = int(np.argmax(lesson.taught))
-    assert expanded.input_ids.tolist() == lesson.ids[:length].tolist()
-    assert expanded.mm_inputs is not None
-    np.testing.assert_array_equal(expanded.mm_inputs.mrope_positions, lesson.positions[:, :length])
+    _assert_begins_with(lesson, processor.expand(tokenizer.encode(prompt).ids, [processed]))
 
 
 def test_the_same_batches_wherever_one_goes_on(tokenizer: Tokenizer) -> None:
