@@ -112,8 +112,7 @@ class VideoProcessor:
         count = len(choice.indices)
         if count > self.limits.max_frames:
             raise _too_many("the request asks for", count, self.limits)
-        knobs, clamps = self._rules.limited(count, knobs)
-        height, width = self._rules.size(count, source.size[1], source.size[0], knobs)
+        height, width, clamps = self._rules.fit(count, source.size[1], source.size[0], knobs)
         t = math.ceil(count / depth)
         num_tokens = t * (height // factor) * (width // factor)
         limit = self.limits.max_tokens

@@ -19,7 +19,7 @@ from processors.frame_sizes import (
     limit_areas,
 )
 from processors.image_sizes import Fit, aimed_size
-from processors.knobs import Clamp, named
+from processors.knobs import named
 from processors.resize import PatchConfig
 from processors.video_options import Sampling, VideoConfig, VideoDefaults, VideoKnobs
 
@@ -45,30 +45,24 @@ class VideoRules:
         chooser = every_frame if knobs.do_sample_frames is False else self.chooser
         return chooser(times, rate, knobs)
 
-    def size(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> tuple[int, int]:
-        """(height, width) that the frames are resized to."""
-        aimed = self._aimed(num_frames, knobs)
-        if aimed is not None:
-            return aimed[:2]
-        return self.sizer.size(num_frames, height, width, limit_areas(self.sizer, num_frames, knobs)[0])
-
-    def limited(self, num_frames: int, knobs: VideoKnobs) -> tuple[VideoKnobs, tuple[Clamp, ...]]:
-        """`knobs` with their areas within the server's limits, for a clip of which that many frames are used."""
-        aimed = self._aimed(num_frames, knobs)
-        return limit_areas(self.sizer, num_frames, knobs) if aimed is None else (knobs, aimed.clamps)
+    def fit(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> Fit:
+        """The size of frames of that size, for a clip of which that many are used. Raises BadRequestError."""
+        if knobs.resized_height is not None and knobs.resized_width is not None:
+            limit, setting = self.sizer.limit(num_frames, knobs)
+            return aimed_size(
+                knobs.resized_height,
+                knobs.resized_width,
+                factor=self.sizer.areas.factor,
+                limit=limit,
+                setting=setting,
+            )
+        limited, clamps = limit_areas(self.sizer, num_frames, knobs)
+        return Fit(*self.sizer.size(num_frames, height, width, limited), clamps)
 
     def ignored(self, knobs: VideoKnobs) -> tuple[str, ...]:
         """What was given and has no effect."""
         defaults = knobs.defaults or VideoDefaults()
         return (*named(knobs, self.unused), *named(defaults, self.unused), *defaults.unused)
-
-    def _aimed(self, num_frames: int, knobs: VideoKnobs) -> Fit | None:
-        """The size that was asked for, if one was."""
-        height, width = knobs.resized_height, knobs.resized_width
-        if height is None or width is None:
-            return None
-        limit, setting = self.sizer.limit(num_frames, knobs)
-        return aimed_size(height, width, factor=self.sizer.areas.factor, limit=limit, setting=setting)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

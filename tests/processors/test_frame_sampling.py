@@ -139,7 +139,7 @@ def test_frame_sizes_are_those_of_transformers(count, height, width, cap, low, d
         reference = make(size=size, cap_pixels_per_frame=cap, patch_size=14)
         seen = []
         wanted = resize_only(reference, count, height, width, size, cap, seen)
-        assert rules(kind, config).size(count, height, width, NO_KNOBS) == wanted
+        assert rules(kind, config).fit(count, height, width, NO_KNOBS)[:2] == wanted
 
 
 def resize_only(reference, count, height, width, size, cap, seen):
@@ -166,7 +166,7 @@ def test_frame_sizes_are_those_of_qwen_vl_utils(count, height, width, total):
     most = max(min(768 * token, total_pixels / count * 2), int(128 * token * 1.05))
     wanted = smart_resize(height, width, factor=28, min_pixels=128 * token, max_pixels=most)
     knobs = VideoKnobs(total_pixels=None if total is None else total_pixels)
-    assert rules(qwen_vl_utils_rules).size(count, height, width, knobs) == wanted
+    assert rules(qwen_vl_utils_rules).fit(count, height, width, knobs)[:2] == wanted
 
 
 @given(kind=st.sampled_from([qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules]), most=st.integers(4, 999))
@@ -176,14 +176,14 @@ def test_a_requests_and_the_servers_frame_limits_hold(kind, most):
         (rules(kind), VideoKnobs(max_pixels=area)),
         (rules(kind, max_pixels=area), NO_KNOBS),
     ):
-        height, width = made.size(8, 1080, 1920, knobs)
+        height, width, _ = made.fit(8, 1080, 1920, knobs)
         assert height % 28 == width % 28 == 0
         assert height * width <= area
 
 
 def test_min_pixels_enlarges_frames():
     for kind in (qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules):
-        height, width = rules(kind).size(2, 100, 100, VideoKnobs(min_pixels=200 * 784))
+        height, width, _ = rules(kind).fit(2, 100, 100, VideoKnobs(min_pixels=200 * 784))
         assert height * width >= 200 * 784
 
 
@@ -253,7 +253,7 @@ def test_grid_places_are_multiples_within_the_part(fps, end, start):
 
 
 def test_a_grid_size_does_not_depend_on_the_number_of_frames():
-    assert len({rules(time_grid_rules).size(n, 720, 1280, NO_KNOBS) for n in (1, 2, 40, 768)}) == 1
+    assert len({rules(time_grid_rules).fit(n, 720, 1280, NO_KNOBS)[:2] for n in (1, 2, 40, 768)}) == 1
 
 
 def test_a_grid_is_refused_rather_than_thinned_out():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from processors.base import ProcessorLimits
+from processors.frame_sizes import limit_areas
 from processors.image_sizes import ImageSizes
 from processors.knobs import Clamp, ImageKnobs, laid_over
 from processors.video_options import VideoConfig, VideoDefaults, VideoKnobs, video_knobs_over
@@ -196,20 +197,23 @@ TIMES = [i / 10 for i in range(100)]
 
 
 def frame_area(made, knobs, count=4, side=3000):
-    height, width = made.size(count, side, side, knobs)
+    height, width, _ = made.fit(count, side, side, knobs)
     return height * width
+
+
+def clamps_of(made, knobs, count=4):
+    return made.fit(count, 3000, 3000, knobs).clamps
 
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("name", ["min_pixels", "max_pixels"])
 def test_a_frames_area_is_clamped_and_told(kind, name):
     made = rules(kind, max_pixels=100 * TOKEN)
-    knobs, clamps = made.limited(4, VideoKnobs(**{name: 400 * TOKEN}))
-    limit = 100 * TOKEN
-    assert clamps == (Clamp(knob=name, asked=400 * TOKEN, used=limit, limit=limit, setting=PIXELS),)
-    assert getattr(knobs, name) == limit
-    assert frame_area(made, VideoKnobs(**{name: 400 * TOKEN})) == limit
-    assert made.limited(4, VideoKnobs(**{name: limit}))[1] == ()
+    asked, limit = VideoKnobs(**{name: 400 * TOKEN}), 100 * TOKEN
+    assert clamps_of(made, asked) == (Clamp(knob=name, asked=400 * TOKEN, used=limit, limit=limit, setting=PIXELS),)
+    assert getattr(limit_areas(made.sizer, 4, asked)[0], name) == limit
+    assert frame_area(made, asked) == limit
+    assert clamps_of(made, VideoKnobs(**{name: limit})) == ()
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -217,14 +221,14 @@ def test_a_request_may_have_more_than_the_checkpoint_where_the_server_allows_it(
     config = VideoConfig(min_pixels=4 * TOKEN, max_pixels=64 * TOKEN)
     asked = VideoKnobs(max_pixels=900 * TOKEN)
     open_, shut = rules(kind, config, max_pixels=2500 * TOKEN), rules(kind, config)
-    (clamp,) = shut.limited(4, asked)[1]
+    (clamp,) = clamps_of(shut, asked)
     assert clamp.asked == 900 * TOKEN
     assert frame_area(shut, asked) <= clamp.limit == clamp.used
     if kind is qwen_vl_utils_rules:  # it has a limit of its own
-        assert open_.limited(4, asked)[1][0].setting == "--video-sampling qwen-vl-utils"
+        assert clamps_of(open_, asked)[0].setting == "--video-sampling qwen-vl-utils"
         assert frame_area(open_, asked) <= 768 * TOKEN
     else:
-        assert open_.limited(4, asked)[1] == ()
+        assert clamps_of(open_, asked) == ()
         assert frame_area(open_, asked) == 900 * TOKEN
 
 
@@ -233,10 +237,10 @@ def test_a_whole_clips_area_has_the_frames_limit_times_the_frames():
     for count in (4, 8):
         made = rules(qwen3_rules, config, max_pixels=36 * TOKEN)
         asked = VideoKnobs(defaults=VideoDefaults(longest_edge=10**9))
-        (clamp,) = made.limited(count, asked)[1]
+        (clamp,) = clamps_of(made, asked, count)
         assert (clamp.knob, clamp.used) == ("longest_edge", count * 36 * TOKEN)
         assert frame_area(made, asked, count) == 36 * TOKEN
-    (clamp,) = rules(qwen3_rules, config).limited(4, asked)[1]
+    (clamp,) = clamps_of(rules(qwen3_rules, config), asked)
     assert (clamp.used, clamp.setting) == (256 * TOKEN, PIXELS)
     assert frame_area(rules(qwen3_rules, config), asked, 4) == 64 * TOKEN
 
@@ -245,7 +249,7 @@ def test_a_whole_clips_area_has_the_frames_limit_times_the_frames():
 def test_the_cap_of_a_frame_is_told(kind):
     config = VideoConfig(max_pixels=10**9, min_pixels=TOKEN, max_video_tokens=100)
     asked = VideoKnobs(max_pixels=400 * TOKEN, defaults=VideoDefaults(cap_pixels_per_frame=True))
-    (clamp,) = rules(kind, config).limited(4, asked)[1]
+    (clamp,) = clamps_of(rules(kind, config), asked)
     assert (clamp.asked, clamp.setting) == (400 * TOKEN, "cap_pixels_per_frame")
     assert frame_area(rules(kind, config), asked) <= clamp.limit < 400 * TOKEN
 
@@ -274,8 +278,8 @@ def test_the_part_wins_over_the_request_over_the_checkpoint(kind):
         )
     # what a part hides is not worth telling
     beyond = VideoKnobs(defaults=VideoDefaults(longest_edge=10**12))
-    assert made.limited(4, beyond)[1]
-    assert not made.limited(4, video_knobs_over(VideoKnobs(max_pixels=TOKEN), beyond))[1]
+    assert clamps_of(made, beyond)
+    assert not clamps_of(made, video_knobs_over(VideoKnobs(max_pixels=TOKEN), beyond))
 
 
 def test_ways_of_sampling_exclude_each_other_across_levels():
@@ -295,12 +299,11 @@ def test_a_frames_size_is_the_one_of_qwen_vl_utils(kind, size):
     made = rules(kind, max_pixels=None if kind is qwen_vl_utils_rules else 16384 * TOKEN)
     knobs = VideoKnobs(resized_height=size[0], resized_width=size[1], max_pixels=TOKEN, total_pixels=1)
     if kind is qwen_vl_utils_rules and size[0] == 2000:
-        (clamp, _) = made.limited(4, knobs)[1]
+        (clamp, _) = clamps_of(made, knobs)
         assert (clamp.knob, clamp.setting) == ("resized_height", "--video-sampling qwen-vl-utils")
         assert frame_area(made, knobs) <= 768 * TOKEN == clamp.limit
     else:
-        assert made.size(4, 77, 88, knobs) == smart_resize(*size, factor=28)
-        assert made.limited(4, knobs)[1] == ()
+        assert made.fit(4, 77, 88, knobs) == (*smart_resize(*size, factor=28), ())
 
 
 FRAMES = "setting --max-video-frames"
