@@ -280,13 +280,10 @@ class ProcessorPool:
 
     def _process_video(self, request: VideoRequest) -> ProcessedVideo:
         source, knobs = request.source, request.knobs or VideoKnobs()
-        if isinstance(source, str):
-            match = _JPEG_FRAMES.match(source)
-            if match:
-                source = tuple(f"data:image/jpeg;base64,{part}" for part in source[match.end() :].split(","))
-            else:
-                source = self._fetch(source, request.param, Modality.VIDEO)
-        elif isinstance(source, MediaFile):
+        match = _JPEG_FRAMES.match(source) if isinstance(source, str) else None
+        if match:
+            source = tuple(f"data:image/jpeg;base64,{part}" for part in match.string[match.end() :].split(","))
+        elif isinstance(source, str | MediaFile):
             source = self._fetch(source, request.param, Modality.VIDEO)
         if isinstance(source, tuple):
             source = self._download_frames(source, request.param)
