@@ -64,7 +64,7 @@ class FilesApi:
             raise _invalid("limit", limit, f"between 1 and {_LIST_LIMIT}")
         if order not in ("asc", "desc"):
             raise _invalid("order", order, "asc or desc")
-        records = self._store.files(owner_of(request))
+        records = await asyncio.to_thread(self._store.files, owner_of(request))
         if order == "desc":
             records.reverse()
         if "purpose" in query:
@@ -80,7 +80,7 @@ class FilesApi:
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
         """What is known of a file."""
-        return JsonResponse(_describe(self._store.find(owner_of(request), file_id)))
+        return JsonResponse(_describe(await asyncio.to_thread(self._store.find, owner_of(request), file_id)))
 
     async def delete(self, request: Request, file_id: str) -> Response:
         """Forget a file. Requests that read it already go on."""

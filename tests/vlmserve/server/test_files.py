@@ -7,6 +7,7 @@ import base64
 import http.client
 import io
 import socket
+import threading
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -239,6 +240,38 @@ def test_memory_holds_a_part_of_an_upload_only(checkpoint_folder, store, monkeyp
         assert file.bytes == 8_000_000
     assert max(sizes) < 1_000_000
     asyncio.run(served.frontend.close())
+
+
+class WatchedLock:
+    """Tells of everyone who comes for it, before they wait."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.came = threading.Semaphore(0)
+
+    def __enter__(self):
+        self.came.release()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+@pytest.mark.parametrize("path", ["", "/file-" + "0" * 32])
+def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
+    files = FileStore(tmp_path, FileLimits(max_bytes=1000, max_total_bytes=1000, max_files=10))
+    watched = files._lock = WatchedLock()
+    with real_server(build_app(served.frontend.manager, ["m"], ApiSettings(), files)) as port:
+        waiting, other = (http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S) for _ in range(2))
+        with watched.lock:
+            waiting.request("GET", "/v1/files" + path)
+            assert watched.came.acquire(timeout=WAIT_S)
+            other.request("GET", "/version")
+            assert other.getresponse().status == 200
+        assert waiting.getresponse().status == (404 if path else 200)
+        for link in (waiting, other):
+            link.close()
+    files.close()
 
 
 def test_files_belong_to_the_key_that_brought_them(served, tmp_path):
