@@ -13,6 +13,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -136,7 +137,8 @@ def make_play(rng: Generator, happening: Happening, shortest: float = SHORTEST) 
         things = [actor]
         for index in range(1, beside + 1):
             taken = [_around(ends), *(thing.box for thing in things[1:])]
-            other = fit_thing(rng, shapes[index], colours[index], rgbs[index], width, height, taken, SIZES)
+            make = partial(make_thing, rng, shapes[index], colours[index], rgbs[index], width, height, SIZES)
+            other = fit_thing(make, taken, min(width, height))
             things += [other] if other else []
         shown = [thing.rgb for thing in things] + ([event.rgb] if isinstance(event, Change) else [])
         ground = sample_ground(rng, shown) if len(things) == 1 + beside else None

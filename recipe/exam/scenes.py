@@ -10,9 +10,9 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -180,27 +180,22 @@ def place_things(rng: Generator, count: int, width: int, height: int, taken: Seq
         # A colour comes back more often than chance has it: telling such things apart is part of the exam.
         colour = pick(rng, things).colour if things and rng.random() < 0.15 else pick(rng, COLOURS)
         shape, rgb = pick(rng, SHAPES), sample_colour(rng, colour)
-        thing = fit_thing(rng, shape, colour, rgb, width, height, [*taken, *(other.box for other in things)])
+        make = partial(make_thing, rng, shape, colour, rgb, width, height)
+        thing = fit_thing(make, [*taken, *(other.box for other in things)], min(width, height))
         if thing is None:
             return ()
         things.append(thing)
     return tuple(things)
 
 
-def fit_thing(
-    rng: Generator,
-    shape: str,
-    colour: str,
-    rgb: RGB,
-    width: int,
-    height: int,
-    taken: Sequence[Box],
-    sizes: tuple[float, float] = (SMALLEST_THING, LARGEST_THING),
-) -> Thing | None:
-    """A thing apart from what is `taken`; None where a few tries find no room. `sizes`: as for `make_thing`."""
-    gap = max(2.0, 0.02 * min(width, height))
+def fit_thing(make: Callable[[], Thing], taken: Sequence[Box], short: int) -> Thing | None:
+    """The first that `make` makes apart from what is `taken`, of a picture whose short side is `short` pixels.
+
+    None where a few tries find no room.
+    """
+    gap = max(2.0, 0.02 * short)
     for _ in range(_TRIES):
-        thing = make_thing(rng, shape, colour, rgb, width, height, sizes)
+        thing = make()
         if not any(_touch(thing.box, box, gap) for box in taken):
             return thing
     return None
