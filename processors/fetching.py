@@ -66,9 +66,16 @@ class MediaFetcher:
         self._settings = settings
         self._resolver = resolver
         self._ssl_context = ssl_context
+        self._parent: MediaFetcher | None = None
         self._lock = threading.Lock()
         self._http: HttpGetter | None = None
         self._closed = False
+
+    def child(self) -> MediaFetcher:
+        """Another one like this, which ends with it, and may be closed by itself."""
+        child = MediaFetcher(self._settings, resolver=self._resolver, ssl_context=self._ssl_context)
+        child._parent = self
+        return child
 
     def fetch(self, url: str, *, param: str | None = None, modality: Modality = Modality.IMAGE) -> bytes:
         """The bytes behind `url`; how many there may be depends on the modality.
@@ -118,7 +125,9 @@ class MediaFetcher:
         with self._lock:
             if self._closed:
                 raise GetError("the server is shutting down")
-            if self._http is None:
+            if self._http is None and self._parent is not None:
+                self._http = self._parent._getter().child()
+            elif self._http is None:
                 settings = self._settings
                 limits = GetLimits(
                     timeout_s=settings.timeout_s,
@@ -147,6 +156,11 @@ class MediaFetcher:
             return _read_below(root, inside.split(os.sep), url, limit)
         except OSError as error:
             raise BadRequestError(f"cannot read {_shorten(url)}: {error.strerror}", code=_CODE) from None
+
+
+def is_remote(url: str) -> bool:
+    """Whether fetching it waits for others: all but data: URLs."""
+    return url[:5].lower() != "data:"
 
 
 def _decode_data(url: str, limit: ByteLimit) -> bytes:

@@ -8,6 +8,7 @@ differently the second time (DNS rebinding) gains nothing. TLS still verifies th
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import socket
 import ssl
@@ -70,6 +71,12 @@ class HttpGetter:
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError, ValueError) as error:
             raise GetError(f"cannot fetch from {target.host!r}: {_reason(error)}") from error
         raise GetError(f"more than {self._limits.max_redirects} redirects (setting media_max_redirects)")
+
+    def child(self) -> HttpGetter:
+        """Another one like this, whose GETs end with it, and which may be closed by itself."""
+        child = copy.copy(self)
+        child._sockets = _OpenSockets(self._sockets)
+        return child
 
     def close(self) -> None:
         """Break off every GET under way, and refuse new ones."""
@@ -149,9 +156,10 @@ def _reason(error: BaseException) -> str:
 
 
 class _OpenSockets:
-    """The sockets in use, so that another thread can wake those who wait on them."""
+    """The sockets in use, so that another thread can wake those who wait on them. They are its parent's, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent: _OpenSockets | None = None) -> None:
+        self._parent = parent
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
@@ -160,15 +168,16 @@ class _OpenSockets:
     def guard(self, stream: httpcore2.NetworkStream) -> Iterator[None]:
         """While the block runs, `close` may shut the stream's socket down."""
         sock = stream.get_extra_info("socket")
-        with self._lock:
-            if self._closed:
-                raise httpcore2.ReadError("the server is shutting down")
-            self._open.add(sock)
-        try:
-            yield
-        finally:
+        with self._parent.guard(stream) if self._parent else contextlib.nullcontext():
             with self._lock:
-                self._open.discard(sock)
+                if self._closed:
+                    raise httpcore2.ReadError("the server is shutting down")
+                self._open.add(sock)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._open.discard(sock)
 
     def close(self) -> None:
         with self._lock:

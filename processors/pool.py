@@ -2,7 +2,8 @@
 
 Two thread pools: a few workers for what costs CPU time, and more of them for what waits on others (downloads, disks),
 so that a host which does not answer holds up nobody's decoding. A downloading thread keeps its place until its picture
-is processed: downloaded files that wait in memory are therefore never more than `max_downloads`.
+is processed: downloaded files that wait in memory are therefore never more than `max_downloads`. A list of frames
+counts as one; what of it is remote comes in a few threads of the list's own.
 
 Resizing 8-bit pictures uses one thread in torch whatever its settings, and numpy's arithmetic does too, so workers
 neither read nor change torch's thread count.
@@ -25,7 +26,8 @@ from processors.base import ImageKnobs, MultimodalProcessor, ProcessedImage, Pro
 from processors.cache import CacheStats, ProcessorCache
 from processors.decoding import decode_image
 from processors.embeds import parse_embeds
-from processors.fetching import MediaFetcher
+from processors.fetching import MediaFetcher, is_remote
+from processors.frame_lists import FetchedFrame, Frame, FrameLists
 from processors.in_flight import InFlight
 from processors.inputs import Modality
 from processors.media_file import MediaFile
@@ -44,9 +46,6 @@ class ImageRequest:
     source: str | bytes | MediaFile | Image.Image
     knobs: ImageKnobs | None = None
     param: str | None = None
-
-
-Frame: TypeAlias = str | bytes | Image.Image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +72,16 @@ _JPEG_FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
-    """max_workers: threads that decode and resize. max_downloads: URLs fetched at a time.
+    """max_workers: threads that decode and resize. max_downloads: URLs fetched at a time, lists of frames as one.
 
+    max_frame_downloads: frames of one list fetched at a time.
     max_queued: pictures and videos in the pool, waiting or in work, above which `load` refuses more.
     cache_mib: processed pictures and videos kept, in MiB; 0 for none.
     """
 
     max_workers: int = 2
     max_downloads: int = 16
+    max_frame_downloads: int = 4
     max_queued: int = 1024
     cache_mib: int = 256
 
@@ -91,6 +92,9 @@ class ProcessorPool:
     def __init__(self, processor: MultimodalProcessor, fetcher: MediaFetcher, settings: PoolSettings) -> None:
         self._processor = processor
         self._fetcher = fetcher
+        self._frame_lists = FrameLists(
+            fetcher, max_frames=processor.limits.video.max_frames, at_a_time=settings.max_frame_downloads
+        )
         self._settings = settings
         self._cache = ProcessorCache(settings.cache_mib * 2**20)
         self._in_flight: InFlight[ProcessedMedium] = InFlight()
@@ -189,7 +193,7 @@ class ProcessorPool:
     def _download(self, request: MediaRequest) -> ProcessedMedium:
         source = request.source
         if isinstance(request, VideoRequest) and isinstance(source, tuple):
-            request = replace(request, source=self._download_frames(source, request.param))
+            request = replace(request, source=self._frame_lists.fetch(source, request.param))
         else:
             modality = Modality.VIDEO if isinstance(request, VideoRequest) else Modality.IMAGE
             assert isinstance(source, str | MediaFile)
@@ -211,30 +215,6 @@ class ProcessorPool:
         except BadRequestError as error:
             error.param = error.param or param
             raise
-
-    def _download_frames(self, frames: tuple[Frame, ...], param: str | None) -> tuple[Frame, ...]:
-        """Fetch those that are URLs, one after the other, as long as they are no larger together than a video."""
-        limit = self._fetcher.limit(Modality.VIDEO)
-        count = self._processor.limits.video.max_frames
-        if len(frames) > count:
-            raise BadRequestError(
-                f"the list of frames has {len(frames)} frames; the limit is {count} (setting --max-video-frames)",
-                param=param,
-                code="too_many_frames",
-            )
-        done: list[Frame] = []
-        total = 0
-        for frame in frames:
-            got = self._fetcher.fetch(frame, param=param) if isinstance(frame, str) else frame
-            total += len(got) if isinstance(got, bytes) else 0
-            if total > limit.bytes:
-                raise BadRequestError(
-                    f"the frames are larger together than {limit.bytes} bytes (setting {limit.setting})",
-                    param=param,
-                    code="invalid_media_url",
-                )
-            done.append(got)
-        return tuple(done)
 
     def _process(self, request: MediaRequest) -> ProcessedMedium:
         try:
@@ -286,7 +266,7 @@ class ProcessorPool:
         elif isinstance(source, str | MediaFile):
             source = self._fetch(source, request.param, Modality.VIDEO)
         if isinstance(source, tuple):
-            source = self._download_frames(source, request.param)
+            source = self._frame_lists.fetch(source, request.param)
             files = [frame for frame in source if isinstance(frame, bytes)]
             cacheable = len(files) == len(source)
         else:
@@ -303,11 +283,10 @@ class ProcessorPool:
         assert isinstance(found, ProcessedVideo)
         return found
 
-    def _frames(self, frames: tuple[Frame, ...]) -> Iterator[Image.Image]:
+    def _frames(self, frames: tuple[FetchedFrame, ...]) -> Iterator[Image.Image]:
         """Decoded one at a time: memory never holds them all at full size."""
         limits = self._processor.limits.decode
         for place, frame in enumerate(frames):
-            assert not isinstance(frame, str)  # they have been fetched
             try:
                 yield decode_image(frame, limits) if isinstance(frame, bytes) else frame
             except BadRequestError as error:
@@ -316,7 +295,7 @@ class ProcessorPool:
 
 
 def _is_remote(source: object) -> bool:
-    return isinstance(source, MediaFile) or (isinstance(source, str) and source[:5].lower() != "data:")
+    return isinstance(source, MediaFile) or (isinstance(source, str) and is_remote(source))
 
 
 def _closing() -> BadRequestError:
