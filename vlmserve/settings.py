@@ -67,6 +67,7 @@ class ServerSettings:
     max_file_bytes: int = _arg(256 * 2**20, "largest uploaded file, in bytes")
     max_file_store_bytes: int = _arg(2**30, "all uploaded files together, in bytes")
     max_files: int = _arg(1000, "most uploaded files; 0 takes none")
+    upload_timeout_s: float = _arg(60.0, "seconds after which an upload is dropped of which nothing more comes")
     file_expire_after_s: float | None = _arg(
         None, "seconds after which an uploaded file is deleted if its upload does not say; default: never"
     )
@@ -131,6 +132,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_file_bytes",
         "max_file_store_bytes",
         "max_files",
+        "upload_timeout_s",
         "file_expire_after_s",
     ),
     "memory": ("mem_fraction_static", "cpu_kv_cache_gib", "max_total_tokens", "page_size", "disable_radix_cache"),
@@ -276,7 +278,8 @@ def _server_problems(settings: ServerSettings) -> list[str]:
 
     if not 0 <= settings.port <= 65535:
         refuse("port", "between 0 and 65535")
-    for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s", "max_video_duration_s", "max_video_decode_s"):
+    times = ("media_timeout_s", "startup_timeout_s", "max_video_duration_s", "max_video_decode_s", "upload_timeout_s")
+    for name in ("max_body_mib", *times):
         if not getattr(settings, name) > 0:
             refuse(name, "above 0")
     counts = ("media_max_redirects", "max_images_per_request", "max_videos_per_request", "max_files")

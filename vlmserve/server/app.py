@@ -28,13 +28,14 @@ class ApiSettings:
     """What the HTTP application can be told.
 
     api_keys: none lets everybody in. max_body_bytes: largest request body. max_n: most choices of a request.
-    stats_timeout_s: how long /metrics waits for the scheduler's figures.
+    stats_timeout_s: how long /metrics waits for the scheduler's figures. upload_timeout_s: how long uploads may stall.
     """
 
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20
     max_n: int = 128
     stats_timeout_s: float = 0.5
+    upload_timeout_s: float = 60.0
 
 
 def build_app(
@@ -93,7 +94,7 @@ def build_app(
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra={"requestBody": body})
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
-    FilesApi(files).add_routes(app)
+    FilesApi(files, timeout_s=settings.upload_timeout_s).add_routes(app)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])

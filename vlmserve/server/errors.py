@@ -46,11 +46,16 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
-    """`describe` as a response, with Retry-After where trying again makes sense."""
+    """`describe` as a response, with Retry-After where trying again makes sense.
+
+    Who was too slow gets no further request on the same connection, as the rest of this one may still come on it.
+    """
     status, body = describe(error)
     extra = dict(headers or {})
     if status in (429, 503):
         extra["Retry-After"] = str(RETRY_AFTER_S)
+    if status == 408:
+        extra["Connection"] = "close"
     return JsonResponse(body, status_code=status, headers=extra)
 
 

@@ -88,6 +88,7 @@ def make_frontend(
     api = ApiSettings(
         api_keys=(settings.api_key,) if settings.api_key else (),
         max_body_bytes=int(settings.max_body_mib * 2**20),
+        upload_timeout_s=settings.upload_timeout_s,
     )
     with ExitStack() as stack:
         files = _open_files(settings, stack)

@@ -223,6 +223,65 @@ def test_a_client_that_leaves_within_an_upload_leaves_nothing(port, store):
     assert list(store.iterdir()) == []
 
 
+def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
+    served = served_with(checkpoint_folder, store, upload_timeout_s=0.5, max_files=2)
+    with real_server(served.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
+        head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+        form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nabc'
+        link.sendall(head + b"Content-Length: 1000\r\n\r\n" + form)
+        base = f"http://127.0.0.1:{port}/v1"
+        with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=WAIT_S) as ai:
+            kept = ai.files.create(file=("y", PNG), purpose="vision")
+            answer = b"".join(iter(lambda: link.recv(65536), b""))  # up to the server's closing the connection
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"connection: close\r\n" in answer.lower()
+            assert b"nothing more of the upload came for 0.5 s (setting --upload-timeout-s)" in answer
+            assert b'"code":"upload_timeout"' in answer
+            assert {path.stem for path in store.iterdir()} == {kept.id}
+            assert ai.files.content(kept.id).read() == PNG
+            assert ai.files.create(file=("z", PNG), purpose="vision").bytes == len(PNG), "its place is free again"
+    served.assert_idle()
+    asyncio.run(served.frontend.close())
+
+
+def test_a_slow_upload_may_take_longer_than_the_limit(checkpoint_folder, store):
+    """50 seconds by a fake clock before each of its parts, where 60 without one are too many."""
+    served = served_with(checkpoint_folder, store, upload_timeout_s=60)
+    fields = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nvision\r\n'
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+    parts = iter([fields, head, *[b"x"] * 10, b"\r\n--b--\r\n"])
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/files",
+        "query_string": b"",
+        "headers": [(b"content-type", b"multipart/form-data; boundary=b")],
+    }
+    sent = []
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        loop.time = lambda: now
+
+        async def receive():
+            nonlocal now
+            now += 50
+            await asyncio.sleep(0)  # what is due happens
+            part = next(parts, None)
+            return {"type": "http.request", "body": part or b"", "more_body": part is not None}
+
+        async def send(message):
+            sent.append(message)
+
+        await served.app(scope, receive, send)
+
+    asyncio.run(scenario())
+    assert sent[0]["status"] == 200, sent
+    assert [path.read_bytes() for path in store.glob("*.bin")] == [b"x" * 10]
+    asyncio.run(served.frontend.close())
+
+
 def test_memory_holds_a_part_of_an_upload_only(checkpoint_folder, store, monkeypatch):
     """What is handed to the form at a time is bounded, however the file comes."""
     from vlmserve.server import upload_form
