@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import secrets
 from pathlib import Path
 
 import numpy as np
 
-_BLOCK_NAME = re.compile(r"\d+-\d+")
+_BLOCK_NAME = re.compile(r"\d+-[0-9a-f]{8}-\d+")
 
 
 class SharedArrays:
@@ -26,11 +27,12 @@ class SharedArrays:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._names = itertools.count()
+        self._word = secrets.token_hex(4)  # sets names apart from those of others in this process
+        self._numbers = itertools.count()
 
     def put(self, array: np.ndarray) -> str:
         """Copy an array's bytes out of this process; returns the block's name. OSError when memory is full."""
-        name = f"{os.getpid()}-{next(self._names)}"
+        name = f"{os.getpid()}-{self._word}-{next(self._numbers)}"
         path = self.directory / name
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
@@ -61,6 +63,12 @@ class SharedArrays:
     def discard(self, name: str) -> None:
         """Free a block that nobody will take."""
         self._path(name).unlink(missing_ok=True)
+
+    def discard_of(self, pid: int) -> None:
+        """Free all blocks that a process put and nobody took, finished or not. It must be gone, as must whoever it put
+        them for."""
+        for path in self.directory.glob(f"{pid}-*"):
+            path.unlink(missing_ok=True)
 
     @staticmethod
     def is_block_name(name: str) -> bool:

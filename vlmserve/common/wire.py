@@ -8,6 +8,7 @@ one that does not fit its type, raises `WireError`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from vlmserve.common.shm import SharedArrays
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 Frame = bytes | bytearray | memoryview
 SHARED_FROM_BYTES = 64 * 1024
@@ -33,7 +36,8 @@ class WireError(VlmserveError):
 class WireCodec:
     """Encodes and decodes the given dataclass types. One codec per end of a channel; not thread-safe.
 
-    shared: where arrays of `SHARED_FROM_BYTES` and more go; None sends every array as a frame of its own.
+    shared: where arrays of `SHARED_FROM_BYTES` and more go; None sends every array as a frame of its own, as happens
+    when there is no room (containers often get 64 MiB): slower, but it gets there.
     """
 
     def __init__(self, types: Iterable[type], shared: SharedArrays | None = None) -> None:
@@ -132,9 +136,13 @@ class WireCodec:
 
     def _place(self, value: np.ndarray) -> int | str:
         if self._shared is not None and value.nbytes >= SHARED_FROM_BYTES:
-            block = self._shared.put(value)
-            self._put.append(block)
-            return block
+            try:
+                block = self._shared.put(value)
+            except OSError as error:
+                logger.warning("no room for a large array in shared memory (%s): it goes with its message", error)
+            else:
+                self._put.append(block)
+                return block
         self._frames.append(np.ascontiguousarray(value).data.cast("B") if value.size else b"")
         return len(self._frames) - 1
 

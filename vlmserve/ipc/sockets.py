@@ -60,10 +60,9 @@ class Sender:
         context: zmq.Context[Any] | None = None,
     ) -> None:
         types = tuple(types)
-        self._inline = WireCodec(types)
-        self._codec = WireCodec(types, shared) if shared else self._inline
+        self._codec = WireCodec(types, shared)
         self._preparing = threading.Lock()
-        self._prepare_codecs = (WireCodec(types, shared), WireCodec(types))
+        self._prepare_codec = WireCodec(types, shared)
         # the plain socket type, also when the context is an asyncio one
         self._socket = zmq.Socket(context or zmq.Context.instance(), zmq.PUSH)
         self._socket.set(zmq.SNDHWM, _UNLIMITED)
@@ -73,13 +72,12 @@ class Sender:
 
     def send(self, message: object) -> None:
         """Queue a message for delivery. Arrays in it must not be changed afterwards. WireError for a foreign type."""
-        self.send_frames(_encode(message, self._codec, self._inline))
+        self.send_frames(self._codec.encode(message))
 
     def prepare(self, message: object) -> Prepared:
         """The first half of `send`, from any thread."""
-        codec, inline = self._prepare_codecs
         with self._preparing:
-            return Prepared(self, codec, _encode(message, codec, inline))
+            return Prepared(self, self._prepare_codec, self._prepare_codec.encode(message))
 
     def send_frames(self, frames: Sequence[Frame]) -> None:
         """Queue an encoded message for delivery."""
@@ -88,14 +86,6 @@ class Sender:
     def close(self) -> None:
         """Deliver what is queued, within `linger_ms`, and close."""
         self._socket.close()
-
-
-def _encode(message: object, codec: WireCodec, inline: WireCodec) -> list[Frame]:
-    try:
-        return codec.encode(message)
-    except OSError as error:  # shared memory is full (containers often get 64 MiB): slower, but it gets there
-        logger.warning("no room for a large array in shared memory (%s): sending it through the socket", error)
-        return inline.encode(message)
 
 
 class _Decoder:

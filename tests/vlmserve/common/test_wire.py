@@ -65,6 +65,24 @@ def test_a_message_that_cannot_be_encoded_leaves_no_block_behind(tmp_path):
     assert shared.outstanding() == 0
 
 
+def test_arrays_that_find_no_room_in_shared_memory_go_with_their_message(tmp_path, caplog):
+    codec = WireCodec([Note], SharedArrays(tmp_path / "absent"))
+    array = np.arange(SHARED_FROM_BYTES, dtype=np.uint8)
+    assert np.array_equal(codec.decode(codec.encode(Note(name="a", array=array))).array, array)
+    assert "no room for a large array" in caplog.text
+
+
+def test_blocks_of_a_process_that_is_gone_are_freed_and_no_others(tmp_path):
+    mine, too = SharedArrays(tmp_path), SharedArrays(tmp_path)
+    names = [shared.put(np.zeros(3)) for shared in (mine, too, mine)]
+    assert len(set(names)) == 3, "also those that one process put by two ways"
+    other = tmp_path / names[0].replace(str(os.getpid()), f"{os.getpid()}1", 1)
+    other.write_bytes(b"of a process whose id begins alike")
+    mine.discard_of(os.getpid())
+    assert [path.name for path in tmp_path.iterdir()] == [other.name]
+    assert mine.is_block_name(other.name)
+
+
 def test_an_array_that_stands_in_a_message_twice_travels_once(tmp_path):
     shared = SharedArrays(tmp_path)
     codec = WireCodec([Note], shared)
