@@ -16,14 +16,14 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
+from vlmserve.common.child import STOP_SIGNALS, ChildProcess, stop_signals_held
+from vlmserve.common.logs import configure_logging
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import ChildMain, ChildProcess, wait_until_ready
-from vlmserve.ipc.logs import configure_logging
+from vlmserve.ipc.child import ChildMain, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL_NAME = "vlmserve-default"
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
 _FAREWELL_S = 1.0
 _BACKLOG = 2048
@@ -113,8 +112,8 @@ def launch_server(
             channels = Channels.in_directories(runtime_dir, shared_dir)
             children: list[ChildProcess] = []
             for name, main in (("scheduler", scheduler), ("detokenizer", detokenizer)):
-                with _stop_signals_held():  # the child's interpreter must not see them before it ignores them
-                    child = ChildProcess(name, main, settings.engine, channels, log_level=settings.log_level)
+                with stop_signals_held():  # until it is sure that the child will be stopped
+                    child = start_child(name, main, settings.engine, channels, log_level=settings.log_level)
                     stack.callback(child.stop)
                 children.append(child)
             # The scheduler needs the cores more than this process, whose work (pictures) has its own threads.
@@ -127,7 +126,7 @@ def launch_server(
             logger.info("stopped by %s before the server was ready", stop)
             return 0
         finally:
-            for number in _STOP_SIGNALS:  # from here on everything is short, and must be done
+            for number in STOP_SIGNALS:  # from here on everything is short, and must be done
                 signal.signal(number, signal.SIG_IGN)
 
 
@@ -174,7 +173,7 @@ class _Serving:
             )
             stack.push_async_callback(frontend.close)
             server = self._make_server(frontend.app)
-            for number in _STOP_SIGNALS:
+            for number in STOP_SIGNALS:
                 loop.add_signal_handler(number, self._on_signal, server, frontend, number)
             for child in self._children:
                 loop.add_reader(child.sentinel, self._on_death, child, frontend, server)
@@ -320,19 +319,9 @@ def _stop_signals_raise() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise _StopRequested(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, stop) for number in _STOP_SIGNALS}
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _stop_signals_held() -> Iterator[None]:
-    resource_tracker.ensure_running()  # starting it inside, as the first child would, lets the signals through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -14,7 +14,7 @@ from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 
 
 def run_detokenizer(args: EngineArgs, channels: Channels, ready: Ready) -> None:
-    """Work for ever; the process ends with its parent (see `vlmserve.ipc.child`)."""
+    """Work for ever; the process ends with its parent (see `vlmserve.common.child`)."""
     manager = DetokenizerManager(load_text_tokenizer(Path(args.model)))
     receiver = Receiver(channels.detokenizer, (BatchTokenOutput, SchedulerStats))
     to_api = Sender(channels.api, (BatchTextOutput, SchedulerStats))

@@ -19,7 +19,7 @@ from vlmserve.messages import (
 
 
 def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
-    """Work for ever; the process ends with its parent (see `vlmserve.ipc.child`).
+    """Work for ever; the process ends with its parent (see `vlmserve.common.child`).
 
     Between steps all waiting messages are taken; with nothing to compute the process sleeps on its socket.
     """

@@ -1,4 +1,4 @@
-"""The log's form, the same in every process of a server."""
+"""The log's form, the same in every process."""
 
 from __future__ import annotations
 
