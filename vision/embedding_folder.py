@@ -1,0 +1,182 @@
+"""Where the embedding store keeps its files, and what may be done with them by whoever has the folder.
+
+    FOLDER/v1/FINGERPRINT/about.json                 whose embeddings these are
+    FOLDER/v1/FINGERPRINT/KK/KEY.safetensors         an entry; its modification time is when it was last used
+    FOLDER/v1/FINGERPRINT/KK/KEY.pin                 is never evicted
+    FOLDER/v1/lock                                   held while entries are evicted or pinned
+
+FINGERPRINT and KEY are hexadecimal, KK is how KEY begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from vision.durable_file import flush_folder, is_temporary, locked_file, make_folder, remove_abandoned, write_file
+
+_ENTRY, _PIN, _ABOUT = ".safetensors", ".pin", "about.json"
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredEntry:
+    """fingerprint, key: hexadecimal. bytes: of its file. used: seconds since 1970, never later than now."""
+
+    fingerprint: str
+    key: str
+    path: Path
+    bytes: int
+    used: float
+    pinned: bool
+
+
+class EmbeddingFolder:
+    """Keeps nothing in memory: threads and processes may share a folder. Methods raise OSError, but not where something
+    vanishes meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "v1"
+
+    def path(self, fingerprint: bytes, key: bytes) -> Path:
+        """Where an entry lies, if it exists."""
+        name = key.hex()
+        return self.root / fingerprint.hex() / name[:2] / f"{name}{_ENTRY}"
+
+    def describe(self, fingerprint: str, about: Mapping[str, str], *, now_s: float) -> None:
+        """Make a fingerprint's folder and say in about.json whose it is, unless that is there."""
+        folder = self.root / fingerprint
+        make_folder(folder)
+        if not self.about(fingerprint):
+            text = json.dumps({**about, "fingerprint": fingerprint}, indent=2, sort_keys=True) + "\n"
+            write_file(folder / _ABOUT, [text.encode()], time_s=now_s)
+
+    def fingerprints(self) -> list[str]:
+        """Of which towers there are embeddings, in order."""
+        return sorted(item.name for item in _listed(self.root) if _HEX.fullmatch(item.name))
+
+    def about(self, fingerprint: str) -> dict[str, str]:
+        """What about.json says; {} if it is missing or broken."""
+        try:
+            about = json.loads((self.root / fingerprint / _ABOUT).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return {str(name): str(value) for name, value in about.items()} if isinstance(about, dict) else {}
+
+    def entries(self, *, now_s: float) -> Iterator[StoredEntry]:
+        """Every entry, in no order. now_s: seconds since 1970."""
+        for fingerprint in self.fingerprints():
+            for part in _listed(self.root / fingerprint):
+                names = {item.name: item for item in _listed(Path(part.path))}
+                for name, item in names.items():
+                    key = name.removesuffix(_ENTRY)
+                    if key == name or not _HEX.fullmatch(key):
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        status = item.stat()
+                        yield StoredEntry(
+                            fingerprint=fingerprint,
+                            key=key,
+                            path=Path(item.path),
+                            bytes=status.st_size,
+                            used=min(status.st_mtime, now_s),
+                            pinned=key + _PIN in names,
+                        )
+
+    def locked(self, *, wait: bool) -> contextlib.AbstractContextManager[bool]:
+        """Hold the folder's lock; the context is whether it is held. wait: until it can be."""
+        return locked_file(self.root / "lock", wait=wait)
+
+    def pin(self, path: Path) -> bool:
+        """Keep the entry at a path from being evicted, if it exists or once it does; whether it was not kept so far.
+
+        Waits for an eviction under way, so that an entry that exists afterwards goes on existing.
+        """
+        with self.locked(wait=True):
+            try:
+                os.close(os.open(path.with_suffix(_PIN), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            except FileExistsError:
+                return False
+            flush_folder(path.parent)
+            return True
+
+    def unpin(self, path: Path) -> None:
+        """Let the entry at a path be evicted again."""
+        path.with_suffix(_PIN).unlink(missing_ok=True)
+
+    def evict(self, entries: Iterable[StoredEntry], *, unpin: bool = False) -> list[StoredEntry]:
+        """Remove those that are not pinned, or with `unpin` all of them; which ones were there.
+
+        The lock must be held since before they were listed.
+        """
+        gone = []
+        for entry in entries:
+            if entry.pinned and not unpin:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                entry.path.unlink()
+                gone.append(entry)
+            if entry.pinned:
+                self.unpin(entry.path)
+        return gone
+
+    def sweep(self, *, now_s: float) -> None:
+        """Remove unfinished files of writers that are gone."""
+        for fingerprint in self.fingerprints():
+            for part in _listed(self.root / fingerprint):
+                for item in [part, *_listed(Path(part.path))]:
+                    if is_temporary(item.name):
+                        remove_abandoned(Path(item.path), now_s=now_s)
+
+    def remove_empty(self, fingerprint: str) -> bool:
+        """Remove a fingerprint's folder if it has neither entries nor pins; whether it did."""
+        folder = self.root / fingerprint
+        about = folder / _ABOUT
+        for part in _listed(folder):
+            with contextlib.suppress(OSError):
+                os.rmdir(part.path)
+        if {item.name for item in _listed(folder)} - {_ABOUT}:
+            return False
+        about.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return True
+
+
+def least_recently_used(entries: Iterable[StoredEntry], surplus: int) -> list[StoredEntry]:
+    """Entries that take `surplus` bytes or more together, or all of them: those that were not used for longest."""
+    chosen = []
+    for entry in sorted(entries, key=lambda entry: (entry.used, entry.path)):
+        if surplus <= 0:
+            break
+        chosen.append(entry)
+        surplus -= entry.bytes
+    return chosen
+
+
+def remove_damaged(path: Path, file: FileIO) -> bool:
+    """Remove what lies at a path, unless it is another file by now than the open one; whether it was. Raises OSError.
+
+    A good file that comes between the two calls is lost as if it were evicted.
+    """
+    try:
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return False
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _listed(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as items:
+            return list(items)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

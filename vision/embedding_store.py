@@ -1,0 +1,278 @@
+"""The disk tier of the embedding cache: rows by key, in plain files that outlive the server.
+
+It is a cache: whatever is wrong with a file, the folder or the disk costs the entry and never the request. Several
+processes use one folder without knowing of each other; `EmbeddingFolder` says what lies where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from io import FileIO
+from pathlib import Path
+
+import torch
+
+from vision.durable_file import flush_folder, make_folder, write_file
+from vision.embedding_file import KEY_BYTES, DamagedEntryError, RowsFormat, entry_header, read_entry
+from vision.embedding_folder import EmbeddingFolder, remove_damaged
+from vision.embedding_limit import FolderLimit
+from vlmserve.common.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_MARK_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingStoreStats:
+    """What this process did, and what the folder held (bytes, entries) when it last looked, with what it wrote since.
+
+    misses: `get`s that gave nothing; corrupt: those for which a damaged file was found. puts: entries written.
+    put_failures: `put`s that gave False. evictions: entries removed to make room.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    puts: int = 0
+    put_failures: int = 0
+    evictions: int = 0
+    bytes: int = 0
+    entries: int = 0
+
+
+class EmbeddingStore:
+    """Embeddings of one tower, in a folder that other towers and processes may use too. Thread-safe.
+
+    fingerprint: 32 bytes, unlike those of other towers. limit_bytes: of all entries in the folder, whoever wrote them;
+    every further process that writes at the same time may exceed it by about a sixteenth. about: of the tower, for
+    people (model, family, dtype, row_width, version). clock: seconds since 1970; where it jumps, the order of eviction
+    suffers and nothing else.
+
+    Raises EngineError when the folder cannot be used. One that can only be read is used as it is, with a warning.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fingerprint: bytes,
+        limit_bytes: int,
+        about: Mapping[str, str],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self._folder = EmbeddingFolder(folder)
+        self._fingerprint = _checked(fingerprint)
+        self._about = dict(about)
+        self._clock = clock
+        self._read_only = False
+        self._lock = threading.Lock()  # of the next two
+        self._stats = EmbeddingStoreStats()
+        self._warned: set[str] = set()
+        self._writing = threading.Lock()  # one thread at a time; of the next one
+        self._limit = FolderLimit(self._folder, limit_bytes, clock)
+        self._open(folder)
+
+    def get(self, key: bytes) -> torch.Tensor | None:
+        """The rows [n, width] as they were put, on the CPU, in memory of their own; None if they are not here.
+
+        A damaged file is removed.
+        """
+        path = self._path(key)
+        try:
+            with path.open("rb", buffering=0) as file:
+                try:
+                    form, data = read_entry(file, key)
+                except DamagedEntryError as error:
+                    self._remove_damaged(path, file, error)
+                    return None
+                status = os.fstat(file.fileno())
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self._complain("read", error)
+            self._count(misses=1)
+            return None
+        self._mark(path, status.st_mtime)
+        self._count(hits=1)
+        return torch.from_numpy(data).view(_DTYPES[form.dtype]).view(form.rows, form.width)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether there is a file of this key, which may yet turn out damaged."""
+        return os.path.exists(self._path(key))
+
+    def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool:
+        """Keep rows [n, width] (bfloat16, float16 or float32) and, with `pin`, never evict them.
+
+        True: they are on disk, whoever wrote them. False: they are not, since there is no room or the folder cannot be
+        written. Takes as long as the disk does.
+        """
+        path = self._path(key)
+        form, data = _packed(rows)
+        try:
+            with self._writing:
+                stored = self._put(key, path, form, data, pin)
+        except OSError as error:
+            self._complain("written", error)
+            stored = False
+        if not stored:
+            self._count(put_failures=1)
+        return stored
+
+    def pin(self, key: bytes) -> bool:
+        """Never evict an entry; False if it is not here, or the folder cannot be written."""
+        path = self._path(key)
+        try:
+            if self._read_only or not path.exists():
+                return False
+            new = self._folder.pin(path)
+            if path.exists():
+                return True
+            if new:
+                self._folder.unpin(path)  # it was evicted before
+        except OSError as error:
+            self._complain("written", error)
+        return False
+
+    def unpin(self, key: bytes) -> None:
+        """Let an entry be evicted again, if it is here."""
+        path = self._path(key)
+        if self._read_only:
+            return
+        try:
+            self._folder.unpin(path)
+        except OSError as error:
+            self._complain("written", error)
+        with self._writing:
+            self._limit.unpinned()
+
+    def stats(self) -> EmbeddingStoreStats:
+        """What was counted so far."""
+        limit = self._limit
+        with self._lock:
+            return replace(self._stats, evictions=limit.evictions, bytes=limit.bytes, entries=limit.entries)
+
+    def _open(self, folder: Path) -> None:
+        try:
+            make_folder(folder, mode=0o700)  # an embedding tells much of its picture
+            os.listdir(folder)
+            self._prepare()
+        except OSError as error:
+            place = error.filename or folder
+            raise EngineError(
+                f"the folder {folder} for embeddings cannot be used: {place}: {error.strerror} "
+                "(setting --embedding-cache-dir)"
+            ) from None
+
+    def _prepare(self) -> None:
+        root = self._folder.root
+        try:
+            self._folder.describe(self._fingerprint.hex(), self._about, now_s=self._clock())
+            if not os.access(root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))
+            self._folder.sweep(now_s=self._clock())
+            self._limit.make_room(0)
+        except OSError as error:
+            if error.errno not in _READ_ONLY | _FULL:
+                raise
+            self._complain("written", error)
+            self._read_only = error.errno in _READ_ONLY
+            self._limit.look()
+
+    def _path(self, key: bytes) -> Path:
+        return self._folder.path(self._fingerprint, _checked(key))
+
+    def _put(self, key: bytes, path: Path, form: RowsFormat, data: memoryview, pin: bool) -> bool:
+        if self._read_only:
+            return not pin and _is_good(path, key)
+        if not path.parent.is_dir():
+            self._folder.describe(self._fingerprint.hex(), self._about, now_s=self._clock())
+            make_folder(path.parent)
+        pinned = pin and self._folder.pin(path)
+        stored = False
+        try:
+            stored = _is_good(path, key) or self._write(path, entry_header(key, form, data), data)
+        finally:
+            if pinned and not stored:
+                self._folder.unpin(path)
+        return stored
+
+    def _write(self, path: Path, header: bytes, data: memoryview) -> bool:
+        size = len(header) + len(data)
+        if size > self.limit_bytes:
+            self._warn_once("large", f"takes no entry of {size} bytes: its limit is {self.limit_bytes}")
+            return False
+        if not self._limit.make_room(size):
+            self._warn_once("full", f"is full: pinned entries leave no {size} bytes under {self.limit_bytes}")
+            return False
+        write_file(path, [header, data], time_s=self._clock())
+        self._limit.wrote(size)
+        self._count(puts=1)
+        return True
+
+    def _remove_damaged(self, path: Path, file: FileIO, error: DamagedEntryError) -> None:
+        self._count(misses=1, corrupt=1)
+        if self._read_only:
+            return
+        try:
+            if remove_damaged(path, file):
+                logger.warning("%s was damaged (%s) and is removed", path, error)
+        except OSError as failure:
+            self._complain("written", failure)
+
+    def _mark(self, path: Path, used: float) -> None:
+        """Note that an entry is used now."""
+        now = self._clock()
+        if abs(now - used) >= _MARK_EVERY_S:
+            with contextlib.suppress(OSError):  # evicted, or not ours to write
+                os.utime(path, (now, now))
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
+            self._stats = replace(self._stats, **sums)
+
+    def _complain(self, done: str, error: OSError) -> None:
+        self._warn_once(f"{done} {error.errno}", f"cannot be {done}, and is used without: {error}")
+
+    def _warn_once(self, kind: str, what: str) -> None:
+        with self._lock:
+            known = kind in self._warned
+            self._warned.add(kind)
+        if not known:
+            logger.warning("the embedding cache in %s %s", self._folder.root.parent, what)
+
+
+def _checked(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key of {len(key)} bytes; {KEY_BYTES} are expected")
+    return key
+
+
+def _packed(rows: torch.Tensor) -> tuple[RowsFormat, memoryview]:
+    if rows.dim() != 2 or not rows.numel() or rows.dtype not in _NAMES:
+        raise ValueError(f"rows of shape {list(rows.shape)} in {rows.dtype} cannot be stored")
+    data = rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return RowsFormat(dtype=_NAMES[rows.dtype], rows=rows.shape[0], width=rows.shape[1]), data
+
+
+def _is_good(path: Path, key: bytes) -> bool:
+    """Whether an entry is there and whole; then it is on disk, too, when this returns."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            read_entry(file, key)
+    except (DamagedEntryError, FileNotFoundError):
+        return False
+    flush_folder(path.parent)
+    return True
