@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, safe_open
 
 from tests.vision.store_helpers import HEADER, Clock, file_of, holds, key, open_store, rows
+from vision.embedding_file import RowsFormat, entry_header
 
 SMALL = {"count": 2, "width": 3}
 
@@ -106,6 +107,20 @@ def test_any_other_file_is_refused(store, tmp_path, header):
     assert store.put(key(0), rows(0, **SMALL))
     content = (504).to_bytes(8, "little") + header.ljust(504) + bytes(12)
     assert_refused(store, file_of(tmp_path, 0), content, header)
+
+
+def test_the_space_behind_the_header_is_checked(store, tmp_path):
+    assert store.put(key(0), rows(0, **SMALL))
+    good = file_of(tmp_path, 0).read_bytes()
+    assert_refused(store, file_of(tmp_path, 0), good[: HEADER - 1] + b"\n" + good[HEADER:], "as valid JSON as before")
+
+
+@pytest.mark.parametrize("shape", [(-2, -3), (0, 3), (0, 0)])
+def test_shapes_that_cannot_be_are_refused_under_a_right_checksum(store, tmp_path, shape):
+    form = RowsFormat(dtype="F16", rows=shape[0], width=shape[1])
+    data = bytes(form.nbytes)
+    assert store.put(key(0), rows(0, **SMALL))
+    assert_refused(store, file_of(tmp_path, 0), entry_header(key(0), form, memoryview(data)) + data, shape)
 
 
 def test_a_file_under_another_key_is_refused(store, tmp_path):

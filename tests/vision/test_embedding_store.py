@@ -105,6 +105,32 @@ def test_what_is_there_is_not_written_again(tmp_path):
     assert holds(store, 0)
 
 
+def test_what_another_process_wrote_is_confirmed_when_its_name_is_on_disk(tmp_path, monkeypatch):
+    assert open_store(tmp_path).put(key(0), rows(0))
+    store, flushed = open_store(tmp_path), []
+    monkeypatch.setattr(embedding_store, "flush_folder", flushed.append)
+    assert store.put(key(0), rows(0))
+    assert flushed == [file_of(tmp_path, 0).parent]
+
+
+def test_a_good_file_in_place_of_a_damaged_one_is_not_removed(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    assert store.put(key(0), rows(0))
+    path = file_of(tmp_path, 0)
+    shutil.copy(path, tmp_path / "good")
+    path.write_bytes(b"damaged")
+    real = embedding_store.read_entry
+
+    def replaced_meanwhile(file, key):
+        os.replace(tmp_path / "good", path)
+        return real(file, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embedding_store, "read_entry", replaced_meanwhile)
+        assert store.get(key(0)) is None
+    assert holds(store, 0)
+
+
 def test_towers_do_not_see_each_other(tmp_path):
     first, second = open_store(tmp_path), open_store(tmp_path, fingerprint=bytes(32))
     assert first.put(key(0), rows(0))
@@ -299,6 +325,22 @@ def test_pinned_entries_may_fill_it(tmp_path, clock, caplog, monkeypatch):
     store.unpin(key(1))
     assert store.put(key(5), rows(5, count=24))
     assert bytes_on_disk(tmp_path) <= 5 * SIZE
+
+
+def test_a_pin_that_comes_too_late_is_none(tmp_path, clock, monkeypatch):
+    store = open_store(tmp_path, limit=5 * SIZE, clock=clock)
+    fill(store, clock, 0)
+    real = EmbeddingFolder.pin
+
+    def evicted_before(folder, path):
+        path.unlink()
+        return real(folder, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingFolder, "pin", evicted_before)
+        assert not store.pin(key(0))
+    fill(store, clock, *range(20))
+    assert kept(tmp_path, 0) == set()
 
 
 # --- threads
