@@ -110,15 +110,13 @@ class EmbeddingFolder:
         """Let the entry at a path be evicted again."""
         path.with_suffix(_PIN).unlink(missing_ok=True)
 
-    def evict(self, entries: Iterable[StoredEntry], *, unpin: bool = False) -> list[StoredEntry]:
-        """Remove those that are not pinned, or with `unpin` all of them; which ones were there.
+    def evict(self, entries: Iterable[StoredEntry]) -> list[StoredEntry]:
+        """Remove entries, and pins of those that have one; which ones were there.
 
         The lock must be held since before they were listed.
         """
         gone = []
         for entry in entries:
-            if entry.pinned and not unpin:
-                continue
             with contextlib.suppress(FileNotFoundError):
                 entry.path.unlink()
                 gone.append(entry)
@@ -134,19 +132,22 @@ class EmbeddingFolder:
                     if is_temporary(item.name):
                         remove_abandoned(Path(item.path), now_s=now_s)
 
-    def remove_empty(self, fingerprint: str) -> bool:
-        """Remove a fingerprint's folder if it has neither entries nor pins; whether it did."""
+    def remove_empty(self, fingerprint: str, *, unpin: bool = False) -> None:
+        """Remove a fingerprint's folder if there is no entry in it and no pin; with `unpin`, pins go, too.
+
+        The lock must be held. A store at work makes the folder again when it needs it.
+        """
         folder = self.root / fingerprint
-        about = folder / _ABOUT
         for part in _listed(folder):
+            for item in _listed(Path(part.path)) if unpin else ():
+                if item.name.endswith(_PIN):
+                    Path(item.path).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 os.rmdir(part.path)
-        if {item.name for item in _listed(folder)} - {_ABOUT}:
-            return False
-        about.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return True
+        if [item.name for item in _listed(folder)] == [_ABOUT]:
+            (folder / _ABOUT).unlink()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def least_recently_used(entries: Iterable[StoredEntry], surplus: int) -> list[StoredEntry]:

@@ -186,8 +186,11 @@ class EmbeddingStore:
         except OSError as error:
             if error.errno not in _READ_ONLY | _FULL:
                 raise
-            self._complain("written", error)
             self._read_only = error.errno in _READ_ONLY
+            if self._read_only:
+                self._warn_once("read-only", f"can only be read: {error}")
+            else:
+                self._complain("written", error)
             self._limit.look()
 
     def _path(self, key: bytes) -> Path:
@@ -244,7 +247,7 @@ class EmbeddingStore:
             self._stats = replace(self._stats, **sums)
 
     def _complain(self, done: str, error: OSError) -> None:
-        self._warn_once(f"{done} {error.errno}", f"cannot be {done}, and is used without: {error}")
+        self._warn_once(f"{done} {error.errno}", f"cannot be {done}, going on without: {error}")
 
     def _warn_once(self, kind: str, what: str) -> None:
         with self._lock:

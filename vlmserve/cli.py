@@ -18,6 +18,7 @@ USAGE_ERROR = 2
 _TOOLS = {
     ("bench", "processors"): "vlmserve.bench.processors",
     ("bench", "serve"): "vlmserve.bench.serve",
+    ("cache",): "vlmserve.cache.command",
     ("verify",): "vlmserve.verify.command",
 }
 
@@ -74,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench_processors.add_argument("rest", nargs=argparse.REMAINDER)
     verify = commands.add_parser("verify", help="compare a model's answers with those of transformers", add_help=False)
     verify.add_argument("rest", nargs=argparse.REMAINDER)
+    cache = commands.add_parser("cache", help="look at the embedding cache on disk, and clear it", add_help=False)
+    cache.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")
     return parser
 
