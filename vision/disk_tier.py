@@ -12,6 +12,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from vision.embedding_stats import TierStats
+
 
 class Store(Protocol):
     """Rows on disk; see `vision.embedding_store.EmbeddingStore`. Thread-safe."""
@@ -19,6 +21,8 @@ class Store(Protocol):
     def get(self, key: bytes) -> torch.Tensor | None: ...
 
     def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool: ...
+
+    def tier_stats(self) -> TierStats: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +97,10 @@ class DiskTier:
     def wait_handle(self) -> int:
         """A file descriptor that becomes readable when something is done."""
         return self._wake_from
+
+    def stats(self) -> TierStats:
+        """Plain figures."""
+        return self.store.tier_stats()
 
     def close(self) -> None:
         """Write what waits to be written, and end the threads."""

@@ -7,21 +7,10 @@ device gives up goes to the host; what is found there comes back. On a CPU both 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TierStats:
-    """Totals since the start, but for `bytes`, `held_bytes` and `entries`, which are there now."""
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    bytes: int = 0
-    held_bytes: int = 0
-    entries: int = 0
+from vision.embedding_stats import TierStats
 
 
 class MemoryTier:

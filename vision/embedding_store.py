@@ -23,6 +23,7 @@ from vision.durable_file import flush_folder, make_folder, write_file
 from vision.embedding_file import KEY_BYTES, DamagedEntryError, RowsFormat, entry_header, read_entry
 from vision.embedding_folder import EmbeddingFolder, remove_damaged
 from vision.embedding_limit import FolderLimit
+from vision.embedding_stats import TierStats
 from vlmserve.common.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,17 @@ class EmbeddingStore:
         limit = self._limit
         with self._lock:
             return replace(self._stats, evictions=limit.evictions, bytes=limit.bytes, entries=limit.entries)
+
+    def tier_stats(self) -> TierStats:
+        """The same as other tiers tell it."""
+        stats = self.stats()
+        return TierStats(
+            hits=stats.hits,
+            misses=stats.misses,
+            evictions=stats.evictions,
+            bytes=stats.bytes,
+            entries=stats.entries,
+        )
 
     def _open(self, folder: Path) -> None:
         try:

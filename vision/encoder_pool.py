@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ import torch
 from vision.backend import EncodeBatch, EncoderBackend, EncodeResult
 from vision.disk_tier import DiskTier, Loaded
 from vision.embedding_cache import EmbeddingCache
+from vision.embedding_stats import PoolStats
 from vision.temporal_patch import TemporalPatch, embedding_key
 
 log = logging.getLogger(__name__)
@@ -91,27 +93,6 @@ class _Worker:
         return sum(entry.patch.num_patches for batch in self.batches.values() for entry in batch)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolStats:
-    """Totals since the start, in temporal patches, but for `queued` and `under_way`, which are there now.
-
-    encoded, patches_encoded: and in vision patches. coalesced: came while equal content was queued or under way.
-    disk_hits, disk_misses, disk_saves, disk_save_failures: of look-ups and writes that were made.
-    """
-
-    encoded: int = 0
-    patches_encoded: int = 0
-    coalesced: int = 0
-    retried: int = 0
-    failed: int = 0
-    disk_hits: int = 0
-    disk_misses: int = 0
-    disk_saves: int = 0
-    disk_save_failures: int = 0
-    queued: int = 0
-    under_way: int = 0
-
-
 class EncoderPool:
     """See above. cache: where rows are kept; disk: behind it, if any. fingerprint: of tower, settings and dtype."""
 
@@ -135,7 +116,7 @@ class EncoderPool:
         self._workers: dict[int, _Worker] = {}
         self._batches = 0
         self._new_failures: dict[bytes, str] = {}
-        self._counts = dict.fromkeys(PoolStats.__dataclass_fields__, 0)
+        self._counts = Counter[str]()
 
     # ------------------------------------------------------------ for those who need rows
 
@@ -230,11 +211,14 @@ class EncoderPool:
     def stats(self) -> PoolStats:
         """Plain figures."""
         states = [entry.state for entry in self._entries.values()]
-        now = {
-            "queued": states.count(State.QUEUED),
-            "under_way": states.count(State.LOADING) + states.count(State.ENCODING),
-        }
-        return PoolStats(**{**self._counts, **now})
+        return PoolStats(
+            **self._counts,
+            queued=states.count(State.QUEUED),
+            under_way=states.count(State.LOADING) + states.count(State.ENCODING),
+            device=self.cache.device.stats(),
+            host=None if self.cache.host is None else self.cache.host.stats(),
+            disk=None if self._disk is None else self._disk.stats(),
+        )
 
     # ------------------------------------------------------------ what comes
 
@@ -254,16 +238,14 @@ class EncoderPool:
         entry = self._entries[key]
         wanted = self._row_shape.nbytes(entry.patch)
         if rows is not None and rows.nbytes == wanted and rows.dtype == self._row_shape.dtype:
-            self._counts["disk_hits"] += 1
             entry.saved = True
             self._make_ready(entry, rows)
             return
-        self._counts["disk_misses"] += 1
         entry.state, entry.not_on_disk = State.QUEUED, True
         self._forget_if_free(entry)
 
     def _take_saved(self, key: bytes, ok: bool) -> None:
-        self._counts["disk_saves" if ok else "disk_save_failures"] += 1
+        self._counts["saved" if ok else "save_failures"] += 1
         entry = self._entries.get(key)
         if entry is not None:
             entry.saved = ok

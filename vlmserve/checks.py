@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from vlmserve.common.errors import VlmserveError
 from vlmserve.engine_args import EngineArgs
@@ -22,7 +23,14 @@ _AT_LEAST_ONE = (
     "max_video_frames",
     "low_detail_tokens",
 )
-_AT_LEAST_ONE_IF_SET = ("max_pixels", "encoder_max_patches", "max_model_len", "max_total_tokens", "num_threads")
+_AT_LEAST_ONE_IF_SET = (
+    "max_pixels",
+    "encoder_max_patches",
+    "encoder_threads",
+    "max_model_len",
+    "max_total_tokens",
+    "num_threads",
+)
 
 
 def flag(name: str) -> str:
@@ -52,7 +60,16 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("schedule_conservativeness", "above 0")
     if args.video_fps is not None and not 0 < args.video_fps < math.inf:
         refuse("video_fps", "above 0, or left out")
-    for name in ("encoder_cache_mib", "processor_cache_mib"):
+    if not args.embedding_cache_gib > 0:
+        refuse("embedding_cache_gib", "above 0")
+    if args.encoder_dp_size < 0:
+        refuse("encoder_dp_size", "0 (none beside the engine) or more")
+    devices = args.encoder_devices.split(",") if args.encoder_devices is not None else []
+    if len(devices) > 1 and len(devices) != args.num_encoders:
+        refuse("encoder_devices", f"one device, or {args.encoder_dp_size} as --encoder-dp-size says")
+    if any(not re.fullmatch(r"cpu|cuda(:\d+)?", device) for device in devices):
+        refuse("encoder_devices", "cpu, cuda or cuda:N, with commas between them")
+    for name in ("encoder_cache_mib", "encoder_host_cache_mib", "processor_cache_mib"):
         if getattr(args, name) < 0:
             refuse(name, "0 (no cache) or more")
     if not 0 <= args.random_seed < 2**63:

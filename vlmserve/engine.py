@@ -9,15 +9,10 @@ from pathlib import Path
 
 import torch
 
-from vision.backend import InlineBackend
-from vision.embedding_cache import EmbeddingCache
-from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
-from vision.fingerprint import tower_fingerprint
-from vision.tower_runner import TowerRunner
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
-from vlmserve.common.hf_config import read_hf_config
+from vlmserve.encoder import build_encoder_pool
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -53,13 +48,6 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def resolve_max_patches(args: EngineArgs, device: torch.device) -> int:
-    """The `--encoder-max-patches` setting. A CPU gains nothing by large batches, and the first answers come sooner."""
-    if args.encoder_max_patches is not None:
-        return args.encoder_max_patches
-    return 1024 if device.type == "cpu" else 65536
 
 
 def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
@@ -105,27 +93,18 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     return runner, info
 
 
-def build_encoder_pool(args: EngineArgs, runner: ModelRunner) -> EncoderPool:
-    """The vision encoder: the model's own tower, on the model's device."""
-    tower, device = runner.model.visual, runner.device
-    cache_bytes = args.encoder_cache_mib * 2**20
-    return EncoderPool(
-        InlineBackend(TowerRunner(tower, device)),
-        EmbeddingCache(device, device_bytes=cache_bytes),
-        fingerprint=tower_fingerprint(tower, read_hf_config(Path(args.model))["vision_config"]),
-        row_shape=RowShape(
-            merge=tower.spatial_merge_size,
-            width=tower.out_hidden_size * (1 + tower.num_deepstack_layers),
-            dtype=runner.model.dtype,
-        ),
-        limits=PoolLimits(max_patches=resolve_max_patches(args, device), space_bytes=cache_bytes, batches_ahead=1),
-    )
-
-
 def build_scheduler(
-    args: EngineArgs, runner: ModelRunner, info: EngineInfo, send: Callable[[BatchTokenOutput], None]
+    args: EngineArgs,
+    runner: ModelRunner,
+    info: EngineInfo,
+    send: Callable[[BatchTokenOutput], None],
+    *,
+    shared_dir: Path | None = None,
 ) -> Scheduler:
-    """A scheduler over a runner in this process; `send` gets every step's outputs."""
+    """A scheduler over a runner in this process; `send` gets every step's outputs.
+
+    shared_dir: see `vlmserve.encoder.build_encoder_pool`.
+    """
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
     cache: BasePrefixCache
     if args.disable_radix_cache:
@@ -147,7 +126,9 @@ def build_scheduler(
         ),
         kv=kv,
         worker=runner,
-        encoder=build_encoder_pool(args, runner),
+        encoder=build_encoder_pool(
+            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, shared_dir=shared_dir
+        ),
         policy=SchedulePolicy(
             args.schedule_policy,
             kv.matched_len,

@@ -39,7 +39,29 @@ class EngineArgs:
     )
     schedule_conservativeness: float = _arg(1.0, "above 1 admits fewer requests, below 1 more (and retracts more)")
     attention_backend: Literal["torch"] = _arg("torch", "attention kernels")
-    encoder_cache_mib: int = _arg(256, "limit of the in-memory image embedding cache, in MiB")
+    encoder_cache_mib: int = _arg(
+        256, "memory for embeddings of pictures and videos, on the model's device: in use, in work or kept, in MiB"
+    )
+    encoder_host_cache_mib: int = _arg(
+        1024, "GPU: host memory for embeddings that the device's had no more room for, in MiB"
+    )
+    embedding_cache_dir: str | None = _arg(
+        None, "folder that keeps embeddings of pictures and videos for good, for any number of servers; default: none"
+    )
+    embedding_cache_gib: float = _arg(10.0, "limit of --embedding-cache-dir, in GiB")
+    encoder_dp_size: int = _arg(
+        0,
+        "vision encoder processes beside the engine, which share its pictures; 0: one for each of --encoder-devices, "
+        "and without these the engine encodes itself",
+    )
+    encoder_devices: str | None = _arg(
+        None,
+        "device of each encoder process, with commas between them (cuda:1,cuda:2), or one for all; default: cpu, or "
+        "the GPUs behind the model's in turn",
+    )
+    encoder_threads: int | None = _arg(
+        None, "CPU threads of each encoder process; default: an equal share of all cores"
+    )
     encoder_max_patches: int | None = _arg(
         None,
         "vision patches encoded in one step at the most (one larger picture goes alone); default: 1024 on a CPU, "
@@ -83,3 +105,8 @@ class EngineArgs:
         "model", "sampling values a request leaves out: the checkpoint's generation_config.json, or OpenAI's"
     )
     check_pools_when_idle: bool = _arg(True, "when idle, check that every KV slot and request row is accounted for")
+
+    @property
+    def num_encoders(self) -> int:
+        """Vision encoder processes beside the engine."""
+        return self.encoder_dp_size or (len(self.encoder_devices.split(",")) if self.encoder_devices else 0)

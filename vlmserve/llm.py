@@ -13,6 +13,7 @@ from vlmserve.checks import check_engine_args
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -81,7 +82,10 @@ class LLM:
         check_engine_args(args)
         self.args = args = replace(args, model=str(resolve_model(model)))
         self._runner, self.info = build_runner(args)
-        self._scheduler = build_scheduler(args, self._runner, self.info, self._take)
+        # for arrays that go to and from encoder processes, where there are any
+        self._shared = PrivateDirectory(shared_memory_base()) if args.num_encoders else None
+        shared_dir = None if self._shared is None else self._shared.path
+        self._scheduler = build_scheduler(args, self._runner, self.info, self._take, shared_dir=shared_dir)
         limits = StageLimits(fetch=fetch or FetchSettings())
         stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len)
         self._media, self.builder = stage.media, stage.builder
@@ -142,6 +146,8 @@ class LLM:
         """End the media threads and the encoder's workers. The model goes with the object."""
         self._media.close()
         self._scheduler.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from processors.inputs import MultimodalInputs
+from vision.embedding_stats import PoolStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,9 +171,7 @@ class SchedulerStats:
     prompt_tokens_total: int
     cached_tokens_total: int
     generation_tokens_total: int
-    images_encoded_total: int
-    encoder_cache_hits_total: int
-    encoder_cache_bytes: int
+    encoder: PoolStats
     finished_total: int
     aborted_total: int
     retracted_total: int

@@ -111,9 +111,17 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_queued_media",
         "max_mm_workers",
         "enable_mm_embeds",
+        "processor_cache_mib",
+    ),
+    "vision encoder": (
+        "encoder_dp_size",
+        "encoder_devices",
+        "encoder_threads",
         "encoder_max_patches",
         "encoder_cache_mib",
-        "processor_cache_mib",
+        "encoder_host_cache_mib",
+        "embedding_cache_dir",
+        "embedding_cache_gib",
     ),
     "videos": (
         "max_videos_per_request",

@@ -65,14 +65,14 @@ def test_the_towers_rows_answer_like_the_picture(folder, settings):
         wanted = llm.chat_batch([ask(a, "What is this?"), ask("Look:", a, b, "Which?")], GREEDY, num_logprobs=0)
         tensors = [our_rows(llm, image) for image in PICTURES]
         llm.flush_cache()
-        before = llm.stats().images_encoded_total
+        before = llm.stats().encoder.encoded
         asked = [
             with_parts(encoded(tensors[0]), "What is this?"),
             with_parts("Look:", encoded(tensors[0]), encoded(save(tensors[1])), "Which?"),
         ]
         for got, want in zip(llm.chat_batch(asked, GREEDY, num_logprobs=0), wanted, strict=True):
             assert_same(got, want)
-        assert llm.stats().images_encoded_total == before, "no tower has run"
+        assert llm.stats().encoder.encoded == before, "no tower has run"
         mixed = with_parts("Look:", encoded(tensors[0]), {"type": "image", "image": b}, "Which?")
         assert_same(llm.chat(mixed, GREEDY, num_logprobs=0), wanted[1])
 
@@ -86,7 +86,7 @@ def test_rows_of_transformers_answer_like_transformers(folder):
         assert list(got.token_ids) == want.token_ids
         assert got.prompt_tokens == want.prompt_tokens
         assert max(abs(g.logprob - w) for g, w in zip(got.logprobs, want.logprobs, strict=True)) < 1e-4
-        assert llm.stats().images_encoded_total == 0
+        assert llm.stats().encoder.encoded == 0
 
 
 class File(MediaFile):

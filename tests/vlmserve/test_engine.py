@@ -62,12 +62,12 @@ def test_a_prompt_asked_again_is_cached_and_its_picture_not_encoded_again(family
     folder, asked, _ = family
     with LLM(str(folder), num_threads=1) as llm:
         first = llm.chat(asked[1], GREEDY)
-        encoded = llm.stats().images_encoded_total
+        encoded = llm.stats().encoder.encoded
         again = llm.chat(asked[1], GREEDY)
         assert first.cached_tokens == 0
         assert again.cached_tokens >= (again.prompt_tokens - 1) // 16 * 16
         assert again.token_ids == first.token_ids
-        assert llm.stats().images_encoded_total == encoded == 1
+        assert llm.stats().encoder.encoded == encoded == 1
         llm.flush_cache()
         assert llm.chat(asked[1], GREEDY).cached_tokens == 0
 

@@ -51,6 +51,8 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path, monkeypatch: py
 def _another_value(type_: typing.Any, default: object, name: str, folder: Path) -> object:
     if name == "page_size":
         return 32  # chunks are whole pages
+    if name == "encoder_devices":
+        return "cpu"
     if name in ("allowed_local_media_path", "file_store_dir"):
         return str(folder)
     if type_ is bool:
@@ -177,3 +179,27 @@ def test_engine_settings_can_be_checked_alone() -> None:
     check_engine_args(EngineArgs(model="m"))
     with pytest.raises(SettingsError, match="--page-size is 0"):
         check_engine_args(EngineArgs(model="m", page_size=0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"encoder_devices": "tpu"}, "--encoder-devices is 'tpu'; it must be cpu, cuda or cuda:N"),
+        ({"encoder_devices": "cpu,cpu", "encoder_dp_size": 3}, "it must be one device, or 3 as --encoder-dp-size says"),
+        ({"encoder_dp_size": -1}, "--encoder-dp-size is -1"),
+        ({"embedding_cache_gib": 0.0}, "--embedding-cache-gib is 0.0"),
+        ({"encoder_threads": 0}, "--encoder-threads is 0"),
+    ],
+)
+def test_encoder_settings_that_do_not_go_together(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        check_engine_args(EngineArgs(model="", **settings))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [({}, 0), ({"encoder_dp_size": 3}, 3), ({"encoder_devices": "cuda:1,cuda:2"}, 2), ({"encoder_devices": "cpu"}, 1)],
+)
+def test_how_many_encoder_processes(settings: dict[str, object], count: int) -> None:
+    assert EngineArgs(model="", **settings).num_encoders == count

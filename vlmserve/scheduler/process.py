@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 from vlmserve.engine import build_runner, build_scheduler
@@ -25,7 +26,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     """
     runner, info = build_runner(args)
     to_detokenizer = Sender(channels.detokenizer, (BatchTokenOutput, SchedulerStats))
-    scheduler = build_scheduler(args, runner, info, to_detokenizer.send)
+    scheduler = build_scheduler(args, runner, info, to_detokenizer.send, shared_dir=Path(channels.shared_dir))
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays())
     ready(ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens))
     busy = False

@@ -8,6 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from vision.embedding_stats import PoolStats
 from vlmserve.messages import SchedulerStats
 from vlmserve.tokenizer.tokenizer_manager import RequestStats
 
@@ -21,13 +22,33 @@ _GAUGES = {
     "kv_cache_tokens": ("KV cache slots in all", "kv_total_tokens"),
     "kv_cache_free_tokens": ("KV cache slots that hold nothing", "kv_free_tokens"),
     "kv_cache_reusable_tokens": ("KV cache slots of cached prefixes", "kv_cached_tokens"),
-    "encoder_cache_bytes": ("Bytes of cached image embeddings", "encoder_cache_bytes"),
 }
 _COUNTERS = {
     "forward_steps": ("Steps of the model", "forward_steps_total"),
     "retracted_requests": ("Requests taken back when KV slots ran out", "retracted_total"),
-    "images_encoded": ("Pictures computed by the vision tower", "images_encoded_total"),
-    "encoder_cache_hits": ("Pictures found in the embedding cache", "encoder_cache_hits_total"),
+}
+_ENCODER_GAUGES = {
+    "encoder_queued": ("Pictures and temporal patches of videos that wait to be encoded", "queued"),
+    "encoder_under_way": ("Pictures and temporal patches being encoded, or read from disk", "under_way"),
+}
+_ENCODER_COUNTERS = {
+    "temporal_patches_encoded": ("Pictures and temporal patches of videos computed by the vision tower", "encoded"),
+    "vision_patches_encoded": ("Patches computed by the vision tower", "patches_encoded"),
+    "encoder_coalesced": ("Pictures and temporal patches that came while an equal one was in work", "coalesced"),
+    "encoder_retried": ("Pictures and temporal patches encoded again after a failure", "retried"),
+    "encoder_failed": ("Pictures and temporal patches given up", "failed"),
+    "embedding_cache_saved": ("Embeddings written to disk", "saved"),
+    "embedding_cache_save_failures": ("Embeddings that could not be written to disk", "save_failures"),
+}
+_TIER_GAUGES = {
+    "embedding_cache_bytes": ("Bytes of embeddings in a tier", "bytes"),
+    "embedding_cache_held_bytes": ("Bytes of embeddings that requests need now", "held_bytes"),
+    "embedding_cache_entries": ("Pictures and temporal patches in a tier", "entries"),
+}
+_TIER_COUNTERS = {
+    "embedding_cache_hits": ("Look-ups that found embeddings in a tier", "hits"),
+    "embedding_cache_misses": ("Look-ups in a tier that did not", "misses"),
+    "embedding_cache_evictions": ("Embeddings that gave way to others", "evictions"),
 }
 
 
@@ -94,9 +115,28 @@ class _SchedulerCollector(Collector):
         used = stats.kv_total_tokens - stats.kv_free_tokens - stats.kv_cached_tokens
         yield self._gauge("kv_cache_usage", "Part of the KV cache in use", used / max(1, stats.kv_total_tokens))
         for name, (text, attribute) in _COUNTERS.items():
-            counter = CounterMetricFamily(_PREFIX + name, text, labels=("model_name",))
-            counter.add_metric((self._model_name,), getattr(stats, attribute))
-            yield counter
+            yield self._counter(name, text, getattr(stats, attribute))
+        for name, (text, attribute) in _ENCODER_GAUGES.items():
+            yield self._gauge(name, text, getattr(stats.encoder, attribute))
+        for name, (text, attribute) in _ENCODER_COUNTERS.items():
+            yield self._counter(name, text, getattr(stats.encoder, attribute))
+        yield from self._tiers(stats.encoder)
+
+    def _tiers(self, encoder: PoolStats) -> Iterator[Metric]:
+        tiers = {"device": encoder.device, "host": encoder.host, "disk": encoder.disk}
+        kinds = ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS))
+        for family, names in kinds:
+            for name, (text, attribute) in names.items():
+                metric = family(_PREFIX + name, text, labels=("model_name", "tier"))
+                for tier, stats in tiers.items():
+                    if stats is not None:
+                        metric.add_metric((self._model_name, tier), getattr(stats, attribute))
+                yield metric
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        counter = CounterMetricFamily(_PREFIX + name, text, labels=("model_name",))
+        counter.add_metric((self._model_name,), value)
+        return counter
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(_PREFIX + name, text, labels=("model_name",))

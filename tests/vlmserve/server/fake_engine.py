@@ -20,6 +20,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
+from vision.embedding_stats import PoolStats, TierStats
 from vlmserve.engine_args import EngineArgs
 from vlmserve.messages import (
     AbortReq,
@@ -221,7 +222,7 @@ def write_checkpoint_folder(folder: Path) -> Path:
 
 
 def make_stats(**fields: int) -> SchedulerStats:
-    zero = dict.fromkeys(SchedulerStats.__dataclass_fields__, 0)
+    zero = {**dict.fromkeys(SchedulerStats.__dataclass_fields__, 0), "encoder": PoolStats(disk=TierStats(hits=3))}
     return SchedulerStats(**{**zero, "kv_total_tokens": 100, "kv_free_tokens": 60, "kv_cached_tokens": 10, **fields})
 
 

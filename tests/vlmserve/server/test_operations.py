@@ -81,6 +81,10 @@ def test_metrics(client, served):
     assert found["vlmserve:http_requests_total", "other", "404"] == 1
     assert found[("vlmserve:num_requests_running",)] == 0
     assert found[("vlmserve:kv_cache_usage",)] == pytest.approx(0.3)
+    assert found["vlmserve:embedding_cache_hits_total", "disk"] == 3
+    assert found["vlmserve:embedding_cache_hits_total", "device"] == 0
+    assert ("vlmserve:embedding_cache_hits_total", "host") not in found, "there is no such tier"
+    assert found[("vlmserve:temporal_patches_encoded_total",)] == 0
 
 
 def test_metrics_without_the_scheduler(client, served):

@@ -1,0 +1,58 @@
+"""Embeddings that outlive an engine: another one on the same folder starts warm, and answers the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_checkpoints import make_checkpoint
+from tests.vlmserve.reference import conversations
+from vlmserve import LLM, SamplingOverrides
+
+SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+
+
+def run(model: Path, folder: Path, **settings):
+    """Answers to a few conversations, and the encoder's figures afterwards."""
+    settings = {"num_threads": 1, "max_total_tokens": 2048, "embedding_cache_dir": str(folder), **settings}
+    with LLM(str(model), **settings) as llm:
+        answers = [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)]
+        return answers, llm.stats().encoder
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_second_engine_starts_warm_and_answers_the_same(family: str, tmp_path: Path):
+    model = make_checkpoint(family, tmp_path / "model")
+    first, cold = run(model, tmp_path / "cache")
+    assert cold.encoded > 0
+    assert cold.disk.hits == 0
+    again, warm = run(model, tmp_path / "cache")
+    assert again == first
+    assert warm.encoded == 0
+    assert warm.disk.hits == cold.encoded
+
+
+def test_damaged_entries_and_those_of_other_weights_are_encoded_anew(tmp_path: Path):
+    model = make_checkpoint("qwen3_vl", tmp_path / "model")
+    first, cold = run(model, tmp_path / "cache")
+    for number, path in enumerate(sorted((tmp_path / "cache").rglob("*.safetensors"))):
+        data = bytearray(path.read_bytes())
+        if number % 2:
+            path.write_bytes(data[: len(data) // 2])
+        else:
+            data[-1] ^= 1
+            path.write_bytes(data)
+    again, after = run(model, tmp_path / "cache")
+    assert again == first
+    assert after.encoded == cold.encoded
+    other = make_checkpoint("qwen3_vl", tmp_path / "other", seed=1)
+    _, foreign = run(other, tmp_path / "cache")
+    assert foreign.encoded == cold.encoded
+
+
+def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path):
+    model = make_checkpoint("qwen3_vl", tmp_path / "model")
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(Exception, match="--embedding-cache-dir"):
+        run(model, tmp_path / "file")

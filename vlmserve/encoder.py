@@ -1,0 +1,125 @@
+"""Builds the vision encoder: where it computes, what it keeps, and on which disk."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vision.backend import EncoderBackend, InlineBackend
+from vision.blocks import VisionTower
+from vision.disk_tier import DiskTier
+from vision.embedding_cache import EmbeddingCache
+from vision.embedding_store import EmbeddingStore
+from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.fingerprint import tower_fingerprint
+from vision.tower_runner import TowerRunner
+from vlmserve import __version__
+from vlmserve.common.cpus import available_cpus
+from vlmserve.common.hf_config import read_hf_config
+from vlmserve.engine_args import EngineArgs
+
+log = logging.getLogger(__name__)
+
+
+def resolve_max_patches(args: EngineArgs, device: torch.device) -> int:
+    """The `--encoder-max-patches` setting. A CPU gains nothing by large batches, and the first answers come sooner."""
+    if args.encoder_max_patches is not None:
+        return args.encoder_max_patches
+    return 1024 if device.type == "cpu" else 65536
+
+
+def row_shape(tower: VisionTower, dtype: torch.dtype) -> RowShape:
+    """Of the rows that a tower makes."""
+    return RowShape(
+        merge=tower.spatial_merge_size,
+        width=tower.out_hidden_size * (1 + tower.num_deepstack_layers),
+        dtype=dtype,
+    )
+
+
+def build_encoder_pool(
+    args: EngineArgs,
+    tower: VisionTower,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared_dir: Path | None = None,
+    store: EmbeddingStore | None = None,
+) -> EncoderPool:
+    """The encoder for a checkpoint's tower, which is on `device` and computes in `dtype`.
+
+    shared_dir: an existing private directory for arrays on their way to and from encoder processes, needed if there are
+    any. store: where embeddings are kept for good; by default what `--embedding-cache-dir` says. Raises EngineError.
+    """
+    hf_config = read_hf_config(Path(args.model))
+    fingerprint = tower_fingerprint(tower, hf_config["vision_config"])
+    shape = row_shape(tower, dtype)
+    if store is None and args.embedding_cache_dir is not None:
+        store = open_store(args, fingerprint, shape, hf_config)
+    cache_bytes = args.encoder_cache_mib * 2**20
+    return EncoderPool(
+        _make_backend(args, tower, dtype, device, shared_dir),
+        EmbeddingCache(device, device_bytes=cache_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
+        fingerprint=fingerprint,
+        row_shape=shape,
+        limits=PoolLimits(
+            max_patches=resolve_max_patches(args, device),
+            space_bytes=cache_bytes,
+            batches_ahead=2 if args.num_encoders else 1,
+        ),
+        disk=None if store is None else DiskTier(store),
+    )
+
+
+def open_store(args: EngineArgs, fingerprint: bytes, shape: RowShape, hf_config: Mapping[str, Any]) -> EmbeddingStore:
+    """The folder of `--embedding-cache-dir`, for the embeddings of one tower. EngineError if it cannot be used."""
+    assert args.embedding_cache_dir is not None
+    return EmbeddingStore(
+        Path(args.embedding_cache_dir).expanduser(),
+        fingerprint=fingerprint,
+        limit_bytes=int(args.embedding_cache_gib * 2**30),
+        about={
+            "model": Path(args.model).name,
+            "family": str(hf_config.get("model_type")),
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "row_width": str(shape.width),
+            "version": __version__,
+        },
+    )
+
+
+def _make_backend(
+    args: EngineArgs, tower: VisionTower, dtype: torch.dtype, device: torch.device, shared_dir: Path | None
+) -> EncoderBackend:
+    if not args.num_encoders:
+        return InlineBackend(TowerRunner(tower, device))
+    assert shared_dir is not None, "encoder processes need a directory for arrays"
+    # Only who has such processes needs what they talk with.
+    processes = importlib.import_module("vision.process_backend")
+    backend: EncoderBackend = processes.ProcessBackend(
+        processes.ProcessBackendSettings(
+            model=Path(args.model),
+            devices=encoder_devices(args, device),
+            dtype=dtype,
+            threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
+            shared_dir=shared_dir,
+        )
+    )
+    return backend
+
+
+def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:
+    """The device of each encoder process. device: the model's."""
+    count = args.num_encoders
+    if args.encoder_devices is not None:
+        given = args.encoder_devices.split(",")
+        return tuple(given if len(given) == count else given * count)
+    if device.type == "cpu":
+        return ("cpu",) * count
+    gpus = torch.cuda.device_count()
+    return tuple(f"cuda:{((device.index or 0) + 1 + place) % gpus}" for place in range(count))
