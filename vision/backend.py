@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeBatch:
-    """number: unlike that of any other batch. patches: encoded in one call."""
+    """number: unlike that of any other batch. patches: one at least, encoded in one call."""
 
     number: int
     patches: tuple[TemporalPatch, ...]

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from vision.blocks import VisionTower
-from vision.grids import Grid
 from vision.temporal_patch import TemporalPatch
 
 
@@ -24,20 +23,17 @@ class TowerRunner:
 
         Each has memory of its own, so that dropping one frees it. ValueError for pixels and grids that do not fit.
         """
-        if not patches:
-            return ()
-        packed = self.encode_packed(*pack(patches))
+        pixels, grids = pack(patches)
+        packed = self.encode_packed(torch.from_numpy(pixels), grids)
         if len(patches) == 1:
             return (packed,)
-        counts = self.row_counts([patch.grid for patch in patches])
-        return tuple(rows.clone() for rows in packed.split(counts))
+        return tuple(rows.clone() for rows in packed.split(self.row_counts(grids)))
 
     @torch.inference_mode()
-    def encode_packed(self, pixels: np.ndarray, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def encode_packed(self, pixels: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
         """pixels float32 [P, patch elements] of temporal patches one behind the other, grids (height, width) of each ->
         all their rows [P / merge**2, row width] on the tower's device. See `VisionTower.forward` for errors."""
-        grid_thw: list[Grid] = [(1, h, w) for h, w in grids]
-        return self._tower(torch.from_numpy(pixels).to(self._device), grid_thw)
+        return self._tower(pixels.to(self._device), [(1, h, w) for h, w in grids])
 
     def row_counts(self, grids: Sequence[tuple[int, int]]) -> list[int]:
         """How many rows temporal patches have."""
@@ -45,7 +41,7 @@ class TowerRunner:
 
 
 def pack(patches: Sequence[TemporalPatch]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """The pixels of some temporal patches (at least one) in one new array, and their grids. ValueError for pixels that
+    """The pixels of temporal patches (one at least) in one new array, and their grids. ValueError for pixels that
     are not those of their grid, or not as wide as the others'."""
     for patch in patches:
         h, w = patch.grid

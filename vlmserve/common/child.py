@@ -60,16 +60,12 @@ class ChildProcess:
             raise
         finally:
             theirs.close()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
 
     @property
     def sentinel(self) -> int:
         """A file descriptor that becomes readable when the child has died."""
         return self._process.sentinel
-
-    @property
-    def pid(self) -> int | None:
-        """The child's process id."""
-        return self._process.pid
 
     def how_it_died(self) -> str:
         """One clause for a log line."""
@@ -97,18 +93,15 @@ class ChildProcess:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
-    def kill(self) -> None:
-        """End the child by force, from any thread."""
-        self._process.kill()
-
     def stop(self) -> None:
-        """End the child now, in order if it can, by force if not. No other thread may use the pipe."""
+        """End the child now, in order if it can, by force if not, and let go of it. No other thread may use it."""
         self.pipe.close()
         self._process.join(timeout=STOP_PATIENCE_S)
         if self._process.is_alive():
             logger.warning("%s does not stop: killing it", self.title)
             self._process.kill()
             self._process.join()
+        self._process.close()
 
 
 class Parent:

@@ -1,0 +1,43 @@
+"""A backend of fake workers, and waiting for results of any backend by its handles."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from tests.vision.fake_worker import fake_worker
+from vision.backend import EncoderBackend, EncodeResult
+from vision.process_backend import ProcessBackend
+from vision.worker_settings import WorkerSettings
+
+PATIENCE_S = 60.0
+
+
+class Fakes:
+    """A backend of fake workers, one a plan (see `fake_worker`)."""
+
+    def __init__(self, folder: Path, *plans: str, **settings: object) -> None:
+        self.folder = folder
+        self.shared_dir = folder / "shared"
+        self.shared_dir.mkdir(exist_ok=True)
+        devices = [f"cuda:{number}" for number in range(len(plans))]
+        for device, plan in zip(devices, plans, strict=True):
+            (folder / device).write_text(plan)
+        options = {"model": folder, "devices": tuple(devices), "shared_dir": self.shared_dir} | settings
+        self.backend = ProcessBackend(WorkerSettings(**options), fake_worker)
+
+    def pids(self) -> list[int]:
+        path = self.folder / "pids"
+        return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+def collect(backend: EncoderBackend, count: int) -> list[EncodeResult]:
+    """`count` results, in the order in which they come."""
+    results: list[EncodeResult] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(results) < count:
+        assert wait(list(backend.wait_handles()), deadline - time.monotonic()), f"{len(results)} of {count} in time"
+        results += backend.collect()
+    assert len(results) == count, results
+    return results

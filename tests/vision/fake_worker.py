@@ -1,0 +1,57 @@
+"""An encoder worker without a tower, or torch: its rows are the pixels. What it does else, pixels and a file say.
+
+The first pixel of a batch: DIE kills the worker, EXIT ends it, FAIL is an error, PAUSE waits for ever.
+The file `model`/`device` says how it starts, one word a start, the last one for all further ones: ok, error, die, hang.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+
+from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
+from vision.worker_settings import WorkerSettings
+from vlmserve.common.child import Parent
+from vlmserve.common.errors import CheckpointError
+from vlmserve.common.shm import SharedArrays
+
+DIE, EXIT, FAIL, PAUSE = -1.0, -2.0, -3.0, -4.0
+
+
+def fake_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
+    with (settings.model / "pids").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    _start(settings.model / device)
+    channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    parent.ready({})
+    while True:
+        channel.send(channel.encode(_answer(channel.receive(), settings.shared_dir)))
+
+
+def _start(plan: Path) -> None:
+    words = plan.read_text().split() if plan.exists() else ["ok"]
+    plan.write_text(" ".join(words[1:] or words))
+    if words[0] == "error":
+        raise CheckpointError("no tower in there")
+    if words[0] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if words[0] == "hang":
+        signal.pause()
+
+
+def _answer(work: EncodeWork, shared_dir: Path) -> EncodeDone:
+    order = work.pixels[0, 0]
+    if order == DIE:
+        SharedArrays(shared_dir).put(np.zeros(5))  # as when it dies while it answers
+        os.kill(os.getpid(), signal.SIGKILL)
+    if order == EXIT:
+        os._exit(7)
+    if order == PAUSE:
+        signal.pause()
+    if order == FAIL:
+        return EncodeDone(number=work.number, error="ValueError: asked for")
+    ends = np.cumsum([h * w for h, w in work.grids])[:-1]
+    return EncodeDone(number=work.number, rows=tuple(np.split(work.pixels, ends)), dtype="float32")

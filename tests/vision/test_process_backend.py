@@ -1,0 +1,341 @@
+"""Worker processes that live and die, with fake insides: results, restarts, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.vision.backends import PATIENCE_S, Fakes, collect
+from tests.vision.fake_worker import DIE, EXIT, FAIL, PAUSE
+from tests.vision.patches import make_patch
+from tests.vlmserve.server_process import ROOT, gone
+from vision import worker_keeper
+from vision.backend import EncodeBatch
+from vision.process_backend import ProcessBackend
+from vision.worker_settings import WorkerSettings
+from vlmserve.common.child import STOP_PATIENCE_S, ChildProcess
+from vlmserve.common.errors import EngineError
+from vlmserve.common.wire import SHARED_FROM_BYTES
+
+LARGE = (2, SHARED_FROM_BYTES // 8)  # one pixel value a patch
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[object]:
+    """Makes one; afterwards nothing of it may be left."""
+    made: list[Fakes] = []
+    resource_tracker.ensure_running()
+    before = fds()
+
+    def make(*plans: str, **settings: object) -> Fakes:
+        made.append(Fakes(tmp_path, *plans, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.backend.close()
+        assert all(gone(pid) for pid in one.pids())
+        assert list(one.shared_dir.iterdir()) == []
+        assert (one.backend.collect(), list(one.backend.wait_handles())) == ([], [])
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("encoder-")]
+    gc.collect()
+    assert fds() == before
+
+
+def fds() -> set[str]:
+    return {f"{fd.name} {os.readlink(fd)}" for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
+
+
+def stop(pid: int) -> None:
+    """Stop a worker; returns when it has."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def batch(number: int, *grids: tuple[int, int], order: float | None = None, width: int = 1) -> EncodeBatch:
+    """Noise; order: the first pixel."""
+    patches = tuple(make_patch(grid, width, seed=number) for grid in grids or [(2, 2)])
+    if order is not None:
+        patches[0].pixels[0, 0] = order
+    return EncodeBatch(number=number, patches=patches)
+
+
+def assert_done(result, of: EncodeBatch) -> None:
+    assert (result.number, result.error, result.untried) == (of.number, "", False)
+    for rows, patch in zip(result.rows, of.patches, strict=True):
+        np.testing.assert_array_equal(rows.numpy(), patch.pixels)
+
+
+def assert_works(fake: Fakes, number: int = 99, worker: int = 0) -> None:
+    one = batch(number)
+    fake.backend.start(worker, one)
+    [result] = collect(fake.backend, 1)
+    assert_done(result, one)
+
+
+@pytest.mark.filterwarnings("error:.*not writable")
+def test_batches_come_back_in_order_each_from_its_worker(fakes):
+    fake = fakes("ok", "ok")
+    sent = [batch(number, (2, 2), LARGE, (4, 2)) for number in range(12)]
+    for one in sent:  # before the workers are ready
+        fake.backend.start(one.number % 2, one)
+    results = collect(fake.backend, 12)
+    for worker in (0, 1):
+        assert [r.number for r in results if r.number % 2 == worker] == list(range(worker, 12, 2))
+    for result in results:
+        assert_done(result, sent[result.number])
+        for rows in result.rows:
+            assert rows.untyped_storage().nbytes() == rows.nbytes, "memory of its own"
+    assert list(fake.backend.workers()) == [0, 1]
+    assert len(fake.pids()) == 2
+
+
+def test_without_room_in_shared_memory_arrays_go_through_the_pipe_and_nobody_waits_for_it(fakes, caplog):
+    fake = fakes("ok")
+    fake.backend.wait_ready()
+    fake.shared_dir.rmdir()
+    stop(fake.pids()[0])
+    sent = [batch(number, (2, 500_000)) for number in range(3)]  # each many times what a pipe holds
+    for one in sent:
+        fake.backend.start(0, one)  # returns, though nobody reads
+    os.kill(fake.pids()[0], signal.SIGCONT)
+    for one, result in zip(sent, collect(fake.backend, 3), strict=True):
+        assert_done(result, one)
+    assert "no room for a large array in shared memory" in caplog.text
+    fake.shared_dir.mkdir()
+
+
+def test_handles_are_quiet_once_all_is_collected(fakes):
+    fake = fakes("ok")
+    assert not wait(fake.backend.wait_handles(), 0)
+    assert_works(fake)
+    deadline = time.monotonic() + 5
+    while wait(fake.backend.wait_handles(), 0):  # a wake-up may come behind its result, once
+        assert fake.backend.collect() == []
+        assert time.monotonic() < deadline
+
+
+def test_a_failure_in_the_worker_is_that_of_its_batch_alone(fakes):
+    fake = fakes("ok")
+    sent = [batch(0), batch(1, order=FAIL), batch(2)]
+    for one in sent:
+        fake.backend.start(0, one)
+    first, failed, last = collect(fake.backend, 3)
+    assert_done(first, sent[0])
+    assert_done(last, sent[2])
+    assert (failed.number, failed.rows, failed.error, failed.untried) == (1, None, "ValueError: asked for", False)
+    assert len(fake.pids()) == 1
+
+
+@pytest.mark.parametrize(
+    ("patches", "message"),
+    [
+        ((make_patch((2, 2), 3), make_patch((2, 2), 4)), "ValueError: .*dimension"),
+        ((), "ValueError: need at least one array"),
+    ],
+    ids=["unlike-widths", "empty"],
+)
+def test_what_cannot_be_packed_fails_alone(fakes, patches, message):
+    fake = fakes("ok")
+    fake.backend.start(0, EncodeBatch(number=5, patches=patches))
+    [failed] = collect(fake.backend, 1)
+    assert (failed.number, failed.rows) == (5, None)
+    assert re.match(message, failed.error)
+    assert_works(fake)
+
+
+@pytest.mark.parametrize(("order", "how"), [(DIE, "was killed by SIGKILL"), (EXIT, "ended with status 7")])
+def test_a_worker_that_dies_in_work_fails_its_batches_and_is_started_again(fakes, caplog, order, how):
+    fake = fakes("ok")
+    fake.backend.wait_ready()
+    stop(fake.pids()[0])
+    for number, what in enumerate((order, None, None)):
+        fake.backend.start(0, batch(number, LARGE, order=what))
+    os.kill(fake.pids()[0], signal.SIGCONT)
+    results = collect(fake.backend, 3)
+    assert [result.number for result in results] == [0, 1, 2]
+    assert {result.error for result in results} == {f"the encoder worker on cuda:0 {how}"}
+    assert [result.rows for result in results] == [None] * 3
+    assert [result.untried for result in results] == [False, True, True]
+    assert list(fake.shared_dir.iterdir()) == []
+    assert list(fake.backend.workers()) == [0]
+    assert_works(fake)
+    assert len(fake.pids()) == 2
+    assert f"the encoder worker on cuda:0 {how}: starting it again; 3 batches fail" in caplog.text
+
+
+def test_a_worker_killed_while_idle_is_started_again(fakes, caplog):
+    fake = fakes("ok", "ok")
+    fake.backend.wait_ready()
+    for worker in (0, 1):
+        assert_works(fake, worker=worker)
+    for pid in fake.pids():
+        os.kill(pid, signal.SIGKILL)
+    for worker in (0, 1):
+        one = batch(worker)
+        fake.backend.start(worker, one)
+        [result] = collect(fake.backend, 1)
+        if result.rows is None:  # it was given to the worker before its death was known
+            assert result.error == f"the encoder worker on cuda:{worker} was killed by SIGKILL"
+            fake.backend.start(worker, one)
+            [result] = collect(fake.backend, 1)
+        assert_done(result, one)
+    assert len(fake.pids()) == 4
+
+
+def test_a_worker_killed_while_it_starts_is_started_again_and_waiting_tells(fakes):
+    fake = fakes("die ok")
+    fake.backend.start(0, batch(1))
+    with pytest.raises(EngineError, match=r"^the encoder worker on cuda:0 was killed by SIGKILL while starting$"):
+        fake.backend.wait_ready()
+    [result] = collect(fake.backend, 1)
+    assert (result.rows, result.untried) == (None, True)
+    assert_works(fake)
+
+
+def test_a_worker_that_dies_three_times_in_a_row_is_given_up(fakes, caplog):
+    fake = fakes("ok die", "ok")
+    fake.backend.start(0, batch(1, order=DIE))
+    [result] = collect(fake.backend, 1)
+    assert not result.untried
+    reason = "the encoder worker on cuda:0 was killed by SIGKILL while starting"
+    numbers = iter(range(2, 1000))
+    while 0 in fake.backend.workers():
+        fake.backend.start(0, batch(next(numbers)))
+        [result] = collect(fake.backend, 1)
+        assert (result.error, result.untried) == (reason, True)
+    fake.backend.start(0, batch(0))
+    assert collect(fake.backend, 1)[0].error == reason
+    assert list(fake.backend.workers()) == [1]
+    assert_works(fake, worker=1)
+    assert f"{reason}: given up after 3 deaths without a batch done between them" in caplog.text
+    assert len(fake.pids()) == 4
+
+
+def test_deaths_with_work_done_between_them_are_not_counted_together(fakes):
+    fake = fakes("ok")
+    for number in range(4):
+        assert_works(fake, number)
+        fake.backend.start(0, batch(9, order=EXIT))
+        [result] = collect(fake.backend, 1)
+        assert "status 7" in result.error
+    assert_works(fake)
+
+
+@pytest.mark.parametrize(
+    ("plans", "timeout_s", "message"),
+    [
+        (("ok", "error"), PATIENCE_S, r"^no tower in there$"),
+        (("hang",), 0.5, r"^the encoder worker on cuda:0 is not ready after 0\.5 s; --startup-timeout-s allows more$"),
+    ],
+    ids=["error", "timeout"],
+)
+def test_waiting_for_readiness_tells_why_there_is_none(fakes, plans, timeout_s, message):
+    fake = fakes(*plans, startup_timeout_s=timeout_s)
+    with pytest.raises(EngineError, match=message):
+        fake.backend.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("main", "message"),
+    [(lambda *_: None, r"^the encoder worker on cpu cannot be started: \w+: .*pickle"), (print, "stopped early")],
+    ids=["cannot-be-sent", "returns"],
+)
+def test_an_impossible_main_is_a_failure_to_start(fakes, main, message):
+    fake = fakes("ok")
+    settings = WorkerSettings(model=fake.folder, devices=("cpu",), shared_dir=fake.shared_dir)
+    with contextlib.closing(ProcessBackend(settings, main)) as backend, pytest.raises(EngineError, match=message):
+        backend.wait_ready()
+    assert_works(fake)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["in-work", "stopped"])
+def test_closing_ends_workers_whatever_they_do(fakes, caplog, stopped):
+    fake = fakes("ok")
+    fake.backend.wait_ready()
+    if stopped:
+        stop(fake.pids()[0])
+    for number, what in enumerate((PAUSE, None)):
+        fake.backend.start(0, batch(number, LARGE, order=what))
+    began = time.monotonic()
+    fake.backend.close()
+    assert time.monotonic() - began < (STOP_PATIENCE_S + 2 if stopped else STOP_PATIENCE_S)
+    assert ("the encoder worker on cuda:0 does not stop: killing it" in caplog.text) == stopped
+    fake.backend.start(0, batch(2))  # after the end: nothing
+    fake.backend.close()
+
+
+def test_closing_in_the_moment_in_which_a_worker_is_born(fakes, monkeypatch):
+    begun = threading.Event()
+
+    class Born(ChildProcess):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            assert begun.wait(PATIENCE_S)
+
+    monkeypatch.setattr(worker_keeper, "ChildProcess", Born)
+    fake = fakes("ok")
+    [keeper] = fake.backend._keepers
+    keeper.begin_close()
+    begun.set()
+    fake.backend.close()
+    with pytest.raises(EngineError):
+        fake.backend.wait_ready()
+
+
+def test_closing_while_a_worker_starts(fakes):
+    fake = fakes("hang", "ok")
+    fake.backend.start(1, batch(1))
+    assert_done(collect(fake.backend, 1)[0], batch(1))
+    fake.backend.close()
+    with pytest.raises(EngineError):
+        fake.backend.wait_ready()
+
+
+_PARENT = """
+if __name__ == "__main__":  # not in the workers, which need none of it
+    import sys
+    from pathlib import Path
+    from tests.vision.backends import Fakes
+    fake = Fakes(Path(sys.argv[1]), "ok", "ok")
+    fake.backend.wait_ready()
+    print(*fake.pids(), flush=True)
+    if sys.argv[2] == "stay":
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "ends-without-closing"])
+def test_workers_end_with_their_parent(tmp_path, how):
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT)
+    words = [sys.executable, str(script), str(tmp_path), "stay" if how == "killed" else "end"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        try:
+            pids = [int(pid) for pid in parent.stdout.readline().split()]
+            assert len(pids) == 2
+            watched = [os.pidfd_open(pid) for pid in pids if not gone(pid)]
+            if how == "killed":
+                parent.kill()
+            for fd in watched:
+                assert select.select([fd], [], [], PATIENCE_S)[0], "a worker outlives its parent"
+                os.close(fd)
+            assert parent.wait(PATIENCE_S) == (-signal.SIGKILL if how == "killed" else 0)
+        finally:
+            parent.kill()

@@ -1,0 +1,96 @@
+"""Worker processes with real towers: their rows are those of the tower called directly."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vision.backends import collect
+from tests.vision.patches import make_patch, random_patches
+from vision.backend import EncodeBatch
+from vision.loading import load_tower
+from vision.process_backend import ProcessBackend
+from vision.worker_settings import WorkerSettings
+from vlmserve.common.errors import EngineError
+
+
+@pytest.fixture
+def shared_dir(tmp_path):
+    (tmp_path / "shared").mkdir()
+    yield tmp_path / "shared"
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+@torch.inference_mode()
+def directly(tower, patches):
+    """The rows of temporal patches of one grid, as a video's."""
+    pixels = torch.from_numpy(np.concatenate([patch.pixels for patch in patches]))
+    return tower(pixels, [(len(patches), *patches[0].grid)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_alone_packed_and_of_a_video_by_two_workers(tmp_path, shared_dir, family):
+    folder = make_checkpoint(family, tmp_path / "model")
+    tower = load_tower(folder)
+    patches = [*random_patches(tower), *random_patches(tower, [(32, 40)], seed=20)]  # one with more than a frame holds
+    video = random_patches(tower, [(6, 10)] * 3, seed=30)
+    wrong = make_patch((3, 4), patches[0].pixels.shape[1])
+    settings = WorkerSettings(model=folder, devices=("cpu", "cpu"), shared_dir=shared_dir)
+    with contextlib.closing(ProcessBackend(settings)) as backend:
+        backend.wait_ready()
+        batches = {
+            0: patches,
+            1: [patches[0], wrong],
+            **{2 + number: [patch] for number, patch in enumerate(patches)},
+            20: video,
+            21: video[:1],
+            22: video[1:],
+        }
+        for number, some in batches.items():
+            backend.start(number % 2, EncodeBatch(number=number, patches=tuple(some)))
+        results = {result.number: result for result in collect(backend, len(batches))}
+    expected = [directly(tower, [patch]) for patch in patches]
+    for number, rows in enumerate(expected):
+        torch.testing.assert_close(results[0].rows[number], rows, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[2 + number].rows[0], rows, rtol=1e-5, atol=1e-5)
+    whole = directly(tower, video)
+    assert whole.shape[1] == tower.out_hidden_size * (1 + tower.num_deepstack_layers)
+    torch.testing.assert_close(torch.cat(results[20].rows), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(results[21].rows + results[22].rows), whole, rtol=1e-5, atol=1e-5)
+    assert results[1].rows is None
+    assert results[1].error == "ValueError: grid (1, 3, 4): t must be 1 or more, h and w positive multiples of 2"
+    assert not any(result.untried for result in results.values())
+
+
+def test_rows_in_bfloat16(tmp_path, shared_dir):
+    folder = make_checkpoint("qwen3_vl", tmp_path / "model")
+    tower = load_tower(folder, dtype=torch.bfloat16)
+    [patch] = random_patches(tower, [(8, 8)])
+    settings = WorkerSettings(model=folder, devices=("cpu",), shared_dir=shared_dir, dtype="bfloat16")
+    with contextlib.closing(ProcessBackend(settings)) as backend:
+        backend.start(0, EncodeBatch(number=0, patches=(patch,)))
+        [result] = collect(backend, 1)
+    assert result.rows[0].dtype == torch.bfloat16
+    torch.testing.assert_close(result.rows[0], directly(tower, [patch]))
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_told_in_its_own_words(tmp_path, shared_dir):
+    folder = make_checkpoint("qwen2_vl", tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"short")
+    settings = WorkerSettings(model=folder, devices=("cpu",), shared_dir=shared_dir)
+    with (
+        contextlib.closing(ProcessBackend(settings)) as backend,
+        pytest.raises(EngineError, match=r"model\.safetensors: no safetensors file, or a truncated one \(5 bytes\)"),
+    ):
+        backend.wait_ready()
+
+
+def test_a_worker_is_watched_before_it_imports_torch():
+    code = "import sys, vision.worker_start; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

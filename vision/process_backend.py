@@ -1,0 +1,92 @@
+"""Batches in worker processes, one a device.
+
+Pixels and rows cross in shared memory of the host, also those of GPU workers: there is no way from one process' GPU
+memory to another's here (CUDA IPC).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+
+from vision.backend import EncodeBatch, EncodeResult
+from vision.worker_keeper import WorkerKeeper, WorkerMain
+from vision.worker_settings import WorkerSettings
+from vision.worker_start import start_worker
+
+
+class ProcessBackend:
+    """See `EncoderBackend`. Its workers start when it is made. One that dies is started again, and its batches fail.
+    One that dies three times without finishing a batch in between is given up.
+
+    main: what a worker runs.
+    """
+
+    def __init__(self, settings: WorkerSettings, main: WorkerMain = start_worker) -> None:
+        self._results: queue.SimpleQueue[EncodeResult] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = os.pipe()
+        for fd in (self._wake_reader, self._wake_writer):
+            os.set_blocking(fd, False)
+        self._closed = False
+        atexit.register(self.close)  # or multiprocessing would wait for the workers for ever
+        self._keepers = [
+            WorkerKeeper(f"encoder-{number}", main, settings, device, self._deliver)
+            for number, device in enumerate(settings.devices)
+        ]
+
+    def wait_ready(self) -> None:
+        """Block until all workers are ready for the first time. EngineError with a worker's own message if it cannot
+        start; the backend is then still to be closed."""
+        starts = [keeper.first_start for keeper in self._keepers]
+        done, _ = wait(starts, return_when=FIRST_EXCEPTION)
+        for start in done:
+            start.result()
+
+    def workers(self) -> Sequence[int]:
+        """See `EncoderBackend`. One that is being started is usable: its batches wait for it."""
+        return [number for number, keeper in enumerate(self._keepers) if keeper.usable]
+
+    def start(self, worker: int, batch: EncodeBatch) -> None:
+        """See `EncoderBackend`. Packing and copying pixels is left to a thread. Ignored after `close`."""
+        if not self._closed:
+            self._keepers[worker].submit(batch)
+
+    def collect(self) -> list[EncodeResult]:
+        """See `EncoderBackend`."""
+        if self._closed:
+            return []
+        # the wake-up first: a result that comes in between causes another
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_reader, 4096):
+                pass
+        results: list[EncodeResult] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                results.append(self._results.get_nowait())
+        return results
+
+    def wait_handles(self) -> Sequence[int]:
+        """See `EncoderBackend`: one, whatever the number of workers."""
+        return () if self._closed else (self._wake_reader,)
+
+    def close(self) -> None:
+        """See `EncoderBackend`. Waits for the workers, 2 s at most; batches that are out give no result."""
+        if self._closed:
+            return
+        for keeper in self._keepers:
+            keeper.begin_close()
+        for keeper in self._keepers:
+            keeper.close()
+        self._closed = True
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+        atexit.unregister(self.close)
+
+    def _deliver(self, result: EncodeResult) -> None:
+        self._results.put(result)
+        with contextlib.suppress(BlockingIOError):  # then there are wake-ups enough
+            os.write(self._wake_writer, b"\0")

@@ -1,0 +1,43 @@
+"""An encoder worker: a process with a tower on its device, which encodes one batch after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from vision.backend import attempt
+from vision.loading import load_tower
+from vision.row_arrays import from_array, to_array
+from vision.tower_runner import TowerRunner
+from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
+from vision.worker_settings import WorkerSettings
+from vlmserve.common.child import Parent
+from vlmserve.common.shm import SharedArrays
+
+
+def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
+    """Load the tower, say so, and encode what comes; the process ends with its parent (see `vlmserve.common.child`)."""
+    torch.set_num_threads(settings.threads)
+    device = torch.device(device_name)
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    runner = TowerRunner(load_tower(settings.model, device=device, dtype=dtype), device)
+    channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    parent.ready({})
+    while True:
+        done = _answer_next(runner, channel)
+        if not done and device.type == "cuda":
+            # After some errors a GPU is of no more use to its process. Then this raises, and a new worker is started.
+            torch.cuda.synchronize(device)
+
+
+def _answer_next(runner: TowerRunner, channel: MessageChannel) -> bool:
+    """Encode a batch. Whether that went well."""
+    work: EncodeWork = channel.receive()
+    encoded, error = attempt(lambda: _encode(runner, work))
+    channel.send(channel.encode(encoded or EncodeDone(number=work.number, error=error)))
+    return encoded is not None
+
+
+def _encode(runner: TowerRunner, work: EncodeWork) -> EncodeDone:
+    packed = runner.encode_packed(from_array(work.pixels, work.pixels.dtype.name), work.grids).cpu()
+    arrays = [to_array(rows) for rows in packed.split(runner.row_counts(work.grids))]
+    return EncodeDone(number=work.number, rows=tuple(rows for rows, _ in arrays), dtype=arrays[0][1])

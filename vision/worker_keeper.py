@@ -1,0 +1,208 @@
+"""Keeps one encoder worker running: starts it, hands it its batches, takes its results, starts it again when it dies.
+
+Two threads, so that whoever submits a batch never waits: one starts the process and reads from it, another, while it
+lives, packs batches and writes to it. A death is handled in this order: the pipe is shut, the writer ends, the process
+is reaped, its blocks of shared memory and those on the way to it are freed, its batches fail, and only then is it
+started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
+
+from vision.backend import EncodeBatch, EncodeResult, attempt
+from vision.row_arrays import from_array
+from vision.tower_runner import pack
+from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
+from vision.worker_settings import WorkerSettings
+from vlmserve.common.child import ChildProcess, Parent, stop_signals_held
+from vlmserve.common.errors import EngineError
+from vlmserve.common.shm import SharedArrays
+from vlmserve.common.wire import Frame
+
+logger = logging.getLogger(__name__)
+
+WorkerMain: TypeAlias = Callable[[Parent, WorkerSettings, str], None]
+"""A worker's work; see `vision.worker_start`."""
+
+_MAX_DEATHS = 3
+
+
+class WorkerKeeper:
+    """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block.
+
+    first_start: done when the worker is ready for the first time; an EngineError that says why if it cannot start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        main: WorkerMain,
+        settings: WorkerSettings,
+        device: str,
+        deliver: Callable[[EncodeResult], None],
+    ) -> None:
+        self.first_start: Future[None] = Future()
+        self._name = name
+        self._title = f"the encoder worker on {device}"
+        self._main = main
+        self._settings = settings
+        self._device = device
+        self._deliver = deliver
+        self._shared = SharedArrays(settings.shared_dir)
+        self._changed = threading.Condition()
+        self._unsent: deque[EncodeBatch] = deque()
+        self._sent: dict[int, Sequence[Frame]] = {}  # in order: number -> what is needed to discard the message
+        self._child: ChildProcess | None = None
+        self._given_up = ""
+        self._closing = False
+        self._finished_any = False
+        self._thread = threading.Thread(target=self._keep, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the worker runs or is being started."""
+        return not self._given_up
+
+    def submit(self, batch: EncodeBatch) -> None:
+        """Queue a batch for the worker. It fails at once if the worker was given up; it is forgotten after `close`."""
+        with self._changed:
+            if not self._given_up:
+                self._unsent.append(batch)
+                self._changed.notify_all()
+                return
+        self._deliver(EncodeResult(number=batch.number, rows=None, error=self._given_up, untried=True))
+
+    def begin_close(self) -> None:
+        """Tell the worker to end."""
+        with self._changed:
+            self._closing = True
+            if self._child is not None:
+                self._child.hang_up()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the worker, by force if it does not of itself in `STOP_PATIENCE_S`. May be called again."""
+        self.begin_close()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        deaths = 0
+        while not self._given_up:
+            self._finished_any = False
+            try:
+                reason = self._run_once()
+            except Exception as error:
+                logger.exception("%s fails", self._title)
+                reason = f"{self._title} cannot be started: {type(error).__name__}: {error}"
+            deaths = 0 if self._finished_any else deaths + 1
+            if not self.first_start.done():
+                self.first_start.set_exception(EngineError(reason))
+            if self._closing:
+                return
+            self._fail_all(reason, give_up=deaths == _MAX_DEATHS)
+
+    def _run_once(self) -> str:
+        """One life of the worker. Returns how it ended; nothing of it is left but the batches that it owes."""
+        with stop_signals_held():
+            child = ChildProcess(
+                self._name,
+                self._main,
+                (self._settings, self._device),
+                title=self._title,
+                log_level=self._settings.log_level,
+            )
+        with self._changed:
+            self._child = child
+            if self._closing:
+                child.hang_up()
+        channel = MessageChannel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
+        writer = threading.Thread(target=self._write, args=(child, channel), name=f"{self._name}-send", daemon=True)
+        try:
+            self._await_start(child)
+            writer.start()
+            while True:
+                self._take(channel.receive())
+        except (EOFError, OSError):
+            return f"{self._title} was stopped" if self._closing else child.how_it_died()
+        except EngineError as error:
+            return str(error)
+        except Exception as error:
+            logger.exception("%s does not make sense", self._title)
+            return f"{self._title} sent what cannot be used: {type(error).__name__}: {error}"
+        finally:
+            child.hang_up()
+            with self._changed:
+                self._child = None
+                self._changed.notify_all()
+            if writer.ident is not None:
+                writer.join()
+            child.stop()
+            self._shared.discard_of(child.pid)
+            for frames in self._sent.values():
+                channel.discard(frames)
+
+    def _await_start(self, child: ChildProcess) -> None:
+        patience_s = self._settings.startup_timeout_s
+        if not child.pipe.poll(patience_s):
+            raise EngineError(f"{self._title} is not ready after {patience_s:g} s; --startup-timeout-s allows more")
+        child.take_report()
+        if not self.first_start.done():
+            self.first_start.set_result(None)
+
+    def _take(self, done: EncodeDone) -> None:
+        rows = None if done.error else tuple(from_array(array, done.dtype) for array in done.rows)
+        with self._changed:
+            del self._sent[done.number]
+        self._finished_any = True
+        self._deliver(EncodeResult(number=done.number, rows=rows, error=done.error))
+
+    def _write(self, child: ChildProcess, channel: MessageChannel) -> None:
+        """Send batches to a child until it is gone."""
+        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone, too
+            while self._write_next(child, channel):
+                pass
+
+    def _write_next(self, child: ChildProcess, channel: MessageChannel) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._unsent or self._child is not child)
+            if self._child is not child:
+                return False
+            batch = self._unsent.popleft()
+            self._sent[batch.number] = ()
+        frames, error = attempt(lambda: channel.encode(_work(batch)))
+        if frames is None:
+            with self._changed:
+                del self._sent[batch.number]
+            self._deliver(EncodeResult(number=batch.number, rows=None, error=error))
+        else:
+            self._sent[batch.number] = frames[:2]
+            channel.send(frames)
+        return True
+
+    def _fail_all(self, reason: str, *, give_up: bool) -> None:
+        """Fail what the worker owes. Only the batch that it was given first of these can be what ended it."""
+        with self._changed:
+            sent, unsent = list(self._sent), [batch.number for batch in self._unsent]
+            self._sent.clear()
+            self._unsent.clear()
+            if give_up:
+                self._given_up = reason
+        if give_up:
+            logger.error("%s: given up after %d deaths without a batch done between them", reason, _MAX_DEATHS)
+        else:
+            logger.warning("%s: starting it again; %d batches fail", reason, len(sent) + len(unsent))
+        for number in (*sent, *unsent):
+            self._deliver(EncodeResult(number=number, rows=None, error=reason, untried=number not in sent[:1]))
+
+
+def _work(batch: EncodeBatch) -> EncodeWork:
+    pixels, grids = pack(batch.patches)
+    return EncodeWork(number=batch.number, grids=tuple(grids), pixels=pixels)

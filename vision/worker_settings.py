@@ -1,0 +1,23 @@
+"""What encoder workers are told when they start. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSettings:
+    """model: a checkpoint folder. devices: "cpu", "cuda:1" ..., one worker each; one may stand there several times.
+
+    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. threads: of each worker on a CPU.
+    shared_dir: an existing private directory for `SharedArrays`, on tmpfs. startup_timeout_s: for loading the tower.
+    """
+
+    model: Path
+    devices: tuple[str, ...]
+    shared_dir: Path
+    dtype: str = "auto"
+    threads: int = 1
+    log_level: str = "info"
+    startup_timeout_s: float = 600.0

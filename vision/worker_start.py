@@ -1,0 +1,14 @@
+"""Where an encoder worker starts. Imported in milliseconds: from then on, and so while torch is still being imported,
+the process listens to its parent and dies with it."""
+
+from __future__ import annotations
+
+from vision.worker_settings import WorkerSettings
+from vlmserve.common.child import Parent
+
+
+def start_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
+    """See `vision.worker.run_worker`."""
+    from vision.worker import run_worker
+
+    run_worker(parent, settings, device)
