@@ -6,12 +6,12 @@ import torch
 
 from vision.backend import attempt
 from vision.loading import load_tower
-from vision.row_arrays import from_array, to_array
 from vision.tower_runner import TowerRunner
 from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
 from vision.worker_settings import WorkerSettings
 from vlmserve.common.child import Parent
 from vlmserve.common.shm import SharedArrays
+from vlmserve.common.tensors import from_array, to_array
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:

@@ -23,7 +23,7 @@ class EncodeWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeDone:
-    """rows: of each temporal patch [n, row width], of `dtype` (see `vision.row_arrays`). error: why there are none."""
+    """rows: of each temporal patch [n, row width], of `dtype` (see `common/tensors.py`). error: why there are none."""
 
     number: int
     rows: tuple[np.ndarray, ...] = ()

@@ -17,13 +17,13 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 from vision.backend import EncodeBatch, EncodeResult, attempt
-from vision.row_arrays import from_array
 from vision.tower_runner import pack
 from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
 from vision.worker_settings import WorkerSettings
 from vlmserve.common.child import ChildProcess, Parent, stop_signals_held
 from vlmserve.common.errors import EngineError
 from vlmserve.common.shm import SharedArrays
+from vlmserve.common.tensors import from_array
 from vlmserve.common.wire import Frame
 
 logger = logging.getLogger(__name__)

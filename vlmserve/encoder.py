@@ -18,6 +18,7 @@ from vision.embedding_store import EmbeddingStore
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
 from vision.fingerprint import tower_fingerprint
 from vision.tower_runner import TowerRunner
+from vision.worker_settings import WorkerSettings
 from vlmserve import __version__
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.hf_config import read_hf_config
@@ -100,16 +101,21 @@ def _make_backend(
         return InlineBackend(TowerRunner(tower, device))
     assert shared_dir is not None, "encoder processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
-    processes = importlib.import_module("vision.process_backend")
-    backend: EncoderBackend = processes.ProcessBackend(
-        processes.ProcessBackendSettings(
-            model=Path(args.model),
-            devices=encoder_devices(args, device),
-            dtype=dtype,
-            threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
-            shared_dir=shared_dir,
-        )
+    make_backend = importlib.import_module("vision.process_backend").ProcessBackend
+    settings = WorkerSettings(
+        model=Path(args.model),
+        devices=encoder_devices(args, device),
+        shared_dir=shared_dir,
+        dtype=str(dtype).removeprefix("torch."),
+        threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
     )
+    workers = make_backend(settings)
+    try:
+        workers.wait_ready()
+    except BaseException:
+        workers.close()
+        raise
+    backend: EncoderBackend = workers
     return backend
 
 

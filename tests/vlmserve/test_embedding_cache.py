@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,22 @@ def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(Exception, match="--embedding-cache-dir"):
         run(model, tmp_path / "file")
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 16, "encoder_cache_mib": 0, "page_size": 4}])
+def test_encoder_processes_give_the_same_answers_and_are_replaced_when_they_die(tmp_path: Path, settings):
+    model = make_checkpoint("qwen3_vl", tmp_path / "model")
+    settings = {"num_threads": 1, "max_total_tokens": 2048, "disable_radix_cache": True, **settings}
+    with LLM(str(model), **settings) as llm:
+        inline = [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)]
+        encoded = llm.stats().encoder.encoded
+    with LLM(str(model), **settings, encoder_dp_size=2) as llm:
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)] == inline
+        assert llm.stats().encoder.encoded >= encoded
+        for worker in workers:
+            worker.kill()
+        assert [answer.token_ids for answer in llm.chat_batch(conversations()[6:8], SAMPLING)]
+        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)] == inline
+    assert multiprocessing.active_children() == []

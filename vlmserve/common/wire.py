@@ -2,7 +2,7 @@
 
 A message is a dataclass. Frame 0 is its type's name, frame 1 its MessagePack body; an array in it is replaced by
 ``[dtype, shape, place]`` where place is a frame's index or, for large arrays where a `SharedArrays` is given, a block's
-name. A tensor goes as the array of its values on the CPU, bfloat16 as "bf16". Decoding a message of unknown type, or
+name. A tensor goes as the array of its values on the CPU. Decoding a message of unknown type, or
 one that does not fit its type, raises `WireError`.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Frame = bytes | bytearray | memoryview
 SHARED_FROM_BYTES = 64 * 1024
 _KINDS = frozenset("biuf?")
-_BF16 = "bf16"
+_BITS = {"bfloat16": "uint16"}  # the array's type where it is not the tensor's
 
 
 class WireError(VlmserveError):
@@ -116,14 +116,11 @@ class WireCodec:
         raise NotImplementedError(f"cannot send a {type(value).__name__}")
 
     def _encode_tensor(self, value: torch.Tensor) -> object:
-        import torch
+        from vlmserve.common.tensors import to_array
 
-        value = value.detach().cpu()
-        is_bf16 = value.dtype is torch.bfloat16
-        array = (value.view(torch.int16) if is_bf16 else value).numpy()
+        array, dtype = to_array(value.detach().cpu())
         self._kept.append(array)  # for as long as its id stands for it
-        dtype, shape, place = self._encode_array(array)
-        return [_BF16 if is_bf16 else dtype, shape, place]
+        return [dtype, *self._encode_array(array)[1:]]
 
     def _encode_array(self, value: np.ndarray) -> list[object]:
         if value.dtype.kind not in _KINDS:
@@ -154,12 +151,9 @@ class WireCodec:
         raise NotImplementedError(f"cannot receive a {cls.__name__}")
 
     def _decode_tensor(self, dtype_name: str, shape: list[int], place: int | str) -> torch.Tensor:
-        import torch
+        from vlmserve.common.tensors import from_array
 
-        is_bf16 = dtype_name == _BF16
-        array = self._decode_array("<i2" if is_bf16 else dtype_name, shape, place)
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        return tensor.view(torch.bfloat16) if is_bf16 else tensor
+        return from_array(self._decode_array(_BITS.get(dtype_name, dtype_name), shape, place), dtype_name)
 
     def _decode_array(self, dtype_name: str, shape: list[int], place: int | str) -> np.ndarray:
         dtype = np.dtype(dtype_name)

@@ -6,6 +6,7 @@ import os
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,6 +94,32 @@ def test_an_array_that_stands_in_a_message_twice_travels_once(tmp_path):
     assert shared.outstanding() == 0
     for got, want in zip((back.array, *back.more), (big, big, small, big, small), strict=True):
         assert np.array_equal(got, want)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    parts: tuple[torch.Tensor, ...]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
+def test_tensors_travel_as_they_are(dtype, tmp_path):
+    codec = WireCodec([Rows], SharedArrays(tmp_path))
+    table = torch.randn(300, 70, generator=torch.Generator().manual_seed(0)).mul(50).to(dtype)
+    sent = (table, table[3:5], table.T, table[:0])
+    got = codec.decode([bytes(frame) for frame in codec.encode(Rows(parts=sent))]).parts
+    for a, b in zip(got, sent, strict=True):
+        assert a.dtype == dtype
+        assert torch.equal(a, b)
+        assert a.untyped_storage().nbytes() == b.nbytes, "of a slice, only the slice"
+    got[1].zero_()  # writable
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_of_a_type_that_nobody_sends_is_refused():
+    frames = WireCodec([Rows]).encode(Rows(parts=(torch.zeros(2),)))
+    frames[1] = frames[1].replace(b"float32", b"complex")
+    with pytest.raises(WireError):
+        WireCodec([Rows]).decode(frames)
 
 
 def test_arrays_hold_no_file_descriptors(tmp_path):
