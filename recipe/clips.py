@@ -60,8 +60,7 @@ class Clip:
     @property
     def change_seen(self) -> float:
         """For event "colour": the time that the first temporal patch which shows the change is labelled with."""
-        # or at that time: no time passes between a last frame and its repetition
-        first = next(k for k, time in enumerate(self.times) if time >= self.change_time)
+        first = next(k for k, time in enumerate(self.times) if time > self.change_time)
         return self.label_times[first // TEMPORAL_PATCH]
 
 
@@ -119,7 +118,7 @@ def make_clip(rng: Rng) -> Clip:
                 break
             later_colour = str(rng.choice([c for c in COLOURS if c != colour and c not in {t.colour for t in others}]))
             later_rgb = pick_colour(later_colour, rng)
-        boundary = int(rng.integers(2, len(times)))
+        boundary = int(rng.integers(2, len(set(times))))  # no time passes before a last frame's repetition
         change_time = (times[boundary - 1] + times[boundary]) / 2
     frames = []
     for time, part in zip(times, share, strict=True):
