@@ -6,6 +6,7 @@ frames of full size, not the clip.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from itertools import chain, repeat
 
 import numpy as np
 
+from processors.ahead import ahead
 from processors.frame_choice import FrameChoice
 from processors.hashing import media_digest, patch_digest
 from processors.inputs import Modality
@@ -83,7 +85,8 @@ class VideoProcessor:
         info = clip.info
         choice = self._rules.choose(info.times, info.rate, knobs)
         source = _Source(size=(info.width, info.height), fps=info.rate, num_frames=info.num_frames)
-        return self._process(clip.read(choice.indices), choice, source, knobs)
+        with contextlib.closing(ahead(clip.read(choice.indices))) as frames:
+            return self._process(frames, choice, source, knobs)
 
     def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
         """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""

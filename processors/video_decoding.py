@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import io
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import av
@@ -76,7 +76,7 @@ class Clip:
             times=tuple((pts - start) * seconds_per_tick for pts in self._pts),
         )
 
-    def read(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    def read(self, indices: Sequence[int]) -> Generator[np.ndarray, None, None]:
         """The frames of these indices (ascending): uint8 [height, width, 3], upright, each for as long as it is used.
 
         Raises BadRequestError at the first that cannot be decoded.

@@ -1,6 +1,7 @@
 """`vlmserve bench processors`: from files to patches, beside the reference's processors, in one run.
 
-Ratios are of CPU time, of one thread on each side: what a core can do, however many others want it.
+Ratios are of CPU time, of one thread on each side: what a core can do, however many others want it. A clip is also
+timed by the clock, with the threads that either side takes by itself: how long one user waits.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from processors.base import MultimodalProcessor
 from processors.decoding import decode_image
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.pool import ImageRequest, PoolSettings, ProcessorPool
+from processors.video_options import VideoLimits
 from vlmserve.bench.interleaved import in_turns, ratios
 from vlmserve.bench.media import clip, jpeg
 from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
 from vlmserve.bench.stalls import longest_hold, longest_stall
+from vlmserve.common.cpus import available_cpus
 from vlmserve.common.shm import SharedArrays
 
-PARTS = ("picture", "clip", "loop", "pool")
+PARTS = ("picture", "clip", "wait", "loop", "pool")
+_MEASURES = {"cpu": "CPU time", "wall": "by the clock"}
 _HD, _FULL_HD = (1280, 720), (1920, 1080)
 
 
@@ -48,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "picture": measure_picture,
         "clip": measure_clip,
+        "wait": measure_wait,
         "loop": measure_loop,
         "pool": measure_pool,
     }
@@ -69,9 +74,25 @@ def measure_picture(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_clip(args: argparse.Namespace) -> dict[str, Any]:
     """A 720p clip at 2 frames a second to patches: decoding, sampling, resizing, cutting."""
+    return _measure_clip(args, decode_threads=1, how="one thread", measure="cpu")
+
+
+def measure_wait(args: argparse.Namespace) -> dict[str, Any]:
+    """The same by the clock, on a machine with nothing else to do, all cores at each side's disposal."""
+    import torch
+
+    torch.set_num_threads(available_cpus())
+    try:
+        threads = VideoLimits().decode_threads
+        return _measure_clip(args, decode_threads=threads, how="threads as they are by default", measure="wall")
+    finally:
+        torch.set_num_threads(1)
+
+
+def _measure_clip(args: argparse.Namespace, *, decode_threads: int, how: str, measure: str) -> dict[str, Any]:
     print(f"\nencoding a clip of {args.seconds} s ...", file=sys.stderr)
     data = clip(*_HD, seconds=args.seconds, rate=30)
-    processor = our_processor(args.family, threads=1)
+    processor = our_processor(args.family, threads=decode_threads)
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
         path = Path(folder) / "clip.mp4"
         path.write_bytes(data)
@@ -81,10 +102,10 @@ def measure_clip(args: argparse.Namespace) -> dict[str, Any]:
 
         references, missing = video_references(args.family, path)
         _check_equal(ours(), next(iter(references.values()))())
-        print(f"\n{args.seconds} s of 1280x720 at 30 frames/s, 2 used, to patches, {args.family}, one thread")
+        print(f"\n{args.seconds} s of 1280x720 at 30 frames/s, 2 used, to patches, {args.family}, {how}")
         for name, why in missing.items():
             print(f"{name} cannot run here: {why}")
-        return _compare(ours, references, args.rounds)
+        return _compare(ours, references, args.rounds, measure)
 
 
 def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
@@ -163,13 +184,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare(
-    ours: Callable[[], Any], references: dict[str, Callable[[], Any]], rounds: int
+    ours: Callable[[], Any], references: dict[str, Callable[[], Any]], rounds: int, measure: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
+    """measure: what ratios are of, "cpu" or "wall"."""
     timings = in_turns({"vlmserve": ours, **references}, rounds)
-    print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   CPU time, times ours (rounds)")
+    print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   {_MEASURES[measure]}, times ours (rounds)")
     for name, timing in timings.items():
         cpu, wall = timing.median()
-        beside = "" if name == "vlmserve" else _shown(ratios(timing.cpu, timings["vlmserve"].cpu))
+        beside = (
+            ""
+            if name == "vlmserve"
+            else _shown(ratios(getattr(timing, measure), getattr(timings["vlmserve"], measure)))
+        )
         print(f"{name:32}{cpu * 1e3:10.1f}{wall * 1e3:10.1f}   {beside}")
     return {name: {"cpu": timing.cpu, "wall": timing.wall} for name, timing in timings.items()}
 

@@ -20,15 +20,29 @@ from vlmserve.bench.stalls import longest_hold, longest_stall
 @pytest.mark.parametrize("family", processors.FAMILIES)
 def test_it_runs_beside_the_references(family, tmp_path, capsys):
     out = tmp_path / "out.json"
-    words = ["--parts", "picture", "clip", "--family", family, "--rounds", "1", "--seconds", "10", "--json", str(out)]
+    words = [
+        "--parts",
+        "picture",
+        "clip",
+        "wait",
+        "--family",
+        family,
+        "--rounds",
+        "1",
+        "--seconds",
+        "10",
+        "--json",
+        str(out),
+    ]
     # a small picture: the work is the same
     assert cli.main(["bench", "processors", *words]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("largest difference of a patch value: 0\n") == 2
+    assert printed.count("largest difference of a patch value: 0\n") == 3
+    assert "by the clock, times ours" in printed
     figures = json.loads(out.read_text())
     assert len(figures["picture"]) == 3
-    assert len(figures["clip"]) >= 2
-    assert all(timing["cpu"][0] > 0 for part in ("picture", "clip") for timing in figures[part].values())
+    assert len(figures["clip"]) == len(figures["wait"]) >= 2
+    assert all(timing["cpu"][0] > 0 for part in ("picture", "clip", "wait") for timing in figures[part].values())
 
 
 @pytest.fixture(autouse=True)
