@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
@@ -13,6 +14,8 @@ from typing import Protocol, TypeAlias
 import torch
 
 from vision.embedding_stats import TierStats
+
+log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
@@ -35,8 +38,9 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """ok: the rows are on the disk and stay there through a crash."""
+    """number: of the save. ok: the rows are on the disk and stay there through a crash."""
 
+    number: int
     key: bytes
     ok: bool
 
@@ -47,7 +51,8 @@ Done: TypeAlias = Loaded | Saved
 class DiskTier:
     """Loads and saves beside the caller, who collects what is done. For one thread.
 
-    backlog_bytes: rows that may wait to be written; above it, those that nobody insists on are not saved.
+    backlog_bytes: of rows that may wait to be written; above it, those that nobody insists on are not saved.
+    saving: how many saves have been begun whose end was not collected yet.
     """
 
     def __init__(self, store: Store, *, backlog_bytes: int = 256 * 2**20) -> None:
@@ -58,26 +63,31 @@ class DiskTier:
         self._done: deque[Done] = deque()
         self._lock = threading.Lock()
         self._waiting_bytes = 0
-        self.loading = self.saving = 0
+        self.saving = 0
+        self._saves = 0
+        self._closed = False
         self._wake_from, self._wake_to = os.pipe()
         os.set_blocking(self._wake_from, False)
         os.set_blocking(self._wake_to, False)
 
     def load(self, key: bytes) -> None:
         """Begin to read; a `Loaded` follows."""
-        self.loading += 1
         self._readers.submit(self._load, key)
 
-    def save(self, key: bytes, rows: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
-        """Begin to write rows from any device; a `Saved` follows. insist: whatever the backlog."""
+    def save(self, key: bytes, rows: torch.Tensor, *, insist: bool = False, pin: bool = False) -> int:
+        """Begin to write rows from any device; its number, unlike that of any other, which a `Saved` with it follows.
+        insist: whatever the backlog."""
         self.saving += 1
+        self._saves += 1
         with self._lock:
-            full = self._waiting_bytes + rows.nbytes > self._backlog_limit
-            if full and not insist:
-                self._done.append(Saved(key=key, ok=False))
-                return
-            self._waiting_bytes += rows.nbytes
-        self._writer.submit(self._save, key, rows.cpu(), pin)
+            fits = not self._waiting_bytes or self._waiting_bytes + rows.nbytes <= self._backlog_limit
+            if fits or insist:
+                self._waiting_bytes += rows.nbytes
+        if fits or insist:
+            self._writer.submit(self._save, self._saves, key, rows.cpu(), pin)
+        else:
+            self._finish(Saved(number=self._saves, key=key, ok=False))
+        return self._saves
 
     def collect(self) -> list[Done]:
         """What is done since."""
@@ -89,9 +99,7 @@ class DiskTier:
         done = []
         while self._done:
             done.append(self._done.popleft())
-        loads = sum(isinstance(one, Loaded) for one in done)
-        self.loading -= loads
-        self.saving -= len(done) - loads
+        self.saving -= sum(isinstance(one, Saved) for one in done)
         return done
 
     def wait_handle(self) -> int:
@@ -103,7 +111,10 @@ class DiskTier:
         return self.store.tier_stats()
 
     def close(self) -> None:
-        """Write what waits to be written, and end the threads."""
+        """Write what waits to be written, and end the threads. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         os.close(self._wake_from)
@@ -113,17 +124,19 @@ class DiskTier:
         rows = None
         try:
             rows = self.store.get(key)
-        finally:
-            self._finish(Loaded(key=key, rows=rows))
+        except Exception:
+            log.exception("an embedding could not be read")
+        self._finish(Loaded(key=key, rows=rows))
 
-    def _save(self, key: bytes, rows: torch.Tensor, pin: bool) -> None:
+    def _save(self, number: int, key: bytes, rows: torch.Tensor, pin: bool) -> None:
         ok = False
         try:
             ok = self.store.put(key, rows, pin=pin)
-        finally:
-            with self._lock:
-                self._waiting_bytes -= rows.nbytes
-            self._finish(Saved(key=key, ok=ok))
+        except Exception:
+            log.exception("an embedding could not be written")
+        with self._lock:
+            self._waiting_bytes -= rows.nbytes
+        self._finish(Saved(number=number, key=key, ok=ok))
 
     def _finish(self, done: Done) -> None:
         self._done.append(done)

@@ -21,7 +21,7 @@ class MemoryTier:
         self.device = device
         self.bytes = self.held_bytes = 0
         self._entries: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._held: dict[bytes, int] = {}
+        self._held: set[bytes] = set()
         self._hits = self._misses = self._evictions = 0
 
     def __contains__(self, key: bytes) -> bool:
@@ -30,45 +30,31 @@ class MemoryTier:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, key: bytes) -> torch.Tensor | None:
-        """The rows, now the most recently used; None if they are not here. Counts."""
-        rows = self._entries.get(key)
-        if rows is None:
+    def touch(self, key: bytes) -> bool:
+        """Whether the rows are here, now the most recently used. Counts."""
+        if key not in self._entries:
             self._misses += 1
-            return None
+            return False
         self._hits += 1
         self._entries.move_to_end(key)
-        return rows
+        return True
 
-    def peek(self, key: bytes) -> torch.Tensor:
+    def rows(self, key: bytes) -> torch.Tensor:
         """Rows that are here, without counting. KeyError if they are not."""
         return self._entries[key]
 
     def put(self, key: bytes, rows: torch.Tensor) -> list[tuple[bytes, torch.Tensor]]:
-        """Add rows; returns what had to go for them. They go first themselves if they are larger than the limit."""
-        if key not in self._entries:
-            self._entries[key] = rows
-            self.bytes += rows.nbytes
-            if key in self._held:
-                self.held_bytes += rows.nbytes
+        """Add rows that are not here; returns what had to go for them. They go first themselves if they are larger than
+        the limit."""
+        assert key not in self._entries, key.hex()
+        self._entries[key] = rows
+        self.bytes += rows.nbytes
+        if key in self._held:
+            self.held_bytes += rows.nbytes
         return self._trim(key)
 
-    def _trim(self, newest: bytes) -> list[tuple[bytes, torch.Tensor]]:
-        """Evict what nobody holds until the limit is kept: `newest` if it is too large to stay, or the least recently
-        used."""
-        gone = []
-        while self.bytes > self.limit_bytes:
-            free = (key for key in self._entries if key not in self._held)
-            too_large = newest in self._entries and self._entries[newest].nbytes > self.limit_bytes
-            key = newest if too_large and newest not in self._held else next(free, None)
-            if key is None:
-                break
-            gone.append((key, self.pop(key)))
-            self._evictions += 1
-        return gone
-
     def pop(self, key: bytes) -> torch.Tensor:
-        """Take rows out, held or not."""
+        """Take out rows that are here, held or not."""
         rows = self._entries.pop(key)
         self.bytes -= rows.nbytes
         if key in self._held:
@@ -76,25 +62,20 @@ class MemoryTier:
         return rows
 
     def hold(self, key: bytes) -> None:
-        """Count one more who needs the rows, whether or not they are here yet."""
-        self._held[key] = self._held.get(key, 0) + 1
-        if self._held[key] == 1 and key in self._entries:
+        """Keep the rows until `let_go`, whether they are here now or come later."""
+        assert key not in self._held, key.hex()
+        self._held.add(key)
+        if key in self._entries:
             self.held_bytes += self._entries[key].nbytes
 
     def let_go(self, key: bytes) -> list[tuple[bytes, torch.Tensor]]:
-        """Undo one `hold`; returns what goes now that it may. KeyError without a `hold`."""
-        self._held[key] -= 1
-        if self._held[key]:
+        """Undo `hold`; returns what goes now that it may. The rows count as just used. KeyError without a `hold`."""
+        self._held.remove(key)
+        if key not in self._entries:
             return []
-        del self._held[key]
-        if key in self._entries:
-            self.held_bytes -= self._entries[key].nbytes
-            self._entries.move_to_end(key)
+        self.held_bytes -= self._entries[key].nbytes
+        self._entries.move_to_end(key)
         return self._trim(key)
-
-    def holders(self, key: bytes) -> int:
-        """How many hold the key."""
-        return self._held.get(key, 0)
 
     def stats(self) -> TierStats:
         """Plain figures."""
@@ -107,53 +88,60 @@ class MemoryTier:
             entries=len(self._entries),
         )
 
+    def _trim(self, newest: bytes) -> list[tuple[bytes, torch.Tensor]]:
+        """Evict what is not held until the limit is kept: `newest` if it is too large to stay, else the least recently
+        used."""
+        gone = []
+        if self._entries[newest].nbytes > self.limit_bytes and newest not in self._held:
+            gone.append(newest)
+        else:
+            excess = self.bytes - self.limit_bytes
+            for key, rows in self._entries.items():
+                if excess <= 0:
+                    break
+                if key not in self._held:
+                    gone.append(key)
+                    excess -= rows.nbytes
+        self._evictions += len(gone)
+        return [(key, self.pop(key)) for key in gone]
+
 
 class EmbeddingCache:
-    """The device's tier with the host's behind it. Not thread-safe.
+    """The device's tier with the host's behind it, if there is one. Not thread-safe."""
 
-    device_bytes: limit of the first; host_bytes: of the second, 0 for none (and there is none on a CPU).
-    """
+    def __init__(self, device: MemoryTier, host: MemoryTier | None = None) -> None:
+        self.device = device
+        self.host = host
 
-    def __init__(self, device: torch.device, *, device_bytes: int, host_bytes: int = 0) -> None:
-        self.device = MemoryTier(device_bytes, device)
-        self.host = None if device.type == "cpu" or not host_bytes else MemoryTier(host_bytes, torch.device("cpu"))
+    def find(self, key: bytes) -> bool:
+        """Whether there are rows of a held key; from now on they are on the device."""
+        if self.device.touch(key):
+            return True
+        if self.host is None or not self.host.touch(key):
+            return False
+        self.add(key, self.host.pop(key))
+        return True
 
-    def find(self, key: bytes) -> torch.Tensor | None:
-        """The rows on the device, brought there from the host if that is where they are; None if they are nowhere."""
-        rows = self.device.get(key)
-        if rows is not None or self.host is None:
-            return rows
-        rows = self.host.get(key)
-        if rows is None:
-            return None
-        self.host.pop(key)
-        return self.add(key, rows)
-
-    def add(self, key: bytes, rows: torch.Tensor) -> torch.Tensor:
-        """Keep rows from any device; returns them on the cache's."""
-        here = rows.to(self.device.device, non_blocking=True)
-        self._pass_on(self.device.put(key, here))
-        return here
+    def add(self, key: bytes, rows: torch.Tensor) -> None:
+        """Keep rows from any device; there must be none of `key` yet."""
+        self._pass_on(self.device.put(key, rows.to(self.device.device, non_blocking=True)))
 
     def rows(self, key: bytes) -> torch.Tensor:
-        """Rows that are held and here. KeyError otherwise."""
-        return self.device.peek(key)
+        """Rows that are on the device. KeyError otherwise."""
+        return self.device.rows(key)
 
     def hold(self, key: bytes) -> None:
-        """Rows of `key` stay on the device once they are there, until as many calls of `let_go`."""
+        """Rows of `key` stay on the device, once they are there, until `let_go` or `drop`."""
         self.device.hold(key)
 
-    def holders(self, key: bytes) -> int:
-        """How many hold the key."""
-        return self.device.holders(key)
-
     def let_go(self, key: bytes) -> None:
-        """Undo one `hold`."""
+        """Undo `hold`."""
         self._pass_on(self.device.let_go(key))
 
     def drop(self, key: bytes) -> None:
-        """Take rows off the device although somebody holds them; they go to the host if there is a tier."""
-        self._pass_on([(key, self.device.pop(key))])
+        """Undo `hold`, and keep the rows nowhere."""
+        self.device.pop(key)
+        self.device.let_go(key)
 
     def _pass_on(self, gone: list[tuple[bytes, torch.Tensor]]) -> None:
         if self.host is not None:

@@ -3,27 +3,31 @@
 A temporal patch is known by its embedding key. Whoever needs its rows holds the key (`submit`) until they are used or
 given up (`release`); identical content is found, loaded or encoded once for all who hold it. On the way an entry is
 
-    QUEUED -> LOADING (from disk) -> QUEUED (not there) -> ENCODING -> READY
-                     `-> READY                                `-> QUEUED, once more and alone -> FAILED
+    QUEUED -> LOADING (from disk) -> WAITING (for a worker) -> ENCODING -> READY
+       `-> READY (in memory)`-> READY   ^---- once more and alone ----'`-> FAILED
 
-Two budgets: a batch has `max_patches` patches (compute; one larger picture goes alone), and the rows that are held or
-under way have `space_bytes` (space; one larger goes when nothing else is there). Entries start in the order of their
-requests, and none overtakes one that has no room, so the oldest request always gets on. Not thread-safe, never blocks.
+Two budgets: a batch has `max_patches` patches (compute; one larger picture goes alone), and all that has left the queue
+has rows of `space_bytes` together (space; one larger goes when nothing else is there). Entries leave the queue in the
+order of their requests and their places in them. None overtakes one that has no room, and rows that wait for younger
+requests make room for an older one's, so the oldest request always gets on. Not thread-safe, never blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import math
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from vision.backend import EncodeBatch, EncoderBackend, EncodeResult
-from vision.disk_tier import DiskTier, Loaded
+from vision.disk_tier import DiskTier, Loaded, Saved
 from vision.embedding_cache import EmbeddingCache
 from vision.embedding_stats import PoolStats
 from vision.temporal_patch import TemporalPatch, embedding_key
@@ -50,10 +54,14 @@ class RowShape:
     width: int
     dtype: torch.dtype
 
+    def of(self, patch: TemporalPatch) -> tuple[int, int]:
+        """Shape of a temporal patch's rows."""
+        h, w = patch.grid
+        return h * w // self.merge**2, self.width
+
     def nbytes(self, patch: TemporalPatch) -> int:
         """Bytes of a temporal patch's rows."""
-        h, w = patch.grid
-        return h * w // self.merge**2 * self.width * self.dtype.itemsize
+        return math.prod(self.of(patch)) * self.dtype.itemsize
 
 
 class State(enum.Enum):
@@ -61,24 +69,38 @@ class State(enum.Enum):
 
     QUEUED = enum.auto()
     LOADING = enum.auto()
+    WAITING = enum.auto()
     ENCODING = enum.auto()
     READY = enum.auto()
     FAILED = enum.auto()
 
 
+UNDER_WAY = (State.LOADING, State.ENCODING)
+Order: TypeAlias = tuple[int, int]
+
+
 @dataclass
 class _Entry:
-    """One key that somebody holds, or that is under way. order: of the oldest request that wanted it."""
+    """One key that somebody holds, or that is under way.
+
+    holders: order and place of each, sorted. on_disk: it may be there. last_save: number of it.
+    """
 
     key: bytes
     patch: TemporalPatch
-    order: int
     nbytes: int
+    holders: list[Order]
     state: State = State.QUEUED
     attempts: int = 0
-    not_on_disk: bool = False
+    on_disk: bool = True
+    last_save: int | None = None
     saved: bool | None = None
     error: str = ""
+
+    @property
+    def order(self) -> Order:
+        """That of the first who holds it."""
+        return self.holders[0]
 
 
 @dataclass
@@ -113,6 +135,8 @@ class EncoderPool:
         self._limits = limits
         self._disk = disk
         self._entries: dict[bytes, _Entry] = {}
+        self._queue: list[tuple[Order, bytes]] = []  # sorted
+        self._admitted: dict[bytes, _Entry] = {}  # neither queued nor failed: these have room, and the cache holds them
         self._workers: dict[int, _Worker] = {}
         self._batches = 0
         self._new_failures: dict[bytes, str] = {}
@@ -124,31 +148,32 @@ class EncoderPool:
         """What a temporal patch's rows are known by."""
         return patch.digest if patch.encoded else embedding_key(self._fingerprint, patch)
 
-    def submit(self, patches: Sequence[TemporalPatch], *, order: int) -> list[bytes]:
-        """Hold the rows of some temporal patches and see to it that they come; their keys. order: lower goes first."""
+    def submit(self, patches: Sequence[TemporalPatch], *, order: int, place: int = 0) -> list[bytes]:
+        """Hold the rows of some temporal patches and see to it that they come, with `advance`; their keys.
+
+        order: lower goes first. place: of the first of them among all of the same order; the others follow it.
+        """
         keys = [self.key(patch) for patch in patches]
-        for key, patch in zip(keys, patches, strict=True):
-            self.cache.hold(key)
+        for number, (key, patch) in enumerate(zip(keys, patches, strict=True), place):
             entry = self._entries.get(key)
-            if entry is None:
-                self._entries[key] = self._new_entry(key, patch, order)
-            else:
-                entry.order = min(entry.order, order)
-                self._counts["coalesced"] += entry.state not in (State.READY, State.FAILED)
-                if entry.state is State.FAILED:
-                    self._new_failures[key] = entry.error  # for the newcomer
+            if entry is not None:
+                self._join(entry, (order, number))
+                continue
+            entry = _Entry(key=key, patch=patch, nbytes=self._row_shape.nbytes(patch), holders=[(order, number)])
+            self._entries[key] = entry
+            self._enqueue(entry)
         return keys
 
-    def release(self, keys: Iterable[bytes]) -> None:
-        """Give up what `submit` held, once for each time."""
-        for key in keys:
+    def release(self, keys: Iterable[bytes], *, order: int, place: int = 0) -> None:
+        """Give up what `submit` held, once for each time. order, place: as they were there."""
+        for number, key in enumerate(keys, place):
             entry = self._entries[key]
-            self.cache.let_go(key)
-            if not self.cache.holders(key) and entry.state not in (State.LOADING, State.ENCODING):
-                self._forget(entry)
+            with self._reordered(entry):
+                entry.holders.remove((order, number))
+            self._forget_if_free(entry)
 
     def is_ready(self, key: bytes) -> bool:
-        """Whether the rows of a held key can be used."""
+        """Whether the rows of a held key can be used, until the next `advance`."""
         return self._entries[key].state is State.READY
 
     def rows(self, key: bytes) -> torch.Tensor:
@@ -164,14 +189,18 @@ class EncoderPool:
 
     def save(self, keys: Iterable[bytes], *, pin: bool = False) -> None:
         """Have the rows of held keys that are ready on the disk, whatever waits to be written. Needs a disk tier."""
-        assert self._disk is not None
         for key in keys:
-            self._entries[key].saved = None
-            self._disk.save(key, self.cache.rows(key), insist=True, pin=pin)
+            self._save(self._entries[key], self.cache.rows(key), insist=True, pin=pin)
 
     def is_saved(self, key: bytes) -> bool | None:
-        """Whether a held key's rows are known to be on the disk. None: that is not known yet, or nobody asked."""
+        """Whether a held key's rows are known to be on the disk, as the last `save` was to have them. None: that is not
+        known yet, or nobody asked."""
         return self._entries[key].saved
+
+    def _save(self, entry: _Entry, rows: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
+        assert self._disk is not None, "there is no disk tier"
+        entry.saved = None
+        entry.last_save = self._disk.save(entry.key, rows, insist=insist, pin=pin)
 
     # ------------------------------------------------------------ work
 
@@ -181,10 +210,14 @@ class EncoderPool:
         return not self._backend.wait_handles()
 
     @property
+    def working(self) -> bool:
+        """Whether rows are under way."""
+        return any(entry.state in UNDER_WAY for entry in self._admitted.values())
+
+    @property
     def busy(self) -> bool:
-        """Whether something is under way that `advance` will hear of."""
-        on_disk = self._disk is not None and (self._disk.loading or self._disk.saving)
-        return bool(on_disk) or any(worker.batches for worker in self._workers.values())
+        """Whether something is under way that `advance` will hear of: rows, or writes to the disk."""
+        return self.working or (self._disk is not None and self._disk.saving > 0)
 
     def wait_handles(self) -> list[int]:
         """File descriptors that become readable when `advance` has something to do."""
@@ -195,10 +228,10 @@ class EncoderPool:
         """Take what has come and start what there is room for; whether anything changed. An inline backend encodes one
         batch here.
 
-        urgent: a held key without whose rows no request gets on. It goes first, and finds room: rows that wait for
-        younger requests are given up for it, and made again later.
+        urgent: a held key without whose rows no request gets on. It goes first, whether or not there is room.
         """
         changed = self._take_all()
+        changed |= self._admit(urgent)
         changed |= self._start(urgent)
         return self._take_all() or changed
 
@@ -210,11 +243,11 @@ class EncoderPool:
 
     def stats(self) -> PoolStats:
         """Plain figures."""
-        states = [entry.state for entry in self._entries.values()]
+        states = Counter(entry.state for entry in self._entries.values())
         return PoolStats(
             **self._counts,
-            queued=states.count(State.QUEUED),
-            under_way=states.count(State.LOADING) + states.count(State.ENCODING),
+            queued=states[State.QUEUED] + states[State.WAITING],
+            under_way=sum(states[state] for state in UNDER_WAY),
             device=self.cache.device.stats(),
             host=None if self.cache.host is None else self.cache.host.stats(),
             disk=None if self._disk is None else self._disk.stats(),
@@ -226,29 +259,28 @@ class EncoderPool:
         done = self._disk.collect() if self._disk is not None else []
         for one in done:
             if isinstance(one, Loaded):
-                self._take_loaded(one.key, one.rows)
+                self._take_loaded(self._entries[one.key], one.rows)
             else:
-                self._take_saved(one.key, one.ok)
+                self._take_saved(one)
         results = self._backend.collect()
         for result in results:
             self._take_result(result)
         return bool(done or results)
 
-    def _take_loaded(self, key: bytes, rows: torch.Tensor | None) -> None:
-        entry = self._entries[key]
-        wanted = self._row_shape.nbytes(entry.patch)
-        if rows is not None and rows.nbytes == wanted and rows.dtype == self._row_shape.dtype:
+    def _take_loaded(self, entry: _Entry, rows: torch.Tensor | None) -> None:
+        shape = self._row_shape
+        if rows is not None and rows.shape == shape.of(entry.patch) and rows.dtype == shape.dtype:
             entry.saved = True
             self._make_ready(entry, rows)
-            return
-        entry.state, entry.not_on_disk = State.QUEUED, True
-        self._forget_if_free(entry)
+        else:
+            entry.state, entry.on_disk = State.WAITING, False
+            self._forget_if_free(entry)
 
-    def _take_saved(self, key: bytes, ok: bool) -> None:
-        self._counts["saved" if ok else "save_failures"] += 1
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry.saved = ok
+    def _take_saved(self, done: Saved) -> None:
+        self._counts["saved" if done.ok else "save_failures"] += 1
+        entry = self._entries.get(done.key)
+        if entry is not None and entry.last_save == done.number:
+            entry.saved = entry.on_disk = done.ok
 
     def _take_result(self, result: EncodeResult) -> None:
         worker = next(worker for worker in self._workers.values() if result.number in worker.batches)
@@ -261,19 +293,19 @@ class EncoderPool:
             self._counts["encoded"] += 1
             self._counts["patches_encoded"] += entry.patch.num_patches
             if self._disk is not None:
-                self._disk.save(entry.key, rows)
+                self._save(entry, rows)
             self._make_ready(entry, rows)
 
     def _take_failure(self, entries: list[_Entry], error: str, untried: bool) -> None:
+        log.warning("%d temporal patches could not be encoded: %s", len(entries), error)
         for entry in entries:
             entry.attempts += not untried
             if entry.attempts < MAX_ATTEMPTS:
                 self._counts["retried"] += 1
-                entry.state = State.QUEUED
+                entry.state = State.WAITING
+                self._forget_if_free(entry)
             else:
                 self._fail(entry, error)
-            self._forget_if_free(entry)
-        log.warning("%d temporal patches could not be encoded: %s", len(entries), error)
 
     def _make_ready(self, entry: _Entry, rows: torch.Tensor) -> None:
         entry.state = State.READY
@@ -282,84 +314,102 @@ class EncoderPool:
 
     def _fail(self, entry: _Entry, error: str) -> None:
         self._counts["failed"] += 1
+        self._give_back_room(entry)
         entry.state, entry.error = State.FAILED, error
         self._new_failures[entry.key] = error
+        self._forget_if_free(entry)
 
-    # ------------------------------------------------------------ what starts
+    # ------------------------------------------------------------ room
+
+    def _admit(self, urgent: bytes | None) -> bool:
+        """Begin with what is first in the queue, as far as there is room."""
+        admitted = False
+        if urgent is not None and self._entries[urgent].state is State.QUEUED:
+            self._make_room(self._entries[urgent])
+            self._begin(self._entries[urgent])
+            admitted = True
+        while self._queue:
+            first = self._entries[self._queue[0][1]]
+            if not self._make_room(first):
+                break
+            self._begin(first)
+            admitted = True
+        return admitted
+
+    def _make_room(self, entry: _Entry) -> bool:
+        """Whether there is room for an entry: if need be, that of rows that wait for younger requests, the youngest
+        first. Where even that is not enough they keep it."""
+        used = sum(other.nbytes for other in self._admitted.values())
+        younger = sorted(
+            (other for other in self._admitted.values() if other.state not in UNDER_WAY and other.order > entry.order),
+            key=lambda other: other.order,
+        )
+        leaving = []
+        while used and used + entry.nbytes > self._limits.space_bytes:
+            if not younger:
+                return False
+            leaving.append(younger.pop())
+            used -= leaving[-1].nbytes
+        for other in leaving:
+            self._give_back_room(other)
+            self._enqueue(other)
+        return True
+
+    def _begin(self, entry: _Entry) -> None:
+        self._dequeue(entry)
+        self._admitted[entry.key] = entry
+        self.cache.hold(entry.key)
+        if entry.patch.encoded:
+            # a copy, for the request's own array may be read-only memory
+            self.cache.add(entry.key, torch.tensor(entry.patch.pixels, dtype=self._row_shape.dtype))
+            entry.state = State.READY
+        elif self.cache.find(entry.key):
+            entry.state = State.READY
+        elif self._disk is not None and entry.on_disk:
+            entry.state = State.LOADING
+            self._disk.load(entry.key)
+        else:
+            entry.state = State.WAITING
+
+    def _give_back_room(self, entry: _Entry) -> None:
+        del self._admitted[entry.key]
+        if entry.patch.encoded:
+            self.cache.drop(entry.key)  # from outside: not kept longer than it is used
+        else:
+            self.cache.let_go(entry.key)
+
+    # ------------------------------------------------------------ batches
 
     def _start(self, urgent: bytes | None) -> bool:
-        queued = (entry for entry in self._entries.values() if entry.state is State.QUEUED)
-        queue = sorted(queued, key=lambda entry: (entry.key != urgent, entry.order))
-        if not queue:
+        """Give the workers what waits for them."""
+        waiting = [entry for entry in self._admitted.values() if entry.state is State.WAITING]
+        if not waiting:
             return False
         usable = self._backend.workers()
         if not usable:
-            for entry in queue:
+            for entry in waiting:
                 self._fail(entry, "no vision encoder worker is left")
             return True
-        forced = queue[0].key == urgent
-        if forced:
-            self._make_room(queue[0])
-        admitted = self._admit(queue, forced=forced)
+        waiting.sort(key=lambda entry: (entry.key != urgent, entry.order))
         started = False
-        to_encode = []
-        for entry in admitted:
-            if self._disk is not None and not entry.not_on_disk:
-                entry.state, started = State.LOADING, True
-                self._disk.load(entry.key)
-            else:
-                to_encode.append(entry)
-        return self._start_batches(to_encode, usable) or started
-
-    def _admit(self, queue: list[_Entry], *, forced: bool) -> list[_Entry]:
-        """Those from the front of the queue that the space is enough for. forced: the first in any case."""
-        held = self.cache.device.held_bytes
-        under_way = [e.nbytes for e in self._entries.values() if e.state in (State.LOADING, State.ENCODING)]
-        used = held + sum(under_way)
-        admitted: list[_Entry] = []
-        for entry in queue:
-            alone = used == 0 or (forced and not admitted)
-            if not alone and used + entry.nbytes > self._limits.space_bytes:
-                break
-            admitted.append(entry)
-            used += entry.nbytes
-        return admitted
-
-    def _make_room(self, head: _Entry) -> None:
-        """Drop rows that only younger requests wait for, youngest first, until `head` fits."""
-        ready = (e for e in self._entries.values() if e.state is State.READY and not e.patch.encoded)
-        younger = sorted((e for e in ready if e.order > head.order), key=lambda entry: -entry.order)
-        for entry in younger:
-            if self.cache.device.held_bytes + head.nbytes <= self._limits.space_bytes:
-                break
-            self.cache.drop(entry.key)
-            entry.state = State.QUEUED
-
-    def _start_batches(self, queue: list[_Entry], usable: Sequence[int]) -> bool:
-        started = False
-        waiting = list(queue)
         while waiting:
-            ids = [number for number in usable if self._has_room(number, alone=waiting[0].attempts > 0)]
-            if not ids:
+            free = {number: self._worker(number) for number in usable}
+            free = {number: worker for number, worker in free.items() if self._has_room(worker, waiting[0])}
+            if not free:
                 break
-            number = min(ids, key=lambda number: (self._worker(number).patches, number))
-            batch = self._next_batch(waiting, len(ids))
-            worker = self._worker(number)
-            worker.alone = batch[0].attempts > 0
-            for entry in batch:
-                entry.state = State.ENCODING
-            self._batches += 1
-            worker.batches[self._batches] = batch
-            self._backend.start(
-                number, EncodeBatch(number=self._batches, patches=tuple(entry.patch for entry in batch))
-            )
+            number = min(free, key=lambda number: (free[number].patches, number))
+            self._start_batch(number, self._next_batch(waiting, free[number], list(free.values())))
             started = True
         return started
 
-    def _next_batch(self, waiting: list[_Entry], workers: int) -> list[_Entry]:
-        """Take the next batch from the front: an even share of what waits, within the compute budget."""
-        total = sum(entry.patch.num_patches for entry in waiting)
-        target = min(self._limits.max_patches, math.ceil(total / workers))
+    def _has_room(self, worker: _Worker, first: _Entry) -> bool:
+        return not worker.alone and len(worker.batches) < (1 if first.attempts else self._limits.batches_ahead)
+
+    def _next_batch(self, waiting: list[_Entry], worker: _Worker, free: list[_Worker]) -> list[_Entry]:
+        """Take the next batch from the front: as much as makes a worker's load an even share of all there is for those
+        that are free, within the compute budget. What is retried goes alone."""
+        total = sum(entry.patch.num_patches for entry in waiting) + sum(other.patches for other in free)
+        target = min(self._limits.max_patches, math.ceil(total / len(free)) - worker.patches)
         batch = [waiting.pop(0)]
         patches = batch[0].patch.num_patches
         while waiting and not batch[0].attempts and not waiting[0].attempts:
@@ -369,32 +419,50 @@ class EncoderPool:
             batch.append(waiting.pop(0))
         return batch
 
-    def _has_room(self, number: int, *, alone: bool) -> bool:
+    def _start_batch(self, number: int, batch: list[_Entry]) -> None:
+        self._batches += 1
+        for entry in batch:
+            entry.state = State.ENCODING
         worker = self._worker(number)
-        return not worker.alone and len(worker.batches) < (1 if alone else self._limits.batches_ahead)
+        worker.alone = batch[0].attempts > 0
+        worker.batches[self._batches] = batch
+        self._backend.start(number, EncodeBatch(number=self._batches, patches=tuple(entry.patch for entry in batch)))
 
     def _worker(self, number: int) -> _Worker:
         return self._workers.setdefault(number, _Worker())
 
     # ------------------------------------------------------------ entries
 
-    def _new_entry(self, key: bytes, patch: TemporalPatch, order: int) -> _Entry:
-        entry = _Entry(key=key, patch=patch, order=order, nbytes=self._row_shape.nbytes(patch))
-        if patch.encoded:
-            # a copy, for the request's own array may be read-only memory
-            self.cache.add(key, torch.tensor(patch.pixels))
-            entry.state = State.READY
-        elif self.cache.find(key) is not None:
-            entry.state = State.READY
-        return entry
+    def _enqueue(self, entry: _Entry) -> None:
+        entry.state = State.QUEUED
+        insort(self._queue, (entry.order, entry.key))
+
+    def _dequeue(self, entry: _Entry) -> None:
+        del self._queue[bisect_left(self._queue, (entry.order, entry.key))]
+
+    def _join(self, entry: _Entry, order: Order) -> None:
+        """One more holder comes to an entry."""
+        self._counts["coalesced"] += entry.state not in (State.READY, State.FAILED)
+        if entry.state is State.FAILED:
+            self._new_failures[entry.key] = entry.error  # for the newcomer
+        with self._reordered(entry):
+            insort(entry.holders, order)
+
+    @contextlib.contextmanager
+    def _reordered(self, entry: _Entry) -> Iterator[None]:
+        """While its holders change, an entry is not in the queue."""
+        queued = entry.state is State.QUEUED
+        if queued:
+            self._dequeue(entry)
+        yield
+        if queued and entry.holders:
+            self._enqueue(entry)
 
     def _forget_if_free(self, entry: _Entry) -> None:
-        """To be called when an entry is no longer under way."""
-        if not self.cache.holders(entry.key):
-            self._forget(entry)
-
-    def _forget(self, entry: _Entry) -> None:
+        """To be called when nobody may hold an entry any more, or it is no longer under way."""
+        if entry.holders or entry.state in UNDER_WAY:
+            return
+        if entry.key in self._admitted:
+            self._give_back_room(entry)
         del self._entries[entry.key]
         self._new_failures.pop(entry.key, None)
-        if entry.patch.encoded and entry.key in self.cache.device:
-            self.cache.device.pop(entry.key)  # from outside: not kept longer than it is used

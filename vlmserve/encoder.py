@@ -13,7 +13,7 @@ import torch
 from vision.backend import EncoderBackend, InlineBackend
 from vision.blocks import VisionTower
 from vision.disk_tier import DiskTier
-from vision.embedding_cache import EmbeddingCache
+from vision.embedding_cache import EmbeddingCache, MemoryTier
 from vision.embedding_store import EmbeddingStore
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
 from vision.fingerprint import tower_fingerprint
@@ -62,18 +62,26 @@ def build_encoder_pool(
     shape = row_shape(tower, dtype)
     if store is None and args.embedding_cache_dir is not None:
         store = open_store(args, fingerprint, shape, hf_config)
-    cache_bytes = args.encoder_cache_mib * 2**20
     return EncoderPool(
         _make_backend(args, tower, dtype, device, shared_dir),
-        EmbeddingCache(device, device_bytes=cache_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
+        make_cache(args, device),
         fingerprint=fingerprint,
         row_shape=shape,
         limits=PoolLimits(
             max_patches=resolve_max_patches(args, device),
-            space_bytes=cache_bytes,
+            space_bytes=args.encoder_cache_mib * 2**20,
             batches_ahead=2 if args.num_encoders else 1,
         ),
         disk=None if store is None else DiskTier(store),
+    )
+
+
+def make_cache(args: EngineArgs, device: torch.device) -> EmbeddingCache:
+    """Keeps embeddings in the memory of `device`, and of the host behind it if that is another."""
+    host_bytes = args.encoder_host_cache_mib * 2**20
+    return EmbeddingCache(
+        MemoryTier(args.encoder_cache_mib * 2**20, device),
+        MemoryTier(host_bytes, torch.device("cpu")) if host_bytes and device.type != "cpu" else None,
     )
 
 

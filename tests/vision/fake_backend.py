@@ -6,8 +6,9 @@ from collections import deque
 
 import torch
 
+from tests.vision.fake_disk import FakeDisk
 from vision.backend import EncodeBatch, EncodeResult
-from vision.embedding_cache import EmbeddingCache
+from vision.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
 from vision.temporal_patch import TemporalPatch
 
@@ -39,6 +40,7 @@ class FakeBackend:
         self.batches: list[tuple[int, EncodeBatch]] = []
         self.fail: dict[bytes, int] = {}
         self.results: list[EncodeResult] = []
+        self.closed = False
 
     def workers(self) -> list[int]:
         return self.usable
@@ -74,17 +76,28 @@ class FakeBackend:
         return [] if self.inline else [0]
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
     def encoded(self) -> list[bytes]:
         """The digests of all that was started, in order."""
         return [patch.digest for _, batch in self.batches for patch in batch.patches]
 
 
-def make_pool(backend: FakeBackend, *, max_patches: int = 64, space_rows: int = 10_000, cache_rows: int | None = None):
+def make_pool(
+    backend: FakeBackend,
+    *,
+    max_patches: int = 64,
+    space_rows: int = 10_000,
+    cache_rows: int | None = None,
+    host_rows: int | None = None,
+    disk: FakeDisk | None = None,
+) -> EncoderPool:
+    """cache_rows: as many as space_rows by default. host_rows: None for no such tier."""
+    cpu = torch.device("cpu")
+    device = MemoryTier((space_rows if cache_rows is None else cache_rows) * ROW_BYTES, cpu)
+    host = None if host_rows is None else MemoryTier(host_rows * ROW_BYTES, cpu)
     limits = PoolLimits(
         max_patches=max_patches, space_bytes=space_rows * ROW_BYTES, batches_ahead=1 if backend.inline else 2
     )
-    cache_bytes = (space_rows if cache_rows is None else cache_rows) * ROW_BYTES
-    cache = EmbeddingCache(torch.device("cpu"), device_bytes=cache_bytes)
-    return EncoderPool(backend, cache, fingerprint=b"tower", row_shape=ROW_SHAPE, limits=limits)
+    cache = EmbeddingCache(device, host)
+    return EncoderPool(backend, cache, fingerprint=b"tower", row_shape=ROW_SHAPE, limits=limits, disk=disk)

@@ -58,15 +58,18 @@ class ReqMedia:
         first = bisect_right(self._ends, start)
         if first < self._held_from:
             more = [span.patch for span in self._spans[first : self._held_from]]
-            self._keys[first : self._held_from] = self._pool.submit(more, order=self._order)
+            self._keys[first : self._held_from] = self._pool.submit(more, order=self._order, place=first)
+            self._held_from = first
         else:
-            self._pool.release(self._keys[self._held_from : first])
-        self._held_from = first
+            self._release_until(first)
 
     def want_nothing(self) -> None:
         """Give up all rows."""
-        self._pool.release(self._keys[self._held_from :])
-        self._held_from = len(self._spans)
+        self._release_until(len(self._spans))
+
+    def _release_until(self, first: int) -> None:
+        self._pool.release(self._keys[self._held_from : first], order=self._order, place=self._held_from)
+        self._held_from = first
 
     def ready_until(self) -> int | None:
         """The first token whose rows are wanted and not ready; None if there is none."""

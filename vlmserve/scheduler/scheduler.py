@@ -216,7 +216,7 @@ class Scheduler:
                 self.check_pools()
             self._ratio.reset()
             return False
-        if self._encoder.busy:
+        if self._encoder.working:
             return False
         # With nothing running, the first in line lacks either rows, for which there is no room, or KV slots.
         first = min(self.chunked_reqs, key=lambda req: req.arrival) if self.chunked_reqs else self.waiting_queue[0]
@@ -240,6 +240,8 @@ class Scheduler:
 
     def _fail_unencodable(self, failures: dict[bytes, str]) -> bool:
         """End the requests that need a picture which could not be encoded; whether there are any."""
+        if not failures:
+            return False
         found = [(req, key) for req in self._requests() if (key := req.media.holds(failures.keys()))]
         for req, key in found:
             self._end_with_error(req, f"a picture or video could not be encoded: {failures[key]}")
