@@ -72,6 +72,8 @@ class PrefillAdder:
         """Try to admit a waiting request, which has no row yet; then it is in `can_run`, with slots for its chunk."""
         if self._rem_input <= 0 or (self._rem_chunk is not None and self._rem_chunk <= 0):
             return AddReqResult.OTHER
+        if self._waits_for_rows(req, start=0):
+            return AddReqResult.NOT_READY  # so much is known without a look at the prefix cache
         if not self.kv.start(req):
             return AddReqResult.NO_TOKEN
         req.media.want(req.kv_len)
@@ -104,9 +106,15 @@ class PrefillAdder:
         until = req.media.ready_until()
         if until is None:
             return req.fill_len - req.kv_len
-        if until - req.kv_len < MIN_TEXT_CHUNK and not req.media.has_rows_before(until):
+        if self._waits_for_rows(req, start=req.kv_len):
             return 0
         return self._whole_pages(req, until - req.kv_len) or until - req.kv_len
+
+    @staticmethod
+    def _waits_for_rows(req: Req, start: int) -> bool:
+        """Whether a request that is computed up to `start` had better wait for its next rows."""
+        until = req.media.ready_until()
+        return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.has_rows_before(until)
 
     def _chunk_of(self, req: Req, ready: int) -> int:
         """How many of the `ready` tokens to compute this step: all, a chunk that ends on a page boundary (so that it

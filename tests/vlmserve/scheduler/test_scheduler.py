@@ -314,6 +314,20 @@ def test_pictures_that_came_encoded_pass_the_encoder_by_and_are_not_kept():
     assert len(rig.pool.cache.device) == 0
 
 
+def test_requests_that_wait_for_rows_cost_no_look_at_the_prefix_cache(monkeypatch):
+    rig = Rig(Knobs(encoders=1, queue=200))
+    for i in range(50):
+        rig.scheduler.handle(request(f"r{i}", [1] * 20, [(3, 12, b"%d" % i)], new=1))
+    started = []
+    monkeypatch.setattr(rig.kv, "start", lambda req: started.append(req.rid))
+    while rig.scheduler.step():
+        pass
+    assert started == []
+    monkeypatch.undo()
+    rig.run()
+    assert len(rig.finish) == 50
+
+
 def test_a_hundred_equal_requests_encode_once():
     rig = Rig(Knobs(encoders=2, queue=200, radix=False))
     messages = [request(f"r{i}", [1] * 20, [(3, 12, b"same")], new=1) for i in range(100)]
