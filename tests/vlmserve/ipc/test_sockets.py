@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -185,3 +186,54 @@ def test_a_message_prepared_in_another_thread(channels: Channels, receiver: Rece
     sender.close()
     np.testing.assert_array_equal(got.input_ids, _request(200_000).input_ids)
     assert channels.shared_arrays().outstanding() == 0
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_waiting_for_a_message_ends_when_a_file_descriptor_is_readable(
+    receiver: Receiver, pipe: tuple[int, int]
+) -> None:
+    wake_from, wake_to = pipe
+    assert receiver.recv(0.01, [wake_from]) is None
+    with ThreadPoolExecutor(1) as thread:
+        for wait in (receiver.recv, receiver.drain):
+            waiting = thread.submit(wait, None, [wake_from])
+            os.write(wake_to, b"!")
+            assert not waiting.result(30)
+            os.read(wake_from, 1)
+
+
+def test_a_message_is_taken_whether_or_not_a_file_descriptor_is_readable(
+    channels: Channels, receiver: Receiver, pipe: tuple[int, int]
+) -> None:
+    wake_from, wake_to = pipe
+    sender = _sender(channels)
+    sender.send(AbortReq(rid="0"))
+    assert receiver.recv(30, [wake_from]) == AbortReq(rid="0")
+    sender.send(AbortReq(rid="1"))
+    assert receiver.recv(30) == AbortReq(rid="1")
+    os.write(wake_to, b"!")
+    for rid in ("2", "3"):
+        sender.send(AbortReq(rid=rid))
+    got: list[AbortReq] = []
+    while len(got) < 2:  # each try ends at once, message or not
+        got += receiver.drain(None, [wake_from])
+    assert [message.rid for message in got] == ["2", "3"]
+    assert receiver.drain(None, [wake_from]) == []
+    sender.close()
+
+
+def test_garbage_does_not_end_a_wait_that_a_file_descriptor_may_end(
+    channels: Channels, receiver: Receiver, pipe: tuple[int, int]
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(channels.scheduler)
+        raw.send_multipart([b"junk"])
+        raw.send_multipart([b"AbortReq", b"\x81\xa3rid\xa1r"])
+        assert receiver.recv(30, [pipe[0]]) == AbortReq(rid="r")

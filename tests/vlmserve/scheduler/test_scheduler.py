@@ -229,7 +229,7 @@ def test_answers_do_not_depend_on_the_schedule(
             if steps % finish_every == 0:
                 rig.encode()
             for which, when, finished in aborts:
-                if when == steps:
+                if when == steps and which <= i:
                     aborted[f"r{which}"] = finished
                     rig.scheduler.handle(AbortReq(rid=f"r{which}", finished=finished))
     rig.run()

@@ -1,0 +1,183 @@
+"""Pictures and videos as temporal patches: what two of them share is known by one key and encoded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.inputs import Modality, MultimodalDataItem
+from processors.knobs import ImageKnobs
+from processors.registry import make_processor
+from processors.video_options import VideoKnobs, VideoOptions
+from tests.processors.clips import make_clip
+from tests.processors.helpers import picture
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from vision.backend import InlineBackend
+from vision.blocks import VisionTower
+from vision.embedding_cache import EmbeddingCache, MemoryTier
+from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.fingerprint import tower_fingerprint
+from vision.loading import load_tower
+from vision.temporal_patch import TemporalPatch, embedding_key, temporal_patches
+from vision.tower_runner import TowerRunner
+from vlmserve.common.checkpoint import read_json
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class House:
+    """A checkpoint's processor and tower."""
+
+    folder: Path
+    processor: MultimodalProcessor
+    tower: VisionTower
+
+    @property
+    def shape(self) -> RowShape:
+        width = self.tower.out_hidden_size * (1 + self.tower.num_deepstack_layers)
+        return RowShape(merge=2, width=width, dtype=torch.float32)
+
+    def fingerprint(self, **changes: object) -> bytes:
+        return tower_fingerprint(self.tower, read_json(self.folder, "config.json")["vision_config"] | changes)
+
+    def pool(self) -> EncoderPool:
+        return EncoderPool(
+            InlineBackend(TowerRunner(self.tower, CPU)),
+            EmbeddingCache(MemoryTier(2**30, CPU)),
+            fingerprint=self.fingerprint(),
+            row_shape=self.shape,
+            limits=PoolLimits(max_patches=10**6, space_bytes=2**30, batches_ahead=1),
+        )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def house(request, tmp_path_factory):
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    limits = ProcessorLimits(video_options=VideoOptions(sampling="time-grid"))
+    return House(folder, make_processor(folder, read_json(folder, "config.json"), limits), load_tower(folder))
+
+
+def patches_of(medium: ProcessedMedium) -> tuple[TemporalPatch, ...]:
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE if len(medium.patch_digests) == 1 else Modality.VIDEO,
+        digest=medium.digest,
+        patch_digests=medium.patch_digests,
+        grid_thw=medium.grid_thw,
+        offsets=((0, medium.num_tokens),),
+        feature=medium.feature,
+    )
+    return temporal_patches(item)
+
+
+def rows_of(pool: EncoderPool, keys: list[bytes]) -> torch.Tensor:
+    while pool.advance():
+        pass
+    return torch.cat([pool.rows(key) for key in keys])
+
+
+@torch.inference_mode()
+def rows_of_the_tower(house: House, medium: ProcessedMedium) -> torch.Tensor:
+    """All of it in one call, main rows and DeepStack rows."""
+    return house.tower(torch.from_numpy(medium.feature.copy()), [medium.grid_thw])
+
+
+def test_temporal_patches_are_views_of_a_video_in_order(house):
+    video = house.processor.process_video([picture(64, 96, seed) for seed in range(6)])
+    patches = patches_of(video)
+    assert len(patches) == 3
+    assert [patch.digest for patch in patches] == list(video.patch_digests)
+    assert {patch.grid for patch in patches} == {video.grid_thw[1:]}
+    assert np.array_equal(np.concatenate([patch.pixels for patch in patches]), video.feature)
+    assert all(np.shares_memory(patch.pixels, video.feature) for patch in patches)
+    assert {patch.num_patches for patch in patches} == {len(video.feature) // 3}
+    assert not any(patch.encoded for patch in patches)
+
+
+def test_two_clips_of_one_file_encode_what_they_share_once(house):
+    data = make_clip(60, fps=10, gop=10)
+    whole = house.processor.process_video(data)
+    part = house.processor.process_video(data, VideoKnobs(video_start=1.7, video_end=4.5))
+    shared = set(whole.patch_digests) & set(part.patch_digests)
+    assert len(shared) == len(part.patch_digests) == 3
+    pool = house.pool()
+    keys = pool.submit(patches_of(whole), order=0)
+    at = whole.patch_times.index(part.patch_times[0])
+    assert pool.submit(patches_of(part), order=1) == keys[at : at + 3]
+    together = rows_of(pool, keys)
+    assert pool.stats().encoded == len(whole.patch_digests) == len(set(keys))
+    assert pool.stats().coalesced == 3
+    torch.testing.assert_close(together, rows_of_the_tower(house, whole), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows_of(pool, keys[at : at + 3]), rows_of_the_tower(house, part), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_clip_are_those_of_its_temporal_patches_one_by_one(house):
+    video = house.processor.process_video([picture(80, 112, seed) for seed in range(8)])
+    pool, alone = house.pool(), []
+    for place, patch in enumerate(patches_of(video)):
+        alone.append(rows_of(pool, pool.submit([patch], order=0, place=place)))
+    assert pool.stats().encoded == 4
+    assert alone[0].shape == house.shape.of(patches_of(video)[0])
+    torch.testing.assert_close(torch.cat(alone), rows_of_the_tower(house, video), rtol=1e-5, atol=1e-5)
+
+
+def test_a_picture_in_two_requests_is_encoded_once(house):
+    first, again, other = (house.processor.process_image(picture(90, 70, seed)) for seed in (1, 1, 2))
+    pool = house.pool()
+    keys = [pool.submit(patches_of(image), order=order)[0] for order, image in enumerate((first, again, other))]
+    assert keys[0] == keys[1] != keys[2]
+    rows = rows_of(pool, keys[:1])
+    assert pool.stats().encoded == 2
+    torch.testing.assert_close(rows, rows_of_the_tower(house, first), rtol=1e-5, atol=1e-5)
+    pool.release(keys[:1], order=0)
+    pool.release(keys[1:2], order=1)
+    assert pool.submit(patches_of(again), order=3) == keys[:1]
+    assert torch.equal(rows_of(pool, keys[:1]), rows)
+    assert pool.stats().encoded == 2
+
+
+def test_other_towers_know_the_same_pixels_by_other_keys(house, tmp_path):
+    [patch] = patches_of(house.processor.process_image(picture(60, 60)))
+    config = read_json(house.folder, "config.json")
+    family = config["model_type"]
+    other_weights = load_tower(make_checkpoint(family, tmp_path, seed=1))
+    other_dtype = load_tower(house.folder, dtype=torch.bfloat16)
+    fingerprints = [
+        house.fingerprint(),
+        tower_fingerprint(other_weights, config["vision_config"]),
+        tower_fingerprint(other_dtype, config["vision_config"]),
+        house.fingerprint(hidden_act="gelu"),
+    ]
+    assert len({embedding_key(fingerprint, patch) for fingerprint in fingerprints}) == 4
+    assert embedding_key(tower_fingerprint(load_tower(house.folder), config["vision_config"]), patch) == embedding_key(
+        house.fingerprint(), patch
+    )
+    assert house.pool().key(patch) == embedding_key(house.fingerprint(), patch)
+
+
+def test_other_sizes_of_the_same_picture_have_other_keys(house):
+    image = picture(120, 120)
+    one = house.processor.process_image(image)
+    smaller = house.processor.process_image(image, ImageKnobs(max_pixels=6000))
+    assert house.pool().key(patches_of(one)[0]) != house.pool().key(patches_of(smaller)[0])
+
+
+def test_rows_that_came_encoded_are_nothing_to_encode():
+    rows = np.zeros((6, 8), np.float32)
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE,
+        digest=b"d" * 32,
+        patch_digests=(b"p" * 32,),
+        grid_thw=(1, 4, 6),
+        offsets=((0, 6),),
+        feature=rows,
+        encoded=True,
+    )
+    [patch] = temporal_patches(item)
+    assert (patch.digest, patch.grid, patch.num_patches, patch.encoded) == (b"p" * 32, (4, 6), 0, True)
+    assert patch.pixels.shape == (6, 8)

@@ -1,0 +1,208 @@
+"""Which tokens of a prompt take which rows, and what a request holds of the pool while it gets on and goes back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
+from tests.vision.fake_backend import FakeBackend, make_pool, mark
+from vlmserve.scheduler.req_media import PatchSpan, ReqMedia, patch_spans
+
+
+def item(digests: list[str], *offsets: tuple[int, int]) -> MultimodalDataItem:
+    """As many temporal patches as digests, of equally many tokens."""
+    tokens = sum(end - start for start, end in offsets)
+    return MultimodalDataItem(
+        modality=Modality.IMAGE if len(digests) == 1 else Modality.VIDEO,
+        digest="-".join(digests).encode().ljust(32, b"."),
+        patch_digests=tuple(name.encode().ljust(32, b".") for name in digests),
+        grid_thw=(len(digests), 2, 2 * tokens // len(digests)),
+        offsets=offsets,
+        feature=np.zeros((4 * tokens, 1), np.float32),
+    )
+
+
+def media(*items: MultimodalDataItem) -> MultimodalInputs:
+    return MultimodalInputs(items=items, mrope_positions=np.zeros((3, 0), np.int64), mrope_position_delta=0)
+
+
+def told(spans: list[PatchSpan]) -> list[tuple[int, int, str, int]]:
+    return [(span.start, span.end, chr(span.patch.digest[0]), span.row) for span in spans]
+
+
+def test_a_prompt_without_media_has_no_spans():
+    assert patch_spans(None) == []
+    assert patch_spans(media()) == []
+
+
+def test_a_picture_is_one_span():
+    assert told(patch_spans(media(item(["a"], (3, 9))))) == [(3, 9, "a", 0)]
+
+
+def test_a_range_may_hold_several_temporal_patches():
+    spans = patch_spans(media(item(["a", "b", "c"], (2, 14))))
+    assert told(spans) == [(2, 6, "a", 0), (6, 10, "b", 0), (10, 14, "c", 0)]
+
+
+def test_temporal_patches_may_have_a_range_each():
+    spans = patch_spans(media(item(["a", "b"], (2, 5), (9, 12))))
+    assert told(spans) == [(2, 5, "a", 0), (9, 12, "b", 0)]
+
+
+def test_ranges_may_part_temporal_patches_anywhere():
+    spans = patch_spans(media(item(["a", "b"], (0, 1), (3, 6), (8, 10))))
+    assert told(spans) == [(0, 1, "a", 0), (3, 5, "a", 1), (5, 6, "b", 0), (8, 10, "b", 1)]
+
+
+def test_several_media_follow_each_other():
+    spans = patch_spans(media(item(["a"], (0, 2)), item(["b", "c"], (4, 8)), item(["a"], (9, 11))))
+    assert told(spans) == [(0, 2, "a", 0), (4, 6, "b", 0), (6, 8, "c", 0), (9, 11, "a", 0)]
+
+
+class Rig:
+    """One request with: text 0-2, picture a 2-5, text, clip b|c 7-9|9-11, picture a again 12-15, text."""
+
+    def __init__(self, *, inline: bool = True, space_rows: int = 1000) -> None:
+        self.backend = FakeBackend(inline=inline)
+        self.pool = make_pool(self.backend, space_rows=space_rows, cache_rows=0)
+        inputs = media(item(["a"], (2, 5)), item(["b", "c"], (7, 11)), item(["a"], (12, 15)))
+        self.media = ReqMedia(inputs, self.pool, order=4)
+        self.keys = {chr(span.patch.digest[0]): self.pool.key(span.patch) for span in patch_spans(inputs)}
+
+    def encode(self) -> None:
+        while self.pool.advance():
+            pass
+
+    def rows(self, start: int, end: int, at: int = 0) -> list[tuple[int, str, list[int]]]:
+        """For each part: its first token in the batch, whose rows, and which."""
+        found = []
+        for part in self.media.rows(start, end, at=at):
+            [whose] = set(part.rows[:, 0].tolist())
+            name = next(name for name in "abc" if mark(name.encode().ljust(32, b".")) == whose)
+            found.append((part.token, name, part.rows[:, 1].tolist()))
+        return found
+
+    @property
+    def held(self) -> int:
+        """Rows in the pool's cache, which keeps only what is held."""
+        return len(self.pool.cache.device)
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    rig.media.want(0)
+    rig.encode()
+    return rig
+
+
+def test_rows_of_a_whole_prompt(rig):
+    assert rig.rows(0, 20, at=100) == [
+        (102, "a", [0, 1, 2]),
+        (107, "b", [0, 1]),
+        (109, "c", [0, 1]),
+        (112, "a", [0, 1, 2]),
+    ]
+    assert rig.backend.encoded() == [name.encode().ljust(32, b".") for name in "abc"]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "rows"),
+    [
+        (0, 2, []),
+        (0, 3, [(2, "a", [0])]),
+        (3, 4, [(0, "a", [1])]),
+        (4, 8, [(0, "a", [2]), (3, "b", [0])]),
+        (5, 7, []),
+        (8, 10, [(0, "b", [1]), (1, "c", [0])]),
+        (11, 12, []),
+        (13, 99, [(0, "a", [1, 2])]),
+        (15, 20, []),
+    ],
+)
+def test_rows_of_a_part(rig, start, end, rows):
+    assert rig.rows(start, end) == rows
+    rig.media.want(start)
+    assert rig.rows(start, end) == rows
+
+
+def test_every_token_gets_its_row_however_a_prompt_is_cut(rig):
+    whole = [(token + k, name, row) for token, name, rows in rig.rows(0, 16) for k, row in enumerate(rows)]
+    for size in range(1, 16):
+        parts = []
+        for start in range(0, 16, size):
+            rig.media.want(start)
+            rows = rig.rows(start, min(start + size, 16), at=start)
+            parts += [(token + k, name, row) for token, name, rows in rows for k, row in enumerate(rows)]
+        assert parts == whole, size
+        rig.media.want(0)
+        rig.encode()
+
+
+def test_rows_are_held_from_where_they_are_wanted_and_no_further_back(rig):
+    held = []
+    for start in (0, 4, 5, 8, 9, 10, 11, 14, 15, 16):
+        rig.media.want(start)
+        held.append(rig.held)
+    assert held == [3, 3, 3, 3, 2, 2, 1, 1, 0, 0]
+    assert rig.rows(0, 20) == []
+    rig.media.want(9)
+    assert rig.media.ready_until() == 9
+    rig.encode()
+    assert rig.held == 2
+    assert rig.rows(9, 20) == [(0, "c", [0, 1]), (3, "a", [0, 1, 2])]
+    rig.media.want(3)
+    rig.encode()
+    assert rig.rows(3, 20) == [(0, "a", [1, 2]), (4, "b", [0, 1]), (6, "c", [0, 1]), (9, "a", [0, 1, 2])]
+    rig.media.want_nothing()
+    assert (rig.held, rig.media.ready_until(), rig.rows(0, 20)) == (0, None, [])
+    rig.media.want_nothing()
+    rig.media.want(0)
+    rig.encode()
+    assert rig.held == 3
+
+
+def test_how_far_a_prompt_is_ready():
+    rig = Rig(space_rows=5)
+    assert (rig.media.ready_until(), rig.media.first_unready()) == (None, None), "nothing is wanted yet"
+    rig.media.want(0)
+    assert (rig.media.ready_until(), rig.media.first_unready()) == (2, rig.keys["a"])
+    rig.encode()
+    assert (rig.media.ready_until(), rig.media.first_unready()) == (9, rig.keys["c"])
+    rig.media.want(9)
+    assert (rig.media.ready_until(), rig.media.first_unready()) == (9, rig.keys["c"])
+    rig.encode()
+    assert (rig.media.ready_until(), rig.media.first_unready()) == (None, None)
+
+
+def test_whether_tokens_before_an_end_take_rows(rig):
+    assert [rig.media.has_rows_before(end) for end in (0, 2, 3, 99)] == [False, False, True, True]
+    rig.media.want(5)
+    assert [rig.media.has_rows_before(end) for end in (7, 8)] == [False, True]
+    rig.media.want(15)
+    assert not rig.media.has_rows_before(99)
+
+
+def test_which_of_some_keys_is_held(rig):
+    a, b, c = (rig.keys[name] for name in "abc")
+    assert rig.media.holds({b, c}) == b
+    assert rig.media.holds({b"other"}) is None
+    rig.media.want(9)
+    assert rig.media.holds({b}) is None
+    assert rig.media.holds({a: "why", c: "why"}) == c
+
+
+def test_older_requests_and_earlier_parts_of_one_go_first():
+    rig = Rig(inline=False, space_rows=3)
+    rig.media.want(9)
+    older = ReqMedia(media(item(["o"], (0, 1))), rig.pool, order=3)
+    rig.media.want(0)
+    older.want(0)
+    rig.pool.advance()
+    assert [chr(digest[0]) for digest in rig.backend.encoded()] == ["o"]
+    rig.backend.finish()
+    rig.pool.advance()
+    older.want_nothing()
+    rig.pool.advance()
+    assert [chr(digest[0]) for digest in rig.backend.encoded()] == ["o", "a"]
