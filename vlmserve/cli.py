@@ -18,6 +18,7 @@ USAGE_ERROR = 2
 _TOOLS = {
     ("bench", "processors"): "vlmserve.bench.processors",
     ("bench", "serve"): "vlmserve.bench.serve",
+    ("bench", "vision"): "vlmserve.bench.vision",
     ("cache",): "vlmserve.cache.command",
     ("verify",): "vlmserve.verify.command",
 }
@@ -73,6 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench_serve.add_argument("rest", nargs=argparse.REMAINDER)
     bench_processors = benches.add_parser("processors", help="throughput of picture and video files", add_help=False)
     bench_processors.add_argument("rest", nargs=argparse.REMAINDER)
+    bench_vision = benches.add_parser("vision", help="the vision encoder and its embedding cache", add_help=False)
+    bench_vision.add_argument("rest", nargs=argparse.REMAINDER)
     verify = commands.add_parser("verify", help="compare a model's answers with those of transformers", add_help=False)
     verify.add_argument("rest", nargs=argparse.REMAINDER)
     cache = commands.add_parser("cache", help="look at the embedding cache on disk, and clear it", add_help=False)

@@ -39,3 +39,9 @@ def ratios(slow: tuple[float, ...], quick: tuple[float, ...]) -> tuple[float, fl
     """(median, least, most) of how many times as long `slow` took, round by round."""
     each = [a / b for a, b in zip(slow, quick, strict=True)]
     return statistics.median(each), min(each), max(each)
+
+
+def shown(ratio: tuple[float, float, float]) -> str:
+    """What `ratios` gives, for people."""
+    middle, least, most = ratio
+    return f"{middle:.2f} x ({least:.2f} to {most:.2f})"

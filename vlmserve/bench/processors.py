@@ -31,7 +31,7 @@ from processors.decoding import decode_image
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.pool import ImageRequest, PoolSettings, ProcessorPool
 from processors.video_options import VideoLimits
-from vlmserve.bench.interleaved import in_turns, ratios
+from vlmserve.bench.interleaved import in_turns, ratios, shown
 from vlmserve.bench.media import clip, jpeg
 from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
 from vlmserve.bench.stalls import longest_hold, longest_stall
@@ -162,7 +162,7 @@ def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
         ("the clock", timings["processes"].wall, timings["threads"].wall),
         ("CPU time", cpu["processes"], cpu["threads"]),
     ):
-        print(f"processes take {_shown(ratios(slow, quick))} as long by {what}")
+        print(f"processes take {shown(ratios(slow, quick))} as long by {what}")
     return {"wall": {name: timing.wall for name, timing in timings.items()}, "cpu": cpu}
 
 
@@ -191,18 +191,10 @@ def _compare(
     print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   {_MEASURES[measure]}, times ours (rounds)")
     for name, timing in timings.items():
         cpu, wall = timing.median()
-        beside = (
-            ""
-            if name == "vlmserve"
-            else _shown(ratios(getattr(timing, measure), getattr(timings["vlmserve"], measure)))
-        )
+        ratio = ratios(getattr(timing, measure), getattr(timings["vlmserve"], measure))
+        beside = "" if name == "vlmserve" else shown(ratio)
         print(f"{name:32}{cpu * 1e3:10.1f}{wall * 1e3:10.1f}   {beside}")
     return {name: {"cpu": timing.cpu, "wall": timing.wall} for name, timing in timings.items()}
-
-
-def _shown(ratio: tuple[float, float, float]) -> str:
-    middle, least, most = ratio
-    return f"{middle:.2f} x ({least:.2f} to {most:.2f})"
 
 
 def _check_equal(ours: np.ndarray, theirs: Any) -> None:

@@ -1,0 +1,291 @@
+"""What `vlmserve bench vision` measures, one function a part. All ratios are of alternatives that took turns."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from processors.video_options import VideoKnobs
+from vision.backend import EncoderBackend
+from vision.disk_tier import DiskTier
+from vision.embedding_store import EmbeddingStore
+from vision.process_backend import ProcessBackend
+from vision.temporal_patch import TemporalPatch
+from vision.worker_settings import WorkerSettings
+from vlmserve.bench.interleaved import Timing, in_turns, ratios
+from vlmserve.bench.media import clip
+from vlmserve.bench.vision_reference import ReferenceTower, check_rows
+from vlmserve.bench.vision_subject import PLENTY, Subject, settle, take_rows
+
+# (width, height) of pictures: square, wide, tall, and one in between
+_PICTURES = ((256, 256), (640, 192), (160, 512), (448, 352))
+_CLIP = (256, 160)
+# of a clip only the first tenth is all different
+_SECONDS, _RATE = 20, 10
+_LARGE = (1024, 1024)
+_LOOKUPS = 4000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """rounds: in which alternatives take turns. threads: of torch, on a CPU. max_patches: in a batch of the pool."""
+
+    rounds: int
+    threads: int
+    max_patches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """One figure. value: the median of rounds, with the least and the most, in `unit`. target: what is aimed at, as a
+    bound of the median, None for none. about: what was done, and what else there is to know.
+    """
+
+    name: str
+    value: float
+    least: float
+    most: float
+    unit: str = "x"
+    target: float | None = None
+    bound: Literal["at least", "at most"] = "at least"
+    about: str = ""
+    timings: dict[str, Timing] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        if self.target is None:
+            return None
+        return self.value >= self.target if self.bound == "at least" else self.value <= self.target
+
+
+def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
+    """Encoding a batch of mixed sizes, beside transformers: packed, and one medium at a time, whichever is quicker."""
+    media = [subject.picture(*size, seed=seed) for seed, size in enumerate(_PICTURES)]
+    media.append(subject.clip(clip(*_CLIP, seconds=10 * _SECONDS, rate=_RATE), VideoKnobs(video_end=3.5)))
+    patches = [patch for medium in media for patch in medium.patches]
+    pixels = [torch.from_numpy(np.concatenate([patch.pixels for patch in medium.patches])) for medium in media]
+    packed, grids = torch.cat(pixels), [medium.grid_thw for medium in media]
+    reference = ReferenceTower(subject.folder, device=subject.device, dtype=subject.dtype)
+
+    def ours() -> torch.Tensor:
+        rows = torch.cat(subject.runner.encode(patches))
+        subject.finish()
+        return rows
+
+    def theirs_packed() -> torch.Tensor:
+        rows = reference.encode(packed, grids)
+        subject.finish()
+        return rows
+
+    def theirs_singly() -> torch.Tensor:
+        rows = torch.cat([reference.encode(part, [grid]) for part, grid in zip(pixels, grids, strict=True)])
+        subject.finish()
+        return rows
+
+    off = check_rows(ours(), theirs_packed())
+    found = in_turns({"vlmserve": ours, "packed": theirs_packed, "one by one": theirs_singly}, plan.rounds)
+    seconds = {name: _computing(subject, timing) for name, timing in found.items()}
+    rates = ", ".join(f"{name} {len(packed) / float(np.median(each)):.0f}" for name, each in seconds.items())
+    quicker = min(("packed", "one by one"), key=lambda name: float(np.median(seconds[name])))
+    about = f"{len(packed)} patches, grids {grids}; patches/s: {rates}; rows are within {off:.2g} of each other"
+    name = f"time of transformers' tower ({quicker}), beside ours"
+    return [_ratio(name, seconds[quicker], seconds["vlmserve"], target=1.2, about=about, timings=found)]
+
+
+def measure_hits(subject: Subject, plan: Plan) -> list[Measure]:
+    """A picture whose rows are known: in memory (on a GPU: the host's), on the disk, and not at all."""
+    picture = subject.picture(*_LARGE, seed=100)
+    about = f"grid {picture.grid_thw}; the file is in the page cache"
+    on_cpu = subject.device.type == "cpu"
+    with ExitStack() as stack:
+        pool = partial(subject.pool, max_patches=plan.max_patches)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-bench-"))
+        cold = stack.enter_context(pool(device_bytes=0))
+        memory = stack.enter_context(pool(device_bytes=PLENTY if on_cpu else 0, host_bytes=PLENTY))
+        store = EmbeddingStore(Path(folder), fingerprint=bytes(32), limit_bytes=PLENTY, about={})
+        disk = stack.enter_context(pool(device_bytes=0, disk=DiskTier(store)))
+        pools = {"encode": cold, "memory": memory, "disk": disk}
+        for each in (memory, disk):
+            take_rows(each, picture.patches)
+            settle(each)
+
+        def take(name: str) -> list[torch.Tensor]:
+            rows = take_rows(pools[name], picture.patches)
+            subject.finish()
+            return rows
+
+        found = in_turns({name: partial(take, name) for name in pools}, plan.rounds)
+        if memory.stats().encoded != 1 or disk.stats().encoded != 1:
+            raise AssertionError("rows that were to be found were encoded again")
+        wrong = [name for name in ("memory", "disk") if not torch.equal(take(name)[0], take("encode")[0])]
+        if wrong:
+            raise AssertionError(f"rows from {', '.join(wrong)} are not those that were encoded")
+    cold_s = found["encode"].wall
+    return [
+        _ratio(f"time of encoding a {_LARGE[0]}x{_LARGE[1]} picture, beside a hit in {name}", cold_s, found[name].wall,
+               target=target, about=about, timings=found)
+        for name, target in (("memory", 50.0), ("disk", 10.0))
+    ]  # fmt: skip
+
+
+def measure_clips(subject: Subject, plan: Plan) -> list[Measure]:
+    """Two clips of one file on the time grid, with three quarters of their frames in common."""
+    data = clip(*_CLIP, seconds=10 * _SECONDS, rate=_RATE)
+    first = subject.clip(data, VideoKnobs(video_start=0.0, video_end=15.75))
+    second = subject.clip(data, VideoKnobs(video_start=4.0, video_end=19.75))
+    common = len({patch.digest for patch in first.patches} & {patch.digest for patch in second.patches})
+    seconds: dict[str, list[float]] = {"first": [], "second": []}
+    # not `in_turns`: the second is only worth something after the first, in a cache that was empty
+    for _ in range(plan.rounds):
+        with subject.pool(device_bytes=PLENTY, max_patches=plan.max_patches) as pool:
+            for name, medium in (("first", first), ("second", second)):
+                seconds[name].append(_timed(subject, partial(take_rows, pool, medium.patches)))
+            encoded = pool.stats().encoded
+    reused = len(first.patches) + len(second.patches) - encoded
+    if reused != common:
+        raise AssertionError(f"{common} temporal patches are in common, but {reused} were found")
+    about = (
+        f"grids {first.grid_thw} and {second.grid_thw}: {common} of {len(second.patches)} temporal patches in common "
+        "and found"
+    )
+    name = "time of the second of two clips with 75% in common, beside the first"
+    return [_ratio(name, tuple(seconds["second"]), tuple(seconds["first"]), target=1 / 3, bound="at most", about=about)]
+
+
+def measure_lookup(subject: Subject, plan: Plan) -> list[Measure]:
+    """From a temporal patch to its rows, when they are on the device."""
+    rng, pixels = np.random.default_rng(0), np.empty((0, 0), np.float32)
+    patches = [TemporalPatch(digest=rng.bytes(32), grid=(2, 2), pixels=pixels) for _ in range(_LOOKUPS)]
+    times: list[np.ndarray] = []
+    with subject.pool(device_bytes=PLENTY, max_patches=plan.max_patches) as pool:
+        rows = torch.zeros(1, 8, device=subject.device)
+        for patch in patches:
+            pool.cache.add(pool.key(patch), rows.clone())
+        for _ in range(plan.rounds):
+            each = []
+            for patch in patches:
+                started = time.perf_counter_ns()
+                key = pool.key(patch)
+                found = pool.cache.rows(key) if pool.cache.find(key) else None
+                each.append((time.perf_counter_ns() - started) / 1e3)
+                assert found is not None
+            times.append(np.array(each))
+    made = []
+    for percent in (50, 99):
+        values = [float(np.percentile(each, percent)) for each in times]
+        made.append(
+            Measure(
+                name=f"one look-up in the embedding cache, p{percent}",
+                value=float(np.median(values)),
+                least=min(values),
+                most=max(values),
+                unit="us",
+                target=50.0,
+                bound="at most",
+                about=f"{_LOOKUPS} keys",
+            )
+        )
+    return made
+
+
+def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
+    """Two encoder processes of one thread each, beside one, and beside two threads in this process; by the clock."""
+    patches = [subject.picture(*size, seed=200 + seed).patches[0] for seed, size in enumerate(_PICTURES * 2)]
+    with ExitStack() as stack:
+        shared = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="vlmserve-bench-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        )
+
+        def processes(count: int) -> EncoderBackend:
+            folder = Path(shared) / str(count)
+            folder.mkdir(mode=0o700)
+            backend = ProcessBackend(
+                WorkerSettings(
+                    model=subject.folder,
+                    devices=(str(subject.device),) * count,
+                    shared_dir=folder,
+                    dtype=str(subject.dtype).removeprefix("torch."),
+                )
+            )
+            stack.callback(backend.close)
+            backend.wait_ready()
+            return backend
+
+        pool = partial(subject.pool, device_bytes=0, max_patches=plan.max_patches)
+        pools = {
+            "one process": stack.enter_context(pool(backend=processes(1))),
+            "two processes": stack.enter_context(pool(backend=processes(2))),
+            "two threads": stack.enter_context(pool()),
+        }
+
+        def take(name: str) -> None:
+            torch.set_num_threads(2)
+            try:
+                take_rows(pools[name], patches)
+                subject.finish()
+            finally:
+                torch.set_num_threads(plan.threads)
+
+        found = in_turns({name: partial(take, name) for name in pools}, plan.rounds)
+    about = f"{len(patches)} pictures, {sum(patch.num_patches for patch in patches)} patches, by the clock"
+    return [
+        _ratio(f"time of {name}, beside two processes", found[name].wall, found["two processes"].wall, about=about,
+               timings=found)
+        for name in ("one process", "two threads")
+    ]  # fmt: skip
+
+
+def _computing(subject: Subject, timing: Timing) -> tuple[float, ...]:
+    """Seconds of work of one process: on a CPU its own, whoever else wants the cores."""
+    return timing.cpu if subject.device.type == "cpu" else timing.wall
+
+
+def _timed(subject: Subject, run: Callable[[], object]) -> float:
+    clock = time.process_time if subject.device.type == "cpu" else time.perf_counter
+    started = clock()
+    run()
+    subject.finish()
+    return clock() - started
+
+
+def _ratio(
+    name: str,
+    slow: tuple[float, ...],
+    quick: tuple[float, ...],
+    *,
+    target: float | None = None,
+    bound: Literal["at least", "at most"] = "at least",
+    about: str = "",
+    timings: dict[str, Timing] | None = None,
+) -> Measure:
+    middle, least, most = ratios(slow, quick)
+    return Measure(
+        name=name,
+        value=middle,
+        least=least,
+        most=most,
+        target=target,
+        bound=bound,
+        about=about,
+        timings=timings or {},
+    )
+
+
+PARTS: dict[str, Callable[[Subject, Plan], list[Measure]]] = {
+    "cold": measure_cold,
+    "hits": measure_hits,
+    "clips": measure_clips,
+    "lookup": measure_lookup,
+    "workers": measure_workers,
+}

@@ -1,0 +1,157 @@
+"""What `vlmserve bench vision` measures: a checkpoint's tower on a device, its processors, and pools around it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.decoding import decode_image
+from processors.inputs import Modality, MultimodalDataItem
+from processors.registry import make_processor
+from processors.video import ProcessedVideo
+from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
+from vision.backend import EncoderBackend, InlineBackend
+from vision.blocks import VisionTower
+from vision.disk_tier import DiskTier
+from vision.embedding_cache import EmbeddingCache, MemoryTier
+from vision.encoder_pool import EncoderPool, PoolLimits
+from vision.loading import load_tower
+from vision.temporal_patch import TemporalPatch, temporal_patches
+from vision.tower_runner import TowerRunner
+from vlmserve.bench.media import jpeg
+from vlmserve.bench.processor_reference import image_settings, video_settings
+from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
+from vlmserve.common.hf_config import read_hf_config
+from vlmserve.encoder import row_shape
+
+PLENTY = 1 << 40
+"""Bytes: a limit that is never met."""
+_FINGERPRINT = bytes(32)
+# A decoder as wide as the rows, and else as small as can be: it is stored with the tower, and not used.
+_TEXT_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 2048,
+    "intermediate_size": 256,
+    "vocab_size": 1024,
+}
+
+
+def write_checkpoint(folder: Path, *, depth: int) -> Path:
+    """Random weights in the shape of Qwen3-VL-2B's tower, of `depth` layers (24 are published), and the published
+    processor settings."""
+    sizes = VISION_SIZES | {
+        "depth": depth,
+        "out_hidden_size": _TEXT_SIZES["hidden_size"],
+        "deepstack_visual_indexes": sorted({max(0, depth * part // 4 - 1) for part in (1, 2, 3)}),
+    }
+    write_random_checkpoint(folder, text_sizes=_TEXT_SIZES, vision_sizes=sizes)
+    for name, settings in (("preprocessor", image_settings), ("video_preprocessor", video_settings)):
+        (folder / f"{name}_config.json").write_text(json.dumps(settings("qwen3_vl")))
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Medium:
+    """A picture or clip, processed. grid_thw: its patches in time, height and width; patches: temporal ones."""
+
+    grid_thw: tuple[int, int, int]
+    patches: tuple[TemporalPatch, ...]
+
+
+class Subject:
+    """A checkpoint folder's tower in `dtype` on `device`, and what measuring it takes."""
+
+    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder = folder
+        self.device = device
+        self.dtype = dtype
+        self.tower: VisionTower = load_tower(folder, device=device, dtype=dtype)
+        self.runner = TowerRunner(self.tower, device)
+        limits = ProcessorLimits(
+            video=VideoLimits(decode_threads=1), video_options=VideoOptions(sampling="time-grid", fps=2.0)
+        )
+        self.processor: MultimodalProcessor = make_processor(folder, read_hf_config(folder), limits)
+
+    def picture(self, width: int, height: int, *, seed: int = 0) -> Medium:
+        """A JPEG file, through the processor."""
+        image = decode_image(jpeg(width, height, seed), self.processor.limits.decode)
+        return _medium(Modality.IMAGE, self.processor.process_image(image))
+
+    def clip(self, data: bytes, knobs: VideoKnobs) -> Medium:
+        """A part of a video file, on the time grid at two frames a second."""
+        return _medium(Modality.VIDEO, self.processor.process_video(data, knobs))
+
+    def finish(self) -> None:
+        """Wait for what the device still computes."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def pool(
+        self,
+        *,
+        device_bytes: int,
+        host_bytes: int = 0,
+        backend: EncoderBackend | None = None,
+        max_patches: int,
+        disk: DiskTier | None = None,
+    ) -> Iterator[EncoderPool]:
+        """A pool, closed afterwards. device_bytes, host_bytes: of rows that stay when nobody holds them. backend: this
+        thread by default. max_patches: in a batch."""
+        pool = EncoderPool(
+            backend or InlineBackend(self.runner),
+            EmbeddingCache(
+                MemoryTier(device_bytes, self.device),
+                MemoryTier(host_bytes, torch.device("cpu")) if host_bytes and self.device.type != "cpu" else None,
+            ),
+            fingerprint=_FINGERPRINT,
+            row_shape=row_shape(self.tower, self.dtype),
+            limits=PoolLimits(max_patches=max_patches, space_bytes=PLENTY),
+            disk=disk,
+        )
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+
+def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch.Tensor]:
+    """The rows of temporal patches as a request gets them: held, waited for, taken and released."""
+    keys = pool.submit(patches, order=0)
+    while not all(map(pool.is_ready, keys)):
+        if not pool.advance():
+            wait(pool.wait_handles())
+        failures = pool.take_failures()
+        if failures:
+            raise RuntimeError(f"not encoded: {', '.join(failures.values())}")
+    rows = [pool.rows(key) for key in keys]
+    pool.release(keys, order=0)
+    return rows
+
+
+def settle(pool: EncoderPool) -> None:
+    """Wait until nothing is under way, such as rows on their way to the disk."""
+    while pool.busy:
+        if not pool.advance():
+            wait(pool.wait_handles())
+
+
+def _medium(modality: Modality, done: ProcessedMedium) -> Medium:
+    item = MultimodalDataItem(
+        modality=modality,
+        digest=done.digest,
+        patch_digests=done.patch_digests,
+        grid_thw=done.grid_thw,
+        offsets=(),
+        feature=done.feature,
+        second_per_grid_t=done.second_per_grid_t if isinstance(done, ProcessedVideo) else 0.0,
+    )
+    return Medium(grid_thw=done.grid_thw, patches=temporal_patches(item))
