@@ -107,6 +107,17 @@ PLAN = (
         decay=320,
         last=0.24,
     ),
+    # More texts, at a higher rate again: this is what reading takes.
+    replace(
+        _MIXED,
+        name="longer",
+        chances={"scene": 0.38, "print": 0.33, "album": 0.08, "clip": 0.16, "strange": 0.02, "talk": 0.03},
+        steps=2300,
+        rate=1.2e-3,
+        decay=1200,
+        last=0.04,
+        looks={"page": 0.85, "clip": 0.15},
+    ),
 )
 
 
