@@ -83,7 +83,7 @@ Order: TypeAlias = tuple[int, int]
 class _Entry:
     """One key that somebody holds, or that is under way.
 
-    holders: order and place of each, sorted. on_disk: it may be there. last_save: number of it.
+    holders: order and place of each, sorted. last_save: its number.
     """
 
     key: bytes
@@ -92,7 +92,6 @@ class _Entry:
     holders: list[Order]
     state: State = State.QUEUED
     attempts: int = 0
-    on_disk: bool = True
     last_save: int | None = None
     saved: bool | None = None
     error: str = ""
@@ -273,14 +272,14 @@ class EncoderPool:
             entry.saved = True
             self._make_ready(entry, rows)
         else:
-            entry.state, entry.on_disk = State.WAITING, False
+            entry.state = State.WAITING
             self._forget_if_free(entry)
 
     def _take_saved(self, done: Saved) -> None:
         self._counts["saved" if done.ok else "save_failures"] += 1
         entry = self._entries.get(done.key)
         if entry is not None and entry.last_save == done.number:
-            entry.saved = entry.on_disk = done.ok
+            entry.saved = done.ok
 
     def _take_result(self, result: EncodeResult) -> None:
         worker = next(worker for worker in self._workers.values() if result.number in worker.batches)
@@ -365,7 +364,7 @@ class EncoderPool:
             entry.state = State.READY
         elif self.cache.find(entry.key):
             entry.state = State.READY
-        elif self._disk is not None and entry.on_disk:
+        elif self._disk is not None:
             entry.state = State.LOADING
             self._disk.load(entry.key)
         else:
@@ -392,24 +391,24 @@ class EncoderPool:
             return True
         waiting.sort(key=lambda entry: (entry.key != urgent, entry.order))
         started = False
+        workers = {number: self._workers.setdefault(number, _Worker()) for number in usable}
         while waiting:
-            free = {number: self._worker(number) for number in usable}
-            free = {number: worker for number, worker in free.items() if self._has_room(worker, waiting[0])}
+            free = [number for number, worker in workers.items() if self._has_room(worker, waiting[0])]
             if not free:
                 break
-            number = min(free, key=lambda number: (free[number].patches, number))
-            self._start_batch(number, self._next_batch(waiting, free[number], list(free.values())))
+            number = min(free, key=lambda number: (workers[number].patches, number))
+            self._start_batch(number, self._next_batch(waiting, workers[number], list(workers.values())))
             started = True
         return started
 
     def _has_room(self, worker: _Worker, first: _Entry) -> bool:
         return not worker.alone and len(worker.batches) < (1 if first.attempts else self._limits.batches_ahead)
 
-    def _next_batch(self, waiting: list[_Entry], worker: _Worker, free: list[_Worker]) -> list[_Entry]:
-        """Take the next batch from the front: as much as makes a worker's load an even share of all there is for those
-        that are free, within the compute budget. What is retried goes alone."""
-        total = sum(entry.patch.num_patches for entry in waiting) + sum(other.patches for other in free)
-        target = min(self._limits.max_patches, math.ceil(total / len(free)) - worker.patches)
+    def _next_batch(self, waiting: list[_Entry], worker: _Worker, workers: list[_Worker]) -> list[_Entry]:
+        """Take the next batch for a worker from the front: what makes its load an even share of all there is, within
+        the compute budget, but one entry at least. What is retried goes alone."""
+        total = sum(entry.patch.num_patches for entry in waiting) + sum(other.patches for other in workers)
+        target = min(self._limits.max_patches, math.ceil(total / len(workers)) - worker.patches)
         batch = [waiting.pop(0)]
         patches = batch[0].patch.num_patches
         while waiting and not batch[0].attempts and not waiting[0].attempts:
@@ -423,13 +422,10 @@ class EncoderPool:
         self._batches += 1
         for entry in batch:
             entry.state = State.ENCODING
-        worker = self._worker(number)
+        worker = self._workers[number]
         worker.alone = batch[0].attempts > 0
         worker.batches[self._batches] = batch
         self._backend.start(number, EncodeBatch(number=self._batches, patches=tuple(entry.patch for entry in batch)))
-
-    def _worker(self, number: int) -> _Worker:
-        return self._workers.setdefault(number, _Worker())
 
     # ------------------------------------------------------------ entries
 

@@ -70,6 +70,40 @@ def test_inline_one_batch_is_encoded_a_call():
     pool.release(keys, order=0)
 
 
+def test_it_says_whether_anything_changed_and_how_much_there_is():
+    backend, disk = FakeBackend(inline=False), FakeDisk()
+    pool = make_pool(backend, max_patches=4, space_rows=4, disk=disk)
+
+    def figures() -> tuple[bool, int, int]:
+        return pool.advance(), pool.stats().queued, pool.stats().under_way
+
+    assert figures() == (False, 0, 0)
+    keys = pool.submit(contents("abcde"), order=0)
+    assert figures() == (True, 1, 4)
+    assert figures() == (False, 1, 4)
+    disk.finish_all()
+    assert figures() == (True, 3, 2)
+    assert figures() == (False, 3, 2)
+    backend.die(0)
+    assert figures()[0]
+    for _ in range(3):
+        backend.finish()
+        assert figures()[0]
+    assert ready(pool, keys) == [True, True, True, False, False]
+    backend.finish()
+    assert figures() == (True, 1, 0)
+    assert figures() == (False, 1, 0)
+    assert disk.saving == 4
+    disk.finish_all()
+    assert figures() == (True, 1, 0)
+    again = pool.submit(contents("a"), order=7)
+    pool.release(keys, order=0)
+    more = pool.submit(contents("bcd"), order=8)
+    assert figures() == (True, 0, 0), "all that is found in memory at once"
+    assert ready(pool, again + more) == [True] * 4
+    assert figures() == (False, 0, 0)
+
+
 def test_equal_content_is_encoded_once_for_all_and_kept_until_the_last_lets_go():
     backend = FakeBackend(inline=False)
     pool = make_pool(backend, cache_rows=0)
@@ -239,6 +273,7 @@ def test_rows_that_wait_for_younger_requests_make_room_for_an_older_ones_younges
     old = pool.submit([content("d", 2)], order=0)
     pool.advance()
     assert ready(pool, [*young, *old]) == [True, False, False, True]
+    assert pool.stats().device.hits == 0, "the oldest of them did not go and come back"
     pool.release(old, order=0)
     pool.advance()
     pool.advance()
@@ -317,6 +352,17 @@ def test_urgent_rows_come_whether_or_not_there_is_room():
     assert not pool.advance(urgent=keys[1])
 
 
+def test_urgent_rows_too_take_the_room_of_younger_ones_where_that_is_enough():
+    pool = make_pool(FakeBackend(), space_rows=3)
+    keys = pool.submit([content("a", 2)], order=0) + pool.submit(contents("y"), order=5)
+    pool.advance()
+    keys += pool.submit([content("b", 2)], order=1) + pool.submit(contents("u"), order=2)
+    assert not pool.advance()
+    pool.advance(urgent=keys[3])
+    assert ready(pool, keys) == [True, False, False, True]
+    assert pool.cache.device.held_bytes == 3 * ROW_BYTES
+
+
 def test_urgent_rows_are_encoded_before_all_that_waits():
     backend = FakeBackend(inline=False)
     pool = make_pool(backend, max_patches=4)
@@ -350,6 +396,24 @@ def test_those_with_less_to_do_get_more():
     pool.submit(contents("cde"), order=1)
     pool.advance()
     assert names(backend.batches) == [(0, "a"), (1, "b"), (0, "cd"), (1, "e")]
+
+
+def test_shares_take_into_account_what_workers_have_to_do():
+    backend = FakeBackend(3, inline=False)
+    pool = make_pool(backend)
+    pool.submit([content("a"), content("L", 2), content("M", 2)], order=0)
+    pool.advance()
+    pool.submit(contents("cdefg"), order=1)
+    pool.advance()
+    assert names(backend.batches) == [(0, "a"), (1, "L"), (2, "M"), (0, "cd"), (1, "e"), (2, "f")]
+
+
+def test_uneven_shares_differ_by_one():
+    backend = FakeBackend(6, inline=False)
+    pool = make_pool(backend)
+    pool.submit(contents("abcdefghijk"), order=0)
+    pool.advance()
+    assert [len(text) for _, text in names(backend.batches)] == [2, 2, 2, 2, 2, 1]
 
 
 def test_a_batch_keeps_the_compute_budget_and_a_large_picture_goes_alone():
@@ -402,11 +466,23 @@ def test_nothing_else_is_given_to_a_worker_that_retries():
     pool.advance()
     pool.submit(contents("cd"), order=1)
     pool.advance()
-    assert names(backend.batches) == [(0, "a"), (1, "b"), (0, "a"), (1, "cd")]
+    assert names(backend.batches) == [(0, "a"), (1, "b"), (0, "a"), (1, "c")]
     backend.finish(0)
-    pool.submit(contents("e"), order=1)
+    pool.submit(contents("e"), order=2)
     pool.advance()
-    assert names(backend.batches[4:]) == [(0, "e")]
+    assert names(backend.batches[4:]) == [(0, "de")]
+
+
+def test_a_retry_goes_alone_also_where_it_is_not_the_first():
+    backend = FakeBackend(inline=False)
+    pool = make_pool(backend)
+    pool.submit(contents("b"), order=1)
+    backend.fail[content("b").digest] = 1
+    pool.advance()
+    backend.finish()
+    pool.submit(contents("a"), order=0)
+    finish_all(pool, backend)
+    assert names(backend.batches) == [(0, "b"), (0, "a"), (0, "b")]
 
 
 def test_a_retry_waits_for_a_worker_with_nothing_to_do():
@@ -502,7 +578,7 @@ def test_with_no_worker_left_what_must_be_encoded_fails_and_what_is_kept_comes()
     keys = pool.submit([*contents("abcd"), came_encoded("e")], order=1)
     pool.advance()
     disk.finish_all()
-    pool.advance()
+    assert pool.advance()
     assert pool.take_failures() == {keys[1]: NO_WORKER, keys[2]: NO_WORKER}
     assert ready(pool, keys) == [True, False, False, True, True]
 

@@ -95,8 +95,6 @@ class ReqMedia:
         found = []
         for span, key in self._held():
             low, high = max(span.start, start), min(span.end, end)
-            if span.start >= end:
-                break
             if low < high:
                 row = span.row + low - span.start
                 rows = self._pool.rows(key)[row : row + high - low]
