@@ -231,7 +231,7 @@ class MultimodalProcessor(ABC):
                 offsets = ((start, start + medium.num_tokens),)
                 new = [before, np.full(medium.num_tokens, self.token_ids.image_pad, np.int64)]
                 done = place + 1
-            items.append(_item(medium, offsets))
+            items.append(data_item(medium, offsets))
             parts += new
             length += sum(map(len, new))
         input_ids = np.concatenate([*parts, ids[done:]])
@@ -308,7 +308,8 @@ class MultimodalProcessor(ABC):
         return grid[0] * grid[1] * grid[2] // self.config.patches.merge_size**2
 
 
-def _item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...]) -> MultimodalDataItem:
+def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()) -> MultimodalDataItem:
+    """A medium as the engine takes it. offsets: where it stands in its prompt; none for one that is only encoded."""
     video = medium if isinstance(medium, ProcessedVideo) else None
     return MultimodalDataItem(
         modality=Modality.IMAGE if video is None else Modality.VIDEO,

@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 class Store(Protocol):
     """Rows on disk; see `vision.embedding_store.EmbeddingStore`. Thread-safe."""
 
+    trouble: str
+
+    def __contains__(self, key: bytes) -> bool: ...
+
     def get(self, key: bytes) -> torch.Tensor | None: ...
 
     def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool: ...

@@ -61,6 +61,8 @@ class EmbeddingStore:
     people (model, family, dtype, row_width, version). clock: seconds since 1970; where it jumps, the order of eviction
     suffers and nothing else.
 
+    trouble: why something could last not be read or written, for people; "" as long as all is well.
+
     Raises EngineError when the folder cannot be used. One that can only be read is used as it is, with a warning.
     """
 
@@ -74,7 +76,9 @@ class EmbeddingStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.limit_bytes = limit_bytes
+        self.trouble = ""
         self._folder = EmbeddingFolder(folder)
+        self._name = f"the embedding cache in {folder}"
         self._fingerprint = _checked(fingerprint)
         self._about = dict(about)
         self._clock = clock
@@ -260,13 +264,15 @@ class EmbeddingStore:
 
     def _complain(self, done: str, error: OSError) -> None:
         self._warn_once(f"{done} {error.errno}", f"cannot be {done}, going on without: {error}")
+        self.trouble = f"{self._name} cannot be {done}: {error}"
 
     def _warn_once(self, kind: str, what: str) -> None:
+        self.trouble = text = f"{self._name} {what}"
         with self._lock:
             known = kind in self._warned
             self._warned.add(kind)
         if not known:
-            logger.warning("the embedding cache in %s %s", self._folder.root.parent, what)
+            logger.warning("%s", text)
 
 
 def _checked(key: bytes) -> bytes:

@@ -27,7 +27,7 @@ from typing import TypeAlias
 import torch
 
 from vision.backend import EncodeBatch, EncoderBackend, EncodeResult
-from vision.disk_tier import DiskTier, Loaded, Saved
+from vision.disk_tier import DiskTier, Loaded, Saved, Store
 from vision.embedding_cache import EmbeddingCache
 from vision.embedding_stats import PoolStats
 from vision.temporal_patch import TemporalPatch, embedding_key
@@ -93,6 +93,7 @@ class _Entry:
     state: State = State.QUEUED
     attempts: int = 0
     last_save: int | None = None
+    encoded: bool = False
     saved: bool | None = None
     error: str = ""
 
@@ -129,7 +130,7 @@ class EncoderPool:
     ) -> None:
         self.cache = cache
         self._backend = backend
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._row_shape = row_shape
         self._limits = limits
         self._disk = disk
@@ -145,7 +146,7 @@ class EncoderPool:
 
     def key(self, patch: TemporalPatch) -> bytes:
         """What a temporal patch's rows are known by."""
-        return patch.digest if patch.encoded else embedding_key(self._fingerprint, patch)
+        return patch.digest if patch.encoded else embedding_key(self.fingerprint, patch)
 
     def submit(self, patches: Sequence[TemporalPatch], *, order: int, place: int = 0) -> list[bytes]:
         """Hold the rows of some temporal patches and see to it that they come, with `advance`; their keys.
@@ -175,6 +176,10 @@ class EncoderPool:
         """Whether the rows of a held key can be used, until the next `advance`."""
         return self._entries[key].state is State.READY
 
+    def was_encoded(self, key: bytes) -> bool:
+        """Whether the rows of a held key were computed while it was held, and not found."""
+        return self._entries[key].encoded
+
     def rows(self, key: bytes) -> torch.Tensor:
         """Rows [n, width] of a held key that is ready, on the cache's device."""
         return self.cache.rows(key)
@@ -185,6 +190,11 @@ class EncoderPool:
         return failures
 
     # ------------------------------------------------------------ saving
+
+    @property
+    def store(self) -> Store | None:
+        """Where rows are kept on disk; None if they are not."""
+        return None if self._disk is None else self._disk.store
 
     def save(self, keys: Iterable[bytes], *, pin: bool = False) -> None:
         """Have the rows of held keys that are ready on the disk, whatever waits to be written. Needs a disk tier."""
@@ -291,6 +301,7 @@ class EncoderPool:
         for entry, rows in zip(entries, result.rows, strict=True):
             self._counts["encoded"] += 1
             self._counts["patches_encoded"] += entry.patch.num_patches
+            entry.encoded = True
             if self._disk is not None:
                 self._save(entry, rows)
             self._make_ready(entry, rows)

@@ -26,12 +26,20 @@ from vlmserve.engine_args import EngineArgs
 
 log = logging.getLogger(__name__)
 
+_WARMUP_PATCHES = 8192
+
 
 def resolve_max_patches(args: EngineArgs, device: torch.device) -> int:
     """The `--encoder-max-patches` setting. A CPU gains nothing by large batches, and the first answers come sooner."""
     if args.encoder_max_patches is not None:
         return args.encoder_max_patches
     return 1024 if device.type == "cpu" else 65536
+
+
+def resolve_warmup_patches(args: EngineArgs, device: torch.device) -> int:
+    """Vision patches that media encoded ahead of time have under way at a time: enough to keep the encoder busy, and
+    few, since a request that comes then waits for them."""
+    return min(resolve_max_patches(args, device), _WARMUP_PATCHES) * max(1, 2 * args.num_encoders)
 
 
 def row_shape(tower: VisionTower, dtype: torch.dtype) -> RowShape:

@@ -12,7 +12,7 @@ import torch
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
-from vlmserve.encoder import build_encoder_pool
+from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -23,7 +23,7 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqRowAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import kv_cache_size
-from vlmserve.messages import BatchTokenOutput
+from vlmserve.messages import SchedulerOutput
 from vlmserve.models.registry import load_model
 from vlmserve.scheduler.kv_owner import KVOwner
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
@@ -97,7 +97,7 @@ def build_scheduler(
     args: EngineArgs,
     runner: ModelRunner,
     info: EngineInfo,
-    send: Callable[[BatchTokenOutput], None],
+    send: Callable[[SchedulerOutput], None],
     *,
     shared_dir: Path | None = None,
 ) -> Scheduler:
@@ -122,6 +122,7 @@ def build_scheduler(
             chunk_size=None if args.chunked_prefill_size <= 0 else args.chunked_prefill_size,
             enable_mixed_chunk=args.enable_mixed_chunk,
             eos_token_ids=frozenset(runner.model.config.eos_token_ids),
+            warmup_patches=resolve_warmup_patches(args, runner.device),
             check_pools_when_idle=args.check_pools_when_idle,
         ),
         kv=kv,

@@ -18,6 +18,7 @@ from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
     FinishReason,
+    SchedulerOutput,
     SchedulerStats,
     TextOutput,
     TokenizedGenerateReqInput,
@@ -204,7 +205,8 @@ class LLM:
         messages = self.builder.build(request, tokenized, self.builder.expand(tokenized, media))
         return messages, self._media.report(tokenized.media, media)
 
-    def _take(self, batch: BatchTokenOutput) -> None:
+    def _take(self, batch: SchedulerOutput) -> None:
+        assert isinstance(batch, BatchTokenOutput)
         texts, aborts = self._detokenizer.process(batch)
         for abort in aborts:
             self._scheduler.handle(abort)

@@ -13,7 +13,16 @@ from processors.processor_kwargs import RequestKnobs
 from processors.report import MediumReport, report_medium
 from processors.video_options import check_knobs, video_knobs_over
 from vlmserve.common.errors import BadRequestError
-from vlmserve.tokenizer.chat_messages import EmbedsRef, ImageRef, MediaRef
+from vlmserve.tokenizer.chat_messages import (
+    EmbedsRef,
+    ImageRef,
+    MediaCounts,
+    MediaRef,
+    Message,
+    settle_media,
+    to_template_messages,
+)
+from vlmserve.tokenizer.file_parts import FindFile, with_files
 
 
 class RequestMedia:
@@ -26,6 +35,24 @@ class RequestMedia:
     def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
         """A request's `mm_processor_kwargs`. BadRequestError for unknown keys and impossible values."""
         return self._processor.parse_kwargs(given)
+
+    def media_of(
+        self,
+        messages: Sequence[Message],
+        kwargs: Mapping[str, Any],
+        most: MediaCounts,
+        find_file: FindFile | None = None,
+    ) -> list[MediaRef]:
+        """What a conversation brings that can be encoded ahead of time; its text does not matter.
+
+        kwargs: the request's `mm_processor_kwargs`. Raises BadRequestError, for media that come encoded, too.
+        """
+        media = to_template_messages(with_files(messages, find_file)).media
+        for ref in media:
+            if isinstance(ref, EmbedsRef):
+                what = f"{ref.param} comes encoded: there is nothing to encode ahead of time"
+                raise BadRequestError(what, param=ref.param, code="unsupported_content")
+        return settle_media(media, self.parse_kwargs(kwargs) if kwargs else None, most)
 
     async def load(self, media: Sequence[MediaRef]) -> list[ProcessedMedium]:
         """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request."""
@@ -43,6 +70,11 @@ class RequestMedia:
         """What became of each medium."""
         pairs = zip(media, processed, strict=True)
         return tuple(report_medium(self._processor, done, medium.param) for medium, done in pairs)
+
+    def describe_settings(self) -> str:
+        """A text that is another where the same medium may become other patches."""
+        processor = self._processor
+        return f"{type(processor).__name__} {processor.config} {processor.limits}"
 
     def close(self) -> None:
         """End the pool's threads."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from processors.inputs import MultimodalInputs
+from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from vision.embedding_stats import PoolStats
 
 
@@ -60,6 +60,18 @@ class BatchTokenizedGenerateReqInput:
     """Several answers to one prompt, sent together so that the arrays they share travel once."""
 
     requests: tuple[TokenizedGenerateReqInput, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeReqInput:
+    """Media to encode ahead of time, for prompts to come; they stand in none, and have no offsets.
+
+    pin: their rows are never evicted from the disk.
+    """
+
+    rid: str
+    items: tuple[MultimodalDataItem, ...]
+    pin: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,11 +169,41 @@ class BatchTextOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedItem:
+    """What became of one medium that was to be encoded ahead of time.
+
+    temporal_patches: one for a picture; encoded: how many of them were computed. patches_encoded: the same in vision
+    patches. saved: whether all of them are on disk and stay there through a crash; None where nothing is kept there.
+    """
+
+    modality: Modality
+    temporal_patches: int
+    encoded: int = 0
+    patches_encoded: int = 0
+    saved: bool | None = None
+
+    @property
+    def found(self) -> int:
+        """Temporal patches that were cached."""
+        return self.temporal_patches - self.encoded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeOutput:
+    """The answer to an `EncodeReqInput`: of each of its items. error: why there is none (message, status)."""
+
+    rid: str
+    items: tuple[EncodedItem, ...]
+    error: FinishReason | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots."""
 
     num_running_reqs: int
     num_waiting_reqs: int
+    num_warmups: int
     kv_total_tokens: int
     kv_free_tokens: int
     kv_cached_tokens: int
@@ -178,6 +220,9 @@ class SchedulerStats:
     forward_steps_total: int
 
 
-SchedulerInput: TypeAlias = TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | AbortReq | GetStatsReq
-DetokenizerInput: TypeAlias = BatchTokenOutput | SchedulerStats
-TokenizerManagerInput: TypeAlias = BatchTextOutput | SchedulerStats
+SchedulerInput: TypeAlias = (
+    TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput | AbortReq | GetStatsReq
+)
+SchedulerOutput: TypeAlias = BatchTokenOutput | EncodeOutput
+DetokenizerInput: TypeAlias = SchedulerOutput | SchedulerStats
+TokenizerManagerInput: TypeAlias = BatchTextOutput | EncodeOutput | SchedulerStats

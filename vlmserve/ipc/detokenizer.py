@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.messages import AbortReq, BatchTextOutput, BatchTokenOutput, SchedulerStats
+from vlmserve.messages import AbortReq, BatchTokenOutput, DetokenizerInput, TokenizerManagerInput
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 
@@ -16,13 +17,13 @@ from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 def run_detokenizer(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     """Work for ever; the process ends with its parent (see `vlmserve.common.child`)."""
     manager = DetokenizerManager(load_text_tokenizer(Path(args.model)))
-    receiver = Receiver(channels.detokenizer, (BatchTokenOutput, SchedulerStats))
-    to_api = Sender(channels.api, (BatchTextOutput, SchedulerStats))
+    receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
+    to_api = Sender(channels.api, get_args(TokenizerManagerInput))
     to_scheduler = Sender(channels.scheduler, (AbortReq,))
     ready(ReadyInfo())
     while True:
         message = receiver.recv()
-        if isinstance(message, SchedulerStats):
+        if not isinstance(message, BatchTokenOutput):  # nothing of its business
             to_api.send(message)
             continue
         texts, aborts = manager.process(message)

@@ -12,10 +12,9 @@ from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.messages import (
     BatchTokenizedGenerateReqInput,
-    BatchTokenOutput,
+    DetokenizerInput,
     GetStatsReq,
     SchedulerInput,
-    SchedulerStats,
 )
 
 
@@ -25,7 +24,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     Between steps all waiting messages are taken; with nothing to compute the process sleeps on its socket.
     """
     runner, info = build_runner(args)
-    to_detokenizer = Sender(channels.detokenizer, (BatchTokenOutput, SchedulerStats))
+    to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
     scheduler = build_scheduler(args, runner, info, to_detokenizer.send, shared_dir=Path(channels.shared_dir))
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays())
     ready(ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens))

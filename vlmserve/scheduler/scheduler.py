@@ -22,7 +22,10 @@ from vlmserve.memory.media_keys import MediaKeyTable, radix_key
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
+    EncodeOutput,
+    EncodeReqInput,
     FinishReason,
+    SchedulerOutput,
     SchedulerStats,
     TokenizedGenerateReqInput,
     TokenLogprobs,
@@ -35,8 +38,13 @@ from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
+from vlmserve.scheduler.warmups import Warmups
 
 log = logging.getLogger(__name__)
+
+# An encoder in this process takes its time from requests: beside them, media that are encoded ahead of time come in at
+# every so many steps of the model.
+_STEPS_PER_WARMUP = 16
 
 
 class ModelWorker(Protocol):
@@ -50,6 +58,7 @@ class SchedulerConfig:
     """Limits of the scheduler, in tokens and requests; see `EngineArgs` for the settings behind them.
 
     max_req_len: prompt and answer of one request together, at most. chunk_size: None leaves prompts whole.
+    warmup_patches: vision patches encoded ahead of time that are under way at a time.
     """
 
     max_req_len: int
@@ -59,6 +68,7 @@ class SchedulerConfig:
     chunk_size: int | None
     enable_mixed_chunk: bool
     eos_token_ids: frozenset[int]
+    warmup_patches: int = 1024
     check_pools_when_idle: bool = True
 
 
@@ -75,7 +85,7 @@ class Scheduler:
         policy: SchedulePolicy[Req],
         new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
-        send: Callable[[BatchTokenOutput], None],
+        send: Callable[[SchedulerOutput], None],
     ) -> None:
         self.config = config
         self.kv = kv
@@ -88,6 +98,7 @@ class Scheduler:
         self._ratio = new_token_ratio
         self._media_keys = media_keys
         self._send = send
+        self._warmups = Warmups(encoder, send=send, max_patches=config.warmup_patches)
         self._arrivals = 0
         self._steps = 0
         self._decode_is_due = False
@@ -98,10 +109,13 @@ class Scheduler:
 
     # ------------------------------------------------------------ messages
 
-    def handle(self, message: TokenizedGenerateReqInput | AbortReq) -> None:
+    def handle(self, message: TokenizedGenerateReqInput | EncodeReqInput | AbortReq) -> None:
         """Take one message. A request that can never run is answered with an error at once."""
         if isinstance(message, AbortReq):
             self._abort(message)
+            return
+        if isinstance(message, EncodeReqInput):
+            self._handle_warmup(message)
             return
         refusal = self._refusal(message)
         if refusal is not None:
@@ -134,12 +148,25 @@ class Scheduler:
                 "(settings: --max-model-len, --max-total-tokens)"
             )
             return FinishReason(type="error", status=400, message=text)
-        if len(self.waiting_queue) >= self.config.max_queued_requests:
-            text = f"{len(self.waiting_queue)} requests are waiting already (setting: --max-queued-requests)"
-            return FinishReason(type="error", status=429, message=text)
-        return None
+        return self._refusal_of_any()
+
+    def _refusal_of_any(self) -> FinishReason | None:
+        waiting = len(self.waiting_queue) + len(self._warmups)
+        if waiting < self.config.max_queued_requests:
+            return None
+        text = f"{waiting} requests are waiting already (setting: --max-queued-requests)"
+        return FinishReason(type="error", status=429, message=text)
+
+    def _handle_warmup(self, message: EncodeReqInput) -> None:
+        refusal = self._refusal_of_any()
+        if refusal is None:
+            self._warmups.add(message)
+        else:
+            self._send(EncodeOutput(rid=message.rid, items=(), error=refusal))
 
     def _abort(self, message: AbortReq) -> None:
+        if self._warmups.abort(message.rid):
+            return
         for req in self._requests():
             if req.rid == message.rid:
                 break
@@ -204,8 +231,12 @@ class Scheduler:
         more often than prompts do."""
         if self._encoder.inline and self._decode_is_due and self.running_batch.reqs:
             return False
-        encoded = self._encoder.advance(urgent=self._urgent)
-        return self._fail_unencodable(self._encoder.take_failures()) or encoded
+        changed = self._encoder.advance(urgent=self._urgent)
+        failures = self._encoder.take_failures()
+        changed |= self._fail_unencodable(failures)
+        may_ask = not self._encoder.inline or not self._requests() or self._steps % _STEPS_PER_WARMUP == 0
+        # behind the requests that are there, and before those to come
+        return self._warmups.advance(failures, order=self._arrivals if may_ask else None) or changed
 
     def _find_a_way_on(self) -> bool:
         """When nothing can be computed: nothing left to do, or the encoder to wait for, or requests that block each
@@ -216,8 +247,10 @@ class Scheduler:
                 self.check_pools()
             self._ratio.reset()
             return False
-        if self._encoder.working:
+        if self._encoder.working or (self._encoder.busy and not self._requests()):
             return False
+        if not self._requests():
+            raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
         # With nothing running, the first in line lacks either rows, for which there is no room, or KV slots.
         first = min(self.chunked_reqs, key=lambda req: req.arrival) if self.chunked_reqs else self.waiting_queue[0]
         self._urgent = first.media.first_unready()
@@ -254,8 +287,8 @@ class Scheduler:
         self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
 
     def is_idle(self) -> bool:
-        """Whether no request is waiting, being computed or decoding."""
-        return not self.waiting_queue and not self.running_batch.reqs and not self.chunked_reqs
+        """Whether no request is waiting, being computed or decoding, and nothing to be encoded ahead of time."""
+        return not (self.waiting_queue or self.running_batch.reqs or self.chunked_reqs or len(self._warmups))
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """Decide the next step."""
@@ -440,6 +473,7 @@ class Scheduler:
         return SchedulerStats(
             num_running_reqs=len(self.running_batch) + len(self.chunked_reqs),
             num_waiting_reqs=len(self.waiting_queue),
+            num_warmups=len(self._warmups),
             kv_total_tokens=allocator.size,
             kv_free_tokens=allocator.available_size(),
             kv_cached_tokens=cache.evictable_size(),

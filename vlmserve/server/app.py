@@ -12,14 +12,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmserve import __version__
-from vlmserve.common.errors import BadRequestError
 from vlmserve.file_store import FileStore
 from vlmserve.server.auth import ApiKeyMiddleware
-from vlmserve.server.chat import ChatEndpoint
+from vlmserve.server.chat import ChatEndpoint, check_model
 from vlmserve.server.errors import error_body, error_response, install_error_handlers
 from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
-from vlmserve.server.protocol import ChatCompletionRequest
+from vlmserve.server.protocol import ChatCompletionRequest, WarmupRequest
+from vlmserve.server.warmup import WarmupEndpoint
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 
 
@@ -29,6 +29,7 @@ class ApiSettings:
 
     api_keys: none lets everybody in. max_body_bytes: largest request body. max_n: most choices of a request.
     stats_timeout_s: how long /metrics waits for the scheduler's figures. upload_timeout_s: how long uploads may stall.
+    keeps_embeddings: whether they are kept on disk.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -36,6 +37,7 @@ class ApiSettings:
     max_n: int = 128
     stats_timeout_s: float = 0.5
     upload_timeout_s: float = 60.0
+    keeps_embeddings: bool = False
 
 
 def build_app(
@@ -49,6 +51,13 @@ def build_app(
     created = int(time.time())
     chat = ChatEndpoint(
         manager, served_model_names, files, max_body_bytes=settings.max_body_bytes, max_n=settings.max_n
+    )
+    warmup = WarmupEndpoint(
+        manager,
+        served_model_names,
+        files,
+        max_body_bytes=settings.max_body_bytes,
+        can_pin=settings.keeps_embeddings,
     )
     models = {
         name: {
@@ -64,17 +73,14 @@ def build_app(
     async def chat_completions(request: Request) -> Response:
         return await chat(request)
 
+    async def warm_up(request: Request) -> Response:
+        return await warmup(request)
+
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": list(models.values())}
 
     async def get_model(model_id: str) -> dict[str, Any]:
-        if model_id not in models:
-            raise BadRequestError(
-                f"there is no model {model_id!r} here, only {', '.join(models)}",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
+        check_model(model_id, served_model_names)
         return models[model_id]
 
     async def health() -> Response:
@@ -89,9 +95,12 @@ def build_app(
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    schema = ChatCompletionRequest.model_json_schema()
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"], openapi_extra={"requestBody": body})
+    for path, endpoint, model in (
+        ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
+        ("/v1/warmup", warm_up, WarmupRequest),
+    ):
+        body = {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}
+        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": body})
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
     FilesApi(files, timeout_s=settings.upload_timeout_s).add_routes(app)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import pydantic_core
 from fastapi import Request
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from vlmserve.common.errors import BadRequestError
 from vlmserve.file_store import FileStore
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.auth import owner_of
+from vlmserve.server.body import read_body
 from vlmserve.server.convert import to_generate_request
-from vlmserve.server.errors import JsonResponse, describe, refuse_invalid
+from vlmserve.server.errors import JsonResponse, describe
 from vlmserve.server.protocol import ChatCompletionRequest
 from vlmserve.server.streaming import DONE, EventStream, sse_event, while_connected
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, TokenizerManager
-
-# Larger bodies (they hold pictures) are parsed in a thread.
-_PARSE_INLINE_BYTES = 64 * 1024
 
 
 class ChatEndpoint:
@@ -51,14 +46,8 @@ class ChatEndpoint:
 
     async def __call__(self, request: Request) -> Response:
         """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
-        chat = await self._parse(await self._read_body(request))
-        if chat.model not in self._model_names:
-            raise BadRequestError(
-                f"there is no model {chat.model!r} here, only {', '.join(self._model_names)}",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
+        chat = await read_body(request, ChatCompletionRequest, max_bytes=self._max_body_bytes)
+        check_model(chat.model, self._model_names)
         head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
         find_file = self._files.for_owner(owner_of(request))
         wanted = to_generate_request(chat, head.id, max_n=self._max_n, find_file=find_file)
@@ -86,43 +75,16 @@ class ChatEndpoint:
         stream.headers.update(headers)
         return stream
 
-    async def _read_body(self, request: Request) -> bytes:
-        limit = self._max_body_bytes
-        declared = request.headers.get("content-length", "")
-        size = int(declared) if declared.isdecimal() else 0
-        parts: list[bytes] = []
-        if size <= limit:
-            size = 0
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    break
-                parts.append(part)
-        if size > limit:
-            raise BadRequestError(
-                f"the request body is larger than {limit} bytes (setting --max-body-mib)",
-                code="body_too_large",
-                status=413,
-            )
-        return b"".join(parts)
 
-    async def _parse(self, body: bytes) -> ChatCompletionRequest:
-        if len(body) <= _PARSE_INLINE_BYTES:
-            return _parse_chat(body)
-        return await asyncio.to_thread(_parse_chat, body)
-
-
-def _parse_chat(body: bytes) -> ChatCompletionRequest:
-    try:
-        raw = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise BadRequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(raw, dict):
-        raise BadRequestError("the request body must be a JSON object", code="invalid_json")
-    try:
-        return ChatCompletionRequest.model_validate(raw)
-    except ValidationError as error:
-        raise refuse_invalid(error, raw) from None
+def check_model(name: str, known: Sequence[str]) -> None:
+    """Raises BadRequestError (404) for a model that is not served here."""
+    if name not in known:
+        raise BadRequestError(
+            f"there is no model {name!r} here, only {', '.join(known)}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
 
 
 async def _events(

@@ -10,15 +10,13 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from processors.decoding import DecodeLimits
-from processors.fetching import FetchSettings
 from vlmserve.file_store import FileLimits, FileStore
 from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.media import RequestMedia
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
 from vlmserve.settings import ServerSettings
-from vlmserve.tokenizer.stage import StageLimits, make_tokenizer_stage
+from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
 
 
@@ -59,25 +57,8 @@ def make_frontend(
     Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
     of uploaded files that another server uses.
     """
-    fetch = FetchSettings(
-        allow_private_media=settings.allow_private_media,
-        allowed_local_media_path=settings.allowed_local_media_path,
-        max_bytes=settings.media_max_bytes,
-        max_video_bytes=settings.max_video_bytes,
-        timeout_s=settings.media_timeout_s,
-        max_redirects=settings.media_max_redirects,
-    )
-    limits = StageLimits(
-        fetch=fetch,
-        decode=DecodeLimits(max_image_pixels=settings.max_image_pixels),
-        max_images=settings.max_images_per_request,
-        max_videos=settings.max_videos_per_request,
-        max_video_duration_s=settings.max_video_duration_s,
-        max_video_decode_s=settings.max_video_decode_s,
-        max_video_frame_pixels=settings.max_video_frame_pixels,
-    )
     engine = settings.engine
-    stage = make_tokenizer_stage(engine, limits, max_model_len=max_model_len)
+    stage = make_tokenizer_stage(engine, stage_limits(settings), max_model_len=max_model_len)
     manager = TokenizerManager(
         builder=stage.builder,
         media=stage.media,
@@ -89,6 +70,7 @@ def make_frontend(
         api_keys=(settings.api_key,) if settings.api_key else (),
         max_body_bytes=int(settings.max_body_mib * 2**20),
         upload_timeout_s=settings.upload_timeout_s,
+        keeps_embeddings=engine.embedding_cache_dir is not None,
     )
     with ExitStack() as stack:
         files = _open_files(settings, stack)

@@ -19,6 +19,7 @@ _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 _GAUGES = {
     "num_requests_running": ("Requests being computed", "num_running_reqs"),
     "num_requests_waiting": ("Requests waiting to be computed", "num_waiting_reqs"),
+    "num_warmups": ("Requests to encode media ahead of time", "num_warmups"),
     "kv_cache_tokens": ("KV cache slots in all", "kv_total_tokens"),
     "kv_cache_free_tokens": ("KV cache slots that hold nothing", "kv_free_tokens"),
     "kv_cache_reusable_tokens": ("KV cache slots of cached prefixes", "kv_cached_tokens"),

@@ -320,11 +320,23 @@ ToolChoice = Annotated[
 ]
 
 
+Messages = Annotated[list[Annotated[Message, WrapValidator(_keep_raw)]], Field(min_length=1)]
+
+
+class WarmupRequest(StrictModel):
+    """POST /v1/warmup: of a chat completion request what concerns its media. pin: never evict their embeddings."""
+
+    messages: Messages
+    mm_processor_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+    pin: bool | None = None
+
+
 class ChatCompletionRequest(StrictModel):
     """POST /v1/chat/completions: OpenAI's fields, then the extensions that vLLM and SGLang users know."""
 
     model: str
-    messages: Annotated[list[Annotated[Message, WrapValidator(_keep_raw)]], Field(min_length=1)]
+    messages: Messages
 
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

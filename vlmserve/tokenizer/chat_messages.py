@@ -82,6 +82,14 @@ class TemplateMessages:
     media: list[MediaRef]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaCounts:
+    """Most pictures and videos in a request."""
+
+    images: int = 64
+    videos: int = 8
+
+
 def to_template_messages(messages: Sequence[Message], *, reserved: Collection[str] = ()) -> TemplateMessages:
     """Convert OpenAI messages (plain dicts): "developer" is "system", a picture is {"type": "image"}, a video
     {"type": "video"}.
@@ -98,17 +106,28 @@ def to_template_messages(messages: Sequence[Message], *, reserved: Collection[st
     return TemplateMessages(messages=converted, media=media)
 
 
-def with_defaults(media: Sequence[MediaRef], knobs: RequestKnobs) -> list[MediaRef]:
-    """The same media, with what the request says about all of them."""
-    changed: list[MediaRef] = []
-    for ref in media:
-        if isinstance(ref, ImageRef):
-            changed.append(replace(ref, defaults=knobs.image))
-        elif isinstance(ref, VideoRef):
-            changed.append(replace(ref, defaults=knobs.video))
-        else:
-            changed.append(ref)
-    return changed
+def settle_media(media: Sequence[MediaRef], knobs: RequestKnobs | None, most: MediaCounts) -> list[MediaRef]:
+    """A request's media, with what it says about all of them. Raises BadRequestError if there are too many."""
+    videos = sum(isinstance(medium, VideoRef) for medium in media)
+    _check_count("picture", len(media) - videos, most.images)
+    _check_count("video", videos, most.videos)
+    return list(media) if knobs is None else [_with_defaults(ref, knobs) for ref in media]
+
+
+def _with_defaults(ref: MediaRef, knobs: RequestKnobs) -> MediaRef:
+    if isinstance(ref, ImageRef):
+        return replace(ref, defaults=knobs.image)
+    if isinstance(ref, VideoRef):
+        return replace(ref, defaults=knobs.video)
+    return ref
+
+
+def _check_count(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        setting = f"--max-{'images' if what == 'picture' else 'videos'}-per-request"
+        raise BadRequestError(
+            f"the request has {count} {what}s, the limit is {limit} (setting {setting})", param="messages"
+        )
 
 
 def _convert_message(message: Message, param: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from processors.base import ExpandedPrompt, ProcessedMedium
 from vlmserve.common.errors import BadRequestError
 from vlmserve.media import RequestMedia
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
-from vlmserve.tokenizer.chat_messages import MediaRef, VideoRef, to_template_messages, with_defaults
+from vlmserve.tokenizer.chat_messages import MediaCounts, MediaRef, settle_media, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
 from vlmserve.tokenizer.sampling import (
@@ -78,13 +78,12 @@ class TokenizedPrompt:
 class RequestLimits:
     """max_model_len: context length in tokens, prompt and answer together. vocab_size: ids of the model.
 
-    max_images, max_videos: most pictures and videos in a request.
+    counts: most pictures and videos in a request.
     """
 
     max_model_len: int
     vocab_size: int
-    max_images: int = 64
-    max_videos: int = 8
+    counts: MediaCounts = field(default_factory=MediaCounts)
 
 
 class RequestBuilder:
@@ -122,11 +121,9 @@ class RequestBuilder:
         if request.sampling.seed is None:
             params = replace(params, seed=default_seed)
         text, media = self._render(request.prompt)
-        if request.mm_processor_kwargs:
-            media = with_defaults(media, self._expander.parse_kwargs(request.mm_processor_kwargs))
-        videos = sum(isinstance(medium, VideoRef) for medium in media)
-        _check_count("picture", len(media) - videos, self.limits.max_images)
-        _check_count("video", videos, self.limits.max_videos)
+        given = request.mm_processor_kwargs
+        knobs = self._expander.parse_kwargs(given) if given else None
+        media = settle_media(media, knobs, self.limits.counts)
         # A token has at most so many bytes (and normalisation composes at most 4 characters to one), so an endless
         # text is refused before it is tokenised.
         self._check_prompt_length(len(text) // (4 * self.tokenizer.longest_token_bytes()), at_least=True)
@@ -198,11 +195,3 @@ class RequestBuilder:
                 code="context_length_exceeded",
             )
         return wanted
-
-
-def _check_count(what: str, count: int, limit: int) -> None:
-    if count > limit:
-        setting = f"--max-{'images' if what == 'picture' else 'videos'}-per-request"
-        raise BadRequestError(
-            f"the request has {count} {what}s, the limit is {limit} (setting {setting})", param="messages"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processors.base import ProcessorLimits
+from processors.base import ContinueText, ProcessorLimits
 from processors.decoding import DecodeLimits
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.pool import PoolSettings, ProcessorPool
@@ -13,6 +13,8 @@ from processors.registry import make_processor
 from processors.video_options import VideoLimits, VideoOptions
 from vlmserve.engine_args import EngineArgs
 from vlmserve.media import RequestMedia
+from vlmserve.settings import ServerSettings
+from vlmserve.tokenizer.chat_messages import MediaCounts
 from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.request_builder import RequestBuilder, RequestLimits
 from vlmserve.tokenizer.sampling import load_sampling_defaults
@@ -21,7 +23,7 @@ from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class StageLimits:
-    """fetch, decode: what media may reach and cost. max_images, max_videos: most of them in a request.
+    """fetch, decode: what media may reach and cost. counts: most of them in a request.
 
     max_video_duration_s, max_video_frame_pixels: of a video file, in seconds and pixels. max_video_decode_s: the
     time that decoding it may take.
@@ -29,8 +31,7 @@ class StageLimits:
 
     fetch: FetchSettings = field(default_factory=FetchSettings)
     decode: DecodeLimits = field(default_factory=DecodeLimits)
-    max_images: int = 64
-    max_videos: int = 8
+    counts: MediaCounts = field(default_factory=MediaCounts)
     max_video_duration_s: float = 7200.0
     max_video_decode_s: float = 300.0
     max_video_frame_pixels: int = 4096 * 4096
@@ -53,11 +54,7 @@ def make_tokenizer_stage(args: EngineArgs, limits: StageLimits, *, max_model_len
     folder = Path(args.model)
     config = read_json(folder / "config.json")
     tokenizer = load_text_tokenizer(folder)
-    processor = make_processor(folder, config, _processor_limits(args, limits, max_model_len), tokenizer.continue_text)
-    pool = PoolSettings(
-        max_workers=args.max_mm_workers, max_queued=args.max_queued_media, cache_mib=args.processor_cache_mib
-    )
-    media = RequestMedia(processor, ProcessorPool(processor, MediaFetcher(limits.fetch), pool))
+    media = make_request_media(args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text)
     # the model's vocabulary may be padded beyond the tokenizer's
     vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids
     builder = RequestBuilder(
@@ -67,12 +64,47 @@ def make_tokenizer_stage(args: EngineArgs, limits: StageLimits, *, max_model_len
         limits=RequestLimits(
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            max_images=limits.max_images,
-            max_videos=limits.max_videos,
+            counts=limits.counts,
         ),
         defaults=load_sampling_defaults(folder, args.sampling_defaults),
     )
     return TokenizerStage(tokenizer=tokenizer, media=media, builder=builder)
+
+
+def make_request_media(
+    args: EngineArgs, limits: StageLimits, *, max_model_len: int, continue_text: ContinueText | None = None
+) -> RequestMedia:
+    """The part of the stage that loads media. continue_text: the tokenizer's, which only expanding prompts needs.
+
+    Raises CheckpointError for a folder that lacks a processor.
+    """
+    folder = Path(args.model)
+    processor = make_processor(
+        folder, read_json(folder / "config.json"), _processor_limits(args, limits, max_model_len), continue_text
+    )
+    pool = PoolSettings(
+        max_workers=args.max_mm_workers, max_queued=args.max_queued_media, cache_mib=args.processor_cache_mib
+    )
+    return RequestMedia(processor, ProcessorPool(processor, MediaFetcher(limits.fetch), pool))
+
+
+def stage_limits(settings: ServerSettings) -> StageLimits:
+    """What a server's settings say."""
+    return StageLimits(
+        fetch=FetchSettings(
+            allow_private_media=settings.allow_private_media,
+            allowed_local_media_path=settings.allowed_local_media_path,
+            max_bytes=settings.media_max_bytes,
+            max_video_bytes=settings.max_video_bytes,
+            timeout_s=settings.media_timeout_s,
+            max_redirects=settings.media_max_redirects,
+        ),
+        decode=DecodeLimits(max_image_pixels=settings.max_image_pixels),
+        counts=MediaCounts(images=settings.max_images_per_request, videos=settings.max_videos_per_request),
+        max_video_duration_s=settings.max_video_duration_s,
+        max_video_decode_s=settings.max_video_decode_s,
+        max_video_frame_pixels=settings.max_video_frame_pixels,
+    )
 
 
 def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int) -> ProcessorLimits:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from processors.base import data_item
 from processors.report import MediumReport
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.media import RequestMedia
@@ -23,12 +24,18 @@ from vlmserve.messages import (
     AbortReq,
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
+    EncodedItem,
+    EncodeOutput,
+    EncodeReqInput,
+    FinishReason,
     GetStatsReq,
     SchedulerInput,
     SchedulerStats,
     TextOutput,
     TokenizerManagerInput,
 )
+from vlmserve.tokenizer.chat_messages import Message
+from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
 
 _P = ParamSpec("_P")
@@ -37,6 +44,20 @@ _T = TypeVar("_T")
 
 class EngineUnavailableError(EngineError):
     """The engine is starting or gone: answered with 503."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupInput:
+    """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
+
+    find_file, mm_processor_kwargs: as of a `GenerateReqInput`. pin: never evict their embeddings from the disk.
+    """
+
+    request_id: str
+    messages: Sequence[Message]
+    find_file: FindFile | None = None
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pin: bool = False
 
 
 class PreparedMessage(Protocol):
@@ -135,6 +156,7 @@ class TokenizerManager:
         self._unavailable: str | None = None if ready else "the engine is starting"
         self._pending = 0
         self._choices: dict[str, _Choice] = {}
+        self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
 
     @property
@@ -158,6 +180,10 @@ class TokenizerManager:
             choice.outputs.put_nowait(EngineUnavailableError(reason))
             self._report(choice, "error")
         self._choices.clear()
+        for warmup in self._warmups.values():
+            if not warmup.done():
+                warmup.set_exception(EngineUnavailableError(reason))
+        self._warmups.clear()
         for waiter in self._stats_waiters:
             waiter.cancel()
         self._stats_waiters.clear()
@@ -193,11 +219,48 @@ class TokenizerManager:
                     self._report(choice, "abort")
                     self._send(AbortReq(rid=rid))
 
+    async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
+        """What became of each medium, when all of them are encoded and, where there is a disk, saved.
+
+        Cancel it to call that off. Raises as `generate` does.
+        """
+        self._check_available()
+        self._check_room(1)
+        self._pending += 1
+        rid = request.request_id
+        try:
+            named = await self._in_thread(
+                self._media.media_of,
+                request.messages,
+                request.mm_processor_kwargs,
+                self.builder.limits.counts,
+                request.find_file,
+            )
+            items = tuple(data_item(medium) for medium in await self._media.load(named))
+            waiter: asyncio.Future[EncodeOutput] = asyncio.get_running_loop().create_future()
+
+            def register() -> None:
+                self._warmups[rid] = waiter
+
+            await self._hand_over(EncodeReqInput(rid=rid, items=items, pin=request.pin), register, large=True)
+            output = await waiter
+            if output.error is not None:
+                raise _error_of(output.error)
+            return output.items
+        finally:
+            self._pending -= 1
+            if self._warmups.pop(rid, None) is not None:
+                self._send(AbortReq(rid=rid))
+
     def handle(self, message: TokenizerManagerInput) -> None:
         """Take a message of the detokenizer (or, passed on by it, the scheduler). Never raises for unknown rids."""
         if isinstance(message, BatchTextOutput):
             for output in message.outputs:
                 self._handle_output(output)
+        elif isinstance(message, EncodeOutput):
+            warmup = self._warmups.pop(message.rid, None)
+            if warmup is not None and not warmup.done():
+                warmup.set_result(message)
         else:
             for waiter in self._stats_waiters:
                 if not waiter.done():
@@ -229,17 +292,25 @@ class TokenizerManager:
         messages = self.builder.build(request, prompt, expanded)
         report = self._media.report(prompt.media, media)
         joined = messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
-        prepared = await self._copy_out(joined) if media else None
+
+        def register() -> None:
+            for index, message in enumerate(messages):
+                self._choices[message.rid] = _Choice(
+                    index=index, outputs=state.outputs, started=state.started, media=report
+                )
+                state.rids.append(message.rid)
+
+        await self._hand_over(joined, register, large=bool(media))
+
+    async def _hand_over(self, message: SchedulerInput, register: Callable[[], None], *, large: bool) -> None:
+        """Send a message. register: is called just before, when nothing more can go wrong. large: it holds arrays."""
+        prepared = await self._copy_out(message) if large else None
         if prepared is not None and self._unavailable is not None:
             prepared.discard()
         self._check_available()
-        for index, message in enumerate(messages):
-            self._choices[message.rid] = _Choice(
-                index=index, outputs=state.outputs, started=state.started, media=report
-            )
-            state.rids.append(message.rid)
+        register()
         if prepared is None:
-            self._send(joined)
+            self._send(message)
         else:
             prepared.send()
 
@@ -272,9 +343,7 @@ class TokenizerManager:
             del self._choices[output.rid]
             self._report(choice, finish.type)
         if finish is not None and finish.type == "error":
-            message = finish.message or "the engine failed on this request"
-            bad = 400 <= finish.status < 500
-            choice.outputs.put_nowait(BadRequestError(message, status=finish.status) if bad else EngineError(message))
+            choice.outputs.put_nowait(_error_of(finish))
         elif finish is not None and finish.type == "abort":
             choice.outputs.put_nowait(EngineError(finish.message or "the engine aborted this request"))
         else:
@@ -307,6 +376,13 @@ class TokenizerManager:
                 status=429,
                 code="rate_limit_exceeded",
             )
+
+
+def _error_of(finish: FinishReason) -> BadRequestError | EngineError:
+    """Of a request that the engine ended with an error."""
+    message = finish.message or "the engine failed on this request"
+    bad = 400 <= finish.status < 500
+    return BadRequestError(message, status=finish.status) if bad else EngineError(message)
 
 
 def _discard(prepared: asyncio.Future[PreparedMessage]) -> None:

@@ -26,6 +26,9 @@ from vlmserve.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
     BatchTokenOutput,
+    EncodedItem,
+    EncodeOutput,
+    EncodeReqInput,
     FinishReason,
     GetStatsReq,
     SchedulerInput,
@@ -50,13 +53,16 @@ Script = Callable[[TokenizedGenerateReqInput, int], int]
 class FakeScheduler:
     """Answers each request token by token, as `script(request, index)` says, one event loop turn a token.
 
-    pause_after: requests stop before the token of that index until they are aborted.
+    pause_after: requests stop before the token of that index until they are aborted. encodes: media to be encoded ahead
+    of time, which are answered at once unless pause_encodes.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self.eos = tokenizer.id_of("<|im_end|>")
         self.requests: list[TokenizedGenerateReqInput] = []
+        self.encodes: list[EncodeReqInput] = []
+        self.pause_encodes = False
         self.aborts: list[AbortReq] = []
         self.pause_after: int | None = None
         self.fail_with: FinishReason | None = None
@@ -95,6 +101,10 @@ class FakeScheduler:
         elif isinstance(message, TokenizedGenerateReqInput):
             self._note(self.requests, message)
             self._tasks[message.rid] = loop.create_task(self._answer(message))
+        elif isinstance(message, EncodeReqInput):
+            self._note(self.encodes, message)
+            if not self.pause_encodes:
+                loop.call_soon(self.frontend.handle, self._encoded(message))
         elif isinstance(message, AbortReq):
             task = self._tasks.pop(message.rid, None)
             if task is not None:
@@ -148,6 +158,15 @@ class FakeScheduler:
             self._deliver(output)
             if finish is not None or request.rid not in self._tasks:
                 return
+
+    def _encoded(self, message: EncodeReqInput) -> EncodeOutput:
+        if self.fail_with is not None:
+            return EncodeOutput(rid=message.rid, items=(), error=self.fail_with)
+        items = [
+            EncodedItem(modality=item.modality, temporal_patches=item.grid_thw[0], encoded=1, patches_encoded=24)
+            for item in message.items
+        ]
+        return EncodeOutput(rid=message.rid, items=tuple(items))
 
     def _output(
         self, rid: str, ids: tuple[int, ...], finish: FinishReason | None, length: int, done: int

@@ -1,0 +1,221 @@
+"""The real scheduler with media encoded ahead of time beside its requests: nobody waits for long, or for ever."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from processors.inputs import MultimodalDataItem
+from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, expected, request
+from vlmserve.messages import AbortReq, EncodeOutput, EncodeReqInput
+from vlmserve.scheduler.scheduler import SchedulerConfig
+
+
+class WarmRig(Rig):
+    def __init__(self, knobs: Knobs, *, warmup_patches: int = 16) -> None:
+        self.warmed: dict[str, EncodeOutput] = {}
+        super().__init__(knobs)
+        old = self.scheduler
+        config = SchedulerConfig(**{**vars(old.config), "warmup_patches": warmup_patches})
+        self.scheduler = type(old)(
+            config,
+            kv=self.kv,
+            worker=self.worker,
+            encoder=self.pool,
+            policy=old._policy,
+            new_token_ratio=old._ratio,
+            media_keys=old._media_keys,
+            send=self.take,
+        )
+
+    def take(self, message) -> None:
+        if isinstance(message, EncodeOutput):
+            assert message.rid not in self.warmed
+            self.warmed[message.rid] = message
+        else:
+            super().take(message)
+
+    def warm_up(self, rid: str, *items: MultimodalDataItem) -> None:
+        self.scheduler.handle(EncodeReqInput(rid=rid, items=items))
+
+
+def item(content: bytes, each: int = 2) -> MultimodalDataItem:
+    """The same as a request's of that content has, with `each` rows a temporal patch."""
+    rows = each * len(content.split(b"-"))
+    (made,) = request("", [0] * (rows + 2), [(1, rows, content)]).mm_inputs.items
+    return made
+
+
+def clip(length: int, start: int = 0) -> bytes:
+    return b"-".join(str(number).encode() for number in range(start, start + length))
+
+
+def test_what_is_encoded_ahead_of_time_is_there_for_a_request():
+    rig = WarmRig(Knobs())
+    rig.warm_up("w", item(b"seen", 12), item(clip(5)))
+    rig.run()
+    assert [(i.encoded, i.found, i.saved) for i in rig.warmed["w"].items] == [(1, 0, None), (5, 0, None)]
+    batches = len(rig.backend.batches)
+    message = request("r", [1] * 20, [(3, 12, b"seen")])
+    rig.scheduler.handle(message)
+    rig.run()
+    assert rig.tokens["r"] == expected(message)
+    assert len(rig.backend.batches) == batches
+    rig.scheduler.check_pools()
+
+
+@pytest.mark.parametrize("encoders", [0, 1, 2])
+@pytest.mark.parametrize("space", [0, 3, 1000])
+def test_alone_they_get_on_and_come_to_an_end(encoders, space):
+    rig = WarmRig(Knobs(encoders=encoders, space_rows=space))
+    for number in range(3):
+        rig.warm_up(f"w{number}", item(clip(20, number * 5)), item(b"big", 30))
+    assert not rig.scheduler.is_idle()
+    assert rig.scheduler.stats().num_warmups == 3
+    rig.run()
+    assert sorted(rig.warmed) == ["w0", "w1", "w2"]
+    assert rig.scheduler.stats().num_warmups == 0
+    assert rig.scheduler.wait_handles() == []
+
+
+def test_while_an_encoder_works_there_is_something_to_wait_for():
+    rig = WarmRig(Knobs(encoders=1))
+    rig.warm_up("w", item(clip(3)))
+    while rig.scheduler.step():
+        pass
+    assert rig.scheduler.wait_handles()
+    rig.run()
+    assert rig.scheduler.is_idle()
+
+
+@pytest.mark.parametrize("encoders", [0, 1])
+def test_a_request_that_comes_later_waits_for_the_few_that_are_under_way(encoders):
+    rig = WarmRig(Knobs(encoders=encoders))
+    rig.warm_up("w", item(clip(100)))
+    for _ in range(6):
+        if not rig.scheduler.step():
+            rig.encode()
+    done = len(rig.backend.encoded())
+    message = request("r", [1] * 20, [(3, 12, b"pic")], new=3)
+    rig.scheduler.handle(message)
+    while "r" not in rig.finish:
+        if not rig.scheduler.step():
+            rig.encode()
+    assert rig.tokens["r"] == expected(message)
+    place = rig.backend.encoded().index(message.mm_inputs.items[0].patch_digests[0])
+    assert place - done <= 4, "two are under way, and two more were asked for"
+    rig.run()
+    assert rig.warmed["w"].items[0].encoded == 100
+
+
+def test_requests_that_are_there_go_first():
+    rig = WarmRig(Knobs(encoders=1))
+    rig.warm_up("w", item(clip(10)))
+    rig.scheduler.handle(request("r", [1] * 40, [(3, 12, b"one"), (18, 12, b"two")]))
+    rig.run()
+    wanted = [
+        p for i in request("", [1] * 40, [(3, 12, b"one"), (18, 12, b"two")]).mm_inputs.items for p in i.patch_digests
+    ]
+    assert rig.backend.encoded()[:2] == wanted
+
+
+def test_beside_an_answer_an_inline_encoder_takes_little_time():
+    rig = WarmRig(Knobs(rows=2, context=128))
+    rig.scheduler.handle(request("r", [1, 2, 3], new=100))
+    rig.scheduler.step()
+    rig.warm_up("w", item(clip(40)))
+    while "r" not in rig.finish:
+        rig.scheduler.step()
+    assert 0 < len(rig.backend.batches) <= 100 // 16 + 1
+    rig.run()
+    assert rig.warmed["w"].items[0].encoded == 40
+
+
+def test_they_count_as_waiting():
+    rig = WarmRig(Knobs(queue=2))
+    for rid in ("w0", "w1", "w2"):
+        rig.warm_up(rid, item(b"pic"))
+    assert rig.warmed["w2"].error.status == 429
+    assert "2 requests are waiting already (setting: --max-queued-requests)" in rig.warmed["w2"].error.message
+    rig.scheduler.handle(request("r", [1, 2]))
+    assert rig.finish["r"].status == 429
+    rig.run()
+    assert sorted(rig.warmed) == ["w0", "w1", "w2"]
+
+
+def test_one_that_is_called_off_is_not_answered():
+    rig = WarmRig(Knobs(encoders=1))
+    rig.warm_up("w", item(clip(50)))
+    rig.scheduler.step()
+    rig.scheduler.step()
+    rig.scheduler.handle(AbortReq(rid="w"))
+    assert rig.scheduler.is_idle()
+    rig.run()
+    while rig.encode():
+        rig.scheduler.step()
+    assert rig.warmed == {}
+    assert len(rig.backend.encoded()) <= 2
+    rig.scheduler.check_pools()
+
+
+def test_what_cannot_be_encoded_fails_those_who_need_it():
+    rig = WarmRig(Knobs())
+    bad = item(b"bad", 12)
+    rig.backend.fail[bad.patch_digests[0]] = 2
+    rig.warm_up("w", bad)
+    rig.warm_up("other", item(b"good"))
+    rig.scheduler.handle(request("r", [1] * 20, [(3, 12, b"bad")]))
+    rig.run()
+    assert rig.warmed["w"].error.message == rig.finish["r"].message
+    assert "poisoned" in rig.finish["r"].message
+    assert rig.warmed["other"].error is None
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    arrivals=st.lists(
+        st.tuples(st.booleans(), st.integers(1, 6), st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=10
+    ),
+    aborts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=3),
+    encoders=st.integers(0, 2),
+    space=st.sampled_from([0, 3, 10, 1000]),
+    window=st.sampled_from([1, 16, 64]),
+    pages=st.integers(12, 40),
+    finish_every=st.integers(1, 4),
+)
+def test_answers_do_not_depend_on_what_is_encoded_beside_them(
+    arrivals, aborts, encoders, space, window, pages, finish_every
+):
+    """arrivals: whether a warmup comes or a request, the length and first of its clip, and steps until the next."""
+    rig = WarmRig(Knobs(encoders=encoders, space_rows=space, pool=pages * 4, rows=3), warmup_patches=window)
+    messages, warmups, steps = {}, [], 0
+    for number, (ahead, length, start, gap) in enumerate(arrivals):
+        rid = f"r{number}"
+        if ahead:
+            rig.warm_up(rid, item(clip(length, start), 1), item(b"pic"))
+            warmups.append(rid)
+        else:
+            messages[rid] = request(rid, [number] * (length + 6), [(2, length, clip(length, start))], new=5)
+            rig.scheduler.handle(messages[rid])
+        for _ in range(gap):
+            rig.scheduler.step()
+            steps += 1
+            if steps % finish_every == 0:
+                rig.encode()
+            for which, when in aborts:
+                if when == steps:
+                    rig.scheduler.handle(AbortReq(rid=f"r{which}"))
+    rig.run()
+    called_off = {f"r{which}" for which, _ in aborts}
+    for rid, message in messages.items():
+        if rid not in called_off or rig.finish[rid].type == "length":
+            assert rig.tokens[rid] == expected(message)
+    for rid in warmups:
+        assert rid in rig.warmed or rid in called_off
+        assert rid not in rig.warmed or rig.warmed[rid].error is None
+    rig.scheduler.check_pools()
+    while rig.encode():  # what nobody waits for any more
+        rig.scheduler.step()
+    assert rig.pool.stats().queued == rig.pool.stats().under_way == 0
+    assert rig.pool.cache.device.stats().held_bytes == 0

@@ -1,0 +1,152 @@
+"""Media that are encoded ahead of time, beside the requests.
+
+A warmup holds a few of its temporal patches at a time, and each no longer than until its rows are on disk (in memory,
+where there is no disk): memory does not grow with a video's length, and what is confirmed is durable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from vision.encoder_pool import EncoderPool
+from vision.temporal_patch import TemporalPatch, temporal_patches
+from vlmserve.messages import EncodedItem, EncodeOutput, EncodeReqInput, FinishReason
+
+# Of patches whose rows are there and being written, so many times more may be held.
+_SAVING_FACTOR = 4
+
+
+@dataclass
+class _Held:
+    """A temporal patch of item number `item` whose rows are under way, or (saving) being written. order: as asked."""
+
+    key: bytes
+    order: int
+    item: int
+    num_patches: int
+    saving: bool = False
+
+
+class _Warmup:
+    """What became of a message's items so far, and what is still to be done."""
+
+    def __init__(self, message: EncodeReqInput, *, saved: bool | None) -> None:
+        self.rid = message.rid
+        self.pin = message.pin
+        self.items = [
+            EncodedItem(modality=item.modality, temporal_patches=len(item.patch_digests), saved=saved)
+            for item in message.items
+        ]
+        self.waiting: deque[tuple[int, TemporalPatch]] = deque(
+            (place, patch) for place, item in enumerate(message.items) for patch in temporal_patches(item)
+        )
+        self.held: list[_Held] = []
+
+    @property
+    def done(self) -> bool:
+        return not self.held and not self.waiting
+
+
+class Warmups:
+    """Takes messages in turn through an encoder pool.
+
+    send: gets the answers. max_patches: vision patches under way at a time; one larger temporal patch goes alone.
+    """
+
+    def __init__(self, pool: EncoderPool, *, send: Callable[[EncodeOutput], None], max_patches: int) -> None:
+        self._pool = pool
+        self._send = send
+        self._max_patches = max_patches
+        self._warmups: dict[str, _Warmup] = {}
+
+    def __len__(self) -> int:
+        return len(self._warmups)
+
+    def add(self, message: EncodeReqInput) -> None:
+        """Take a message. It is answered in an `advance` to come."""
+        saved = None if self._pool.store is None else True
+        self._warmups[message.rid] = _Warmup(message, saved=saved)
+
+    def abort(self, rid: str) -> bool:
+        """Give a message up, without an answer; whether it was here. What the encoder has begun it ends."""
+        warmup = self._warmups.pop(rid, None)
+        if warmup is not None:
+            for held in warmup.held:
+                self._pool.release([held.key], order=held.order)
+        return warmup is not None
+
+    def advance(self, failures: Mapping[bytes, str], *, order: int | None) -> bool:
+        """To be called after the pool's: let go of what is ready, and ask for more; whether anything changed.
+
+        failures: what the pool said since. order: of what is asked for now; None asks for nothing.
+        """
+        changed = False
+        for warmup in list(self._warmups.values()):
+            error = next((failures[held.key] for held in warmup.held if held.key in failures), None)
+            if error is None:
+                changed |= self._let_go(warmup)
+            if error is not None or warmup.done:
+                self._answer(warmup, error)
+                changed = True
+        if order is not None:
+            changed |= self._ask(order)
+        return changed
+
+    def _answer(self, warmup: _Warmup, error: str | None) -> None:
+        self.abort(warmup.rid)
+        reason = None
+        if error is not None:
+            text = f"a picture or video could not be encoded: {error}"
+            reason = FinishReason(type="error", message=text, status=500)
+        self._send(EncodeOutput(rid=warmup.rid, items=tuple(warmup.items), error=reason))
+
+    def _let_go(self, warmup: _Warmup) -> bool:
+        kept = [held for held in warmup.held if not self._is_done(warmup, held)]
+        changed = len(kept) < len(warmup.held)
+        warmup.held = kept
+        return changed
+
+    def _is_done(self, warmup: _Warmup, held: _Held) -> bool:
+        pool, key = self._pool, held.key
+        saved = pool.is_saved(key) if held.saving or not warmup.pin else None
+        if held.saving:
+            if saved is None:
+                return False
+        elif not pool.is_ready(key):
+            return False
+        elif pool.store is not None and not saved:
+            pool.save([key], pin=warmup.pin)
+            held.saving = True
+            return False
+        item = warmup.items[held.item]
+        encoded = pool.was_encoded(key)
+        warmup.items[held.item] = replace(
+            item,
+            encoded=item.encoded + encoded,
+            patches_encoded=item.patches_encoded + encoded * held.num_patches,
+            saved=None if pool.store is None else bool(item.saved and saved),
+        )
+        pool.release([key], order=held.order)
+        return True
+
+    def _ask(self, order: int) -> bool:
+        """Hold as many more temporal patches as there may be, of the first messages; whether there were any."""
+        everything = [held for warmup in self._warmups.values() for held in warmup.held]
+        total = sum(held.num_patches for held in everything)
+        under_way = sum(held.num_patches for held in everything if not held.saving)
+        asked = False
+        for warmup in self._warmups.values():
+            while warmup.waiting:
+                place, patch = warmup.waiting[0]
+                size = patch.num_patches
+                if total and (
+                    under_way + size > self._max_patches or total + size > _SAVING_FACTOR * self._max_patches
+                ):
+                    return asked
+                warmup.waiting.popleft()
+                (key,) = self._pool.submit([patch], order=order)
+                warmup.held.append(_Held(key, order, place, size))
+                under_way, total, asked = under_way + size, total + size, True
+        return asked
