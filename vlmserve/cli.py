@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import typing
 from collections.abc import Sequence
 
 from vlmserve import __version__
-from vlmserve.checks import SettingsError, flag
+from vlmserve.checks import SettingsError
 from vlmserve.common.errors import VlmserveError
-from vlmserve.settings import ENV_PREFIX, Setting, iter_settings, load_settings
+from vlmserve.flags import CommandParser, add_settings
+from vlmserve.settings import load_settings
 
 USAGE_ERROR = 2
 # Commands whose flags, --help too, are their own: words -> module with a main(argv) that returns the exit status.
@@ -21,6 +21,7 @@ _TOOLS = {
     ("bench", "vision"): "vlmserve.bench.vision",
     ("cache",): "vlmserve.cache.command",
     ("verify",): "vlmserve.verify.command",
+    ("warmup",): "vlmserve.warmup.command",
 }
 
 _EPILOG = """\
@@ -28,6 +29,7 @@ examples:
   vlmserve serve                                     a small built-in model, to try things out
   vlmserve serve Qwen/Qwen3-VL-2B-Instruct           a model of the Hugging Face hub
   vlmserve serve ./checkpoint --port 9000 --dtype bfloat16
+  vlmserve warmup FOLDER --embedding-cache-dir DIR   encode pictures and videos ahead of time
   vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it
 """
@@ -42,21 +44,9 @@ the variable over the file, the file over the default:
 """
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=120)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Full flag names only, so that a setting added later cannot change what an abbreviation means."""
-
-    def __init__(self, **kwargs: typing.Any) -> None:
-        super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **kwargs})
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line's parser. `serve` leaves flags that were not given out of its namespace."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="vlmserve", description="Serve Qwen-VL models: pictures in, right answers out.", epilog=_EPILOG
     )
     parser.add_argument("--version", action="version", version=f"vlmserve {__version__}")
@@ -80,6 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("rest", nargs=argparse.REMAINDER)
     cache = commands.add_parser("cache", help="look at the embedding cache on disk, and clear it", add_help=False)
     cache.add_argument("rest", nargs=argparse.REMAINDER)
+    warmup = commands.add_parser("warmup", help="encode pictures and videos ahead of time", add_help=False)
+    warmup.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")
     return parser
 
@@ -98,49 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    groups: dict[str, argparse._ArgumentGroup] = {}
     parser.add_argument(
         "model_argument",
         metavar="MODEL",
         nargs="?",
         help="checkpoint folder, or a Hugging Face hub id; left out: a small built-in model",
     )
-    parser.add_argument(
-        "--config", metavar="FILE.yaml", help=f"read settings from a YAML file [env: {ENV_PREFIX}CONFIG]"
-    )
-    for setting in iter_settings():
-        if setting.group not in groups:
-            groups[setting.group] = parser.add_argument_group(setting.group)
-        _add_setting(groups[setting.group], setting)
-
-
-def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    note = "" if setting.default in (None, "", False) else f" [default: {_show(setting.default)}]"
-    text = f"{setting.help}{note}".replace("%", "%%")
-    if setting.type is bool:
-        group.add_argument(flag(setting.name), action="store_true", default=argparse.SUPPRESS, help=text)
-        group.add_argument(
-            flag("no_" + setting.name),
-            dest=setting.name,
-            action="store_false",
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
-    else:
-        group.add_argument(flag(setting.name), default=argparse.SUPPRESS, metavar=_metavar(setting.type), help=text)
-
-
-def _metavar(type_: typing.Any) -> str:
-    if typing.get_origin(type_) is typing.Literal:
-        return "{" + ",".join(map(str, typing.get_args(type_))) + "}"
-    kinds = [kind for kind in typing.get_args(type_) or (type_,) if kind is not type(None)]
-    return {int: "N", float: "X"}.get(kinds[0], "TEXT")
-
-
-def _show(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value)
+    add_settings(parser)
 
 
 def _serve(args: argparse.Namespace) -> int:

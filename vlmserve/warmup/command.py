@@ -1,0 +1,220 @@
+"""The command line of `vlmserve warmup`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlmserve.checks import SettingsError
+from vlmserve.flags import CommandParser, add_settings
+from vlmserve.settings import ServerSettings, iter_settings, load_settings
+
+if TYPE_CHECKING:
+    from vlmserve.warmup.progress import Progress, Tally
+    from vlmserve.warmup.sources import Found
+    from vlmserve.warmup.target import Target
+
+USAGE_ERROR = 2
+_INTERRUPTED = 130
+_ABOUT = """\
+Encode pictures and videos ahead of time, so that servers with the same weights and settings start warm.
+
+A SOURCE is a picture or video file, a folder (searched with all that is in it), a pattern in quotes, an http(s) or
+data URL, a list (.txt: a path or URL a line, # begins a comment), "-" (such a list on standard input), or a .jsonl file
+with a chat request a line, whose media are encoded with all their knobs. Paths in a file are relative to its folder.
+
+Without --url, only the vision tower is loaded, here, and what it makes goes into --embedding-cache-dir. With --url, a
+running server encodes; files and URLs are read here and sent to it.
+"""
+_EPILOG = """\
+examples:
+  vlmserve warmup pictures/ --embedding-cache-dir DIR
+  vlmserve warmup Qwen/Qwen3-VL-2B-Instruct requests.jsonl --embedding-cache-dir DIR --pin --resume done.jsonl
+  find . -name '*.mp4' | vlmserve warmup - --url http://127.0.0.1:8000 --errors failed.jsonl
+
+The exit status is 1 if anything failed, 2 for a wrong command line, 130 if interrupted.
+"""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_GROUPS = ("pictures", "videos", "vision encoder")
+_OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "log_level"}
+# Of no effect here.
+_LEFT_OUT = {
+    "allowed_local_media_path",
+    "enable_mm_embeds",
+    "max_queued_media",
+    "processor_cache_mib",
+    "video_reference",
+}
+_OWN = ("config", "words", "url", "api_key", "concurrency", "pin", "resume", "errors", "json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Command:
+    settings: ServerSettings
+    sources: Sequence[str]
+    url: str | None
+    concurrency: int
+    pin: bool
+    resume: Path | None
+    errors: Path | None
+    json: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status. Raises VlmserveError or OSError, with a message fit for the user, when nothing can be done."""
+    try:
+        command = _read(argv)
+        from vlmserve.warmup.sources import find_sources
+
+        found = find_sources(command.sources, sys.stdin.buffer)
+    except SettingsError as error:
+        for line in str(error).splitlines():
+            print(f"vlmserve warmup: error: {line}", file=sys.stderr)
+        return USAGE_ERROR
+    return _run(command, found)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="vlmserve warmup", usage="%(prog)s [MODEL] SOURCE... [options]", description=_ABOUT, epilog=_EPILOG
+    )
+    parser.add_argument(
+        "words",
+        metavar="[MODEL] SOURCE...",
+        nargs="+",
+        help="MODEL: checkpoint folder, or a Hugging Face hub id; left out: the small built-in one. SOURCE: see above",
+    )
+    parser.add_argument("--url", metavar="URL", help="let the server at http://host:port encode")
+    parser.add_argument("--api-key", metavar="KEY", help="of that server [env: VLMSERVE_API_KEY]")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="media, or requests of a .jsonl file, in work at a time; default: 4 with --url, else --max-mm-workers + 1",
+    )
+    parser.add_argument("--pin", action="store_true", help="never evict what is encoded or found")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="note in FILE what is finished, and pass over what it says is, unless that was evicted",
+    )
+    parser.add_argument("--errors", type=Path, metavar="FILE", help="write what failed to FILE, a line of JSON each")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    names = {setting.name for setting in iter_settings() if setting.group in _GROUPS}
+    add_settings(parser, (names | _OTHERS) - _LEFT_OUT)
+    return parser
+
+
+def _read(argv: Sequence[str]) -> _Command:
+    args = vars(_parser().parse_intermixed_args(argv))
+    flags = {name: value for name, value in args.items() if name not in _OWN}
+    if args["api_key"] is not None:
+        flags["api_key"] = args["api_key"]
+    sources: list[str] = args["words"]
+    url = args["url"]
+    if url is None and "model" not in flags and _is_model(sources[0], alone=len(sources) == 1):
+        flags["model"], sources = sources[0], sources[1:]
+    settings = load_settings(flags, config=args["config"])
+    engine = settings.engine
+    if not sources:
+        raise SettingsError(f"{flags['model']!r} is a model: name a SOURCE, too")
+    if url is None and engine.embedding_cache_dir is None:
+        raise SettingsError("name the folder that keeps embeddings (--embedding-cache-dir), or a server (--url)")
+    if url is not None and ("model" in flags or "embedding_cache_dir" in flags):
+        raise SettingsError("with --url, the server's own model and --embedding-cache-dir are used: name none here")
+    concurrency = args["concurrency"]
+    if concurrency is None:
+        concurrency = 4 if url is not None else engine.max_mm_workers + 1
+    if concurrency < 1:
+        raise SettingsError(f"--concurrency is {concurrency}; it must be 1 or more")
+    return _Command(
+        settings=settings,
+        sources=sources,
+        url=url,
+        concurrency=concurrency,
+        pin=args["pin"],
+        resume=args["resume"],
+        errors=args["errors"],
+        json=args["json"],
+    )
+
+
+def _is_model(word: str, *, alone: bool) -> bool:
+    path = Path(word).expanduser()
+    is_hub_id = not alone and not path.exists() and _HUB_ID.fullmatch(word) is not None
+    return is_hub_id or (path / "config.json").is_file()
+
+
+def _run(command: _Command, found: Found) -> int:
+    from vlmserve.common.logs import configure_logging
+    from vlmserve.warmup.progress import Progress, Tally, describe, summary
+
+    configure_logging(command.settings.log_level, "warmup")
+    tally = Tally(total=len(found.sources), ignored=found.ignored)
+    target = _make_target(command)
+    progress = Progress(tally, sys.stderr)
+    notes: list[str] = []
+    interrupted = False
+    try:
+        asyncio.run(_warm_up(command, found, target, tally, progress, notes))
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        progress.finish()
+        if command.json:
+            json.dump(summary(tally, progress.seconds, notes, interrupted=interrupted), sys.stdout, indent=2)
+            print()
+        else:
+            print("\n".join([describe(tally, progress.seconds), *notes]))
+    return _INTERRUPTED if interrupted else int(tally.failed > 0)
+
+
+async def _warm_up(
+    command: _Command, found: Found, target: Target, tally: Tally, progress: Progress, notes: list[str]
+) -> None:
+    from processors.fetching import MediaFetcher
+    from vlmserve.tokenizer.stage import stage_limits
+    from vlmserve.warmup.journal import Journal
+    from vlmserve.warmup.requests import SourceReader
+    from vlmserve.warmup.run import WarmupRun
+
+    # Local files are read wherever they are: the user has named them.
+    fetch = dataclasses.replace(stage_limits(command.settings).fetch, allowed_local_media_path="/")
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(target.close)
+        stack.callback(lambda: notes.extend(target.notes()))
+        errors = None if command.errors is None else stack.enter_context(command.errors.open("w", encoding="utf-8"))
+        journal = None
+        if command.resume is not None:
+            journal = Journal(command.resume, target.settings)
+            stack.callback(journal.close)
+        fetcher = MediaFetcher(fetch)
+        stack.callback(fetcher.close)
+        run = WarmupRun(
+            target,
+            SourceReader(fetcher),
+            tally=tally,
+            progress=progress,
+            journal=journal,
+            errors=errors,
+            concurrency=command.concurrency,
+        )
+        await run.run(found.sources)
+
+
+def _make_target(command: _Command) -> Target:
+    if command.url is not None:
+        from vlmserve.warmup.remote import RemoteTarget
+
+        return RemoteTarget(command.url, api_key=command.settings.api_key, pin=command.pin)
+    from vlmserve.warmup.local import LocalTarget
+
+    return LocalTarget(command.settings, pin=command.pin)

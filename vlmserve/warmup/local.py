@@ -1,0 +1,94 @@
+"""Encodes in this process, into a folder of embeddings: the tower alone is loaded, and no more of the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import blake3
+import torch
+
+from processors.base import data_item
+from vision.loading import load_tower
+from vision.temporal_patch import temporal_patches
+from vlmserve.common.cpus import available_cpus
+from vlmserve.common.errors import EngineError
+from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.engine import resolve_device
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+from vlmserve.model_path import resolve_model
+from vlmserve.models.registry import load_config
+from vlmserve.settings import ServerSettings
+from vlmserve.tokenizer.stage import make_request_media, stage_limits
+from vlmserve.warmup.encoder_thread import EncoderThread
+from vlmserve.warmup.requests import WarmupBody
+from vlmserve.warmup.target import Warmed, WarmupStopped
+
+
+class LocalTarget:
+    """See `Target`. settings.engine.embedding_cache_dir must be there. pin: entries are never evicted.
+
+    Raises CheckpointError, and EngineError for a folder that cannot be used.
+    """
+
+    def __init__(self, settings: ServerSettings, *, pin: bool) -> None:
+        folder = resolve_model(settings.engine.model)
+        args = replace(settings.engine, model=str(folder), processor_cache_mib=0)  # nothing comes twice
+        device = resolve_device(args.device)
+        num_threads = args.num_threads or available_cpus()
+        torch.set_num_threads(num_threads)
+        dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+        limits = stage_limits(settings)
+        self._pin = pin
+        self._counts = limits.counts
+        with ExitStack() as stack:
+            max_len = args.max_model_len or load_config(folder).max_position_embeddings
+            self._media = make_request_media(args, limits, max_model_len=max_len)
+            stack.callback(self._media.close)
+            shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if args.num_encoders else None
+            tower = load_tower(folder, device=device, dtype=dtype)
+            self._pool = build_encoder_pool(
+                args,
+                tower,
+                dtype=next(tower.parameters()).dtype,
+                device=device,
+                shared_dir=None if shared is None else shared.path,
+            )
+            self._encoder = EncoderThread(
+                self._pool, max_patches=resolve_warmup_patches(args, device), num_threads=num_threads
+            )
+            stack.callback(self._encoder.close)
+            self._stack = stack.pop_all()
+        assert self._pool.store is not None
+        self._store = self._pool.store
+        digest = blake3.blake3(self._pool.fingerprint + self._media.describe_settings().encode())
+        self.settings = f"{'pinned' if pin else 'unpinned'} {digest.hexdigest()}"
+
+    async def encode(self, body: WarmupBody) -> Warmed:
+        """See `Target`."""
+        named = self._media.media_of(body.messages, body.mm_processor_kwargs, self._counts)
+        items = [data_item(medium) for medium in await self._media.load(named)]
+        keys = tuple(self._pool.key(patch) for item in items for patch in temporal_patches(item))
+        output = await asyncio.wrap_future(self._encoder.encode(items, pin=self._pin))
+        if output.error is not None:
+            raise EngineError(output.error.message)
+        if any(item.saved is False for item in output.items):
+            raise WarmupStopped(self._store.trouble or "embeddings could not be written")
+        return Warmed(items=output.items, keys=keys)
+
+    def holds(self, keys: Sequence[bytes]) -> bool:
+        """See `Target`."""
+        return all(key in self._store for key in keys)
+
+    def notes(self) -> list[str]:
+        """See `Target`."""
+        evictions = self._store.tier_stats().evictions
+        if not evictions:
+            return []
+        return [f"{evictions} entries gave way to others: the cache is full (settings --embedding-cache-gib, --pin)"]
+
+    async def close(self) -> None:
+        """See `Target`."""
+        await asyncio.to_thread(self._stack.close)

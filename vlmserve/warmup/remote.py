@@ -1,0 +1,114 @@
+"""Lets a running server encode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx2
+
+from processors.inputs import Modality
+from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.messages import EncodedItem
+from vlmserve.warmup.requests import WarmupBody, with_data_urls
+from vlmserve.warmup.target import Warmed, WarmupStopped
+
+# Waits between tries while a server says that it has too much to do (429) or is not ready (503).
+_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+_BUSY = (429, 503)
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class RemoteTarget:
+    """See `Target`. url: http://host:port, with or without /v1. What the server still holds later cannot be known."""
+
+    def __init__(self, url: str, *, api_key: str | None, pin: bool) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/warmup"
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._pin = pin
+        self._saves = True
+        self._client: httpx2.AsyncClient | None = None
+        self.settings = f"{'pinned' if pin else 'unpinned'} {self._url}"
+
+    async def encode(self, body: WarmupBody) -> Warmed:
+        """See `Target`."""
+        content = await asyncio.to_thread(self._content, body)
+        for wait_s in (*_WAITS_S, None):
+            status, answer = await self._post(content)
+            if status == 200:
+                return self._warmed(answer)
+            if status not in _BUSY or wait_s is None:
+                break
+            await asyncio.sleep(wait_s)
+        raise self._error(status, answer)
+
+    def holds(self, keys: Sequence[bytes]) -> bool:
+        """See `Target`."""
+        return True
+
+    def notes(self) -> list[str]:
+        """See `Target`."""
+        if self._saves:
+            return []
+        return ["the server keeps no embeddings on disk (--embedding-cache-dir): they go when it ends, or before"]
+
+    async def close(self) -> None:
+        """See `Target`."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _content(self, body: WarmupBody) -> bytes:
+        request = with_data_urls(body)
+        if self._pin:
+            request["pin"] = True
+        return json.dumps(request).encode()
+
+    async def _post(self, content: bytes) -> tuple[int, Any]:
+        if self._client is None:
+            timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
+            limits = httpx2.Limits(max_connections=None)
+            self._client = httpx2.AsyncClient(timeout=timeout, limits=limits)
+        try:
+            response = await self._client.post(self._url, content=content, headers=self._headers)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise WarmupStopped(f"no answer from {self._url}: {str(error) or type(error).__name__}") from None
+        try:
+            return response.status_code, response.json()
+        except ValueError:
+            return response.status_code, None
+
+    def _warmed(self, answer: Any) -> Warmed:
+        try:
+            items = tuple(
+                EncodedItem(
+                    modality=Modality(item["type"]),
+                    temporal_patches=item["temporal_patches"],
+                    encoded=item["encoded"],
+                    patches_encoded=item["patches_encoded"],
+                    saved=item["saved"],
+                )
+                for item in answer["items"]
+            )
+        except (TypeError, KeyError, ValueError):
+            raise WarmupStopped(f"{self._url} does not answer as vlmserve does") from None
+        if any(item.saved is False for item in items):
+            raise WarmupStopped("the server could not write to its embedding cache; its log says why")
+        self._saves &= all(item.saved for item in items)
+        return Warmed(items=items)
+
+    def _error(self, status: int, answer: Any) -> Exception:
+        """What is wrong with one request is that request's; everything else ends the run."""
+        told = answer.get("error") if isinstance(answer, dict) else None
+        told = told if isinstance(told, dict) else {}
+        message, code = told.get("message") or f"HTTP status {status}", told.get("code")
+        if status == 500:
+            return EngineError(message)
+        if status in (400, 413, 422) and code != "no_embedding_cache":
+            return BadRequestError(message, param=told.get("param"), code=code, status=status)
+        if status == 404 and (told.get("param") or "").startswith("messages"):
+            return BadRequestError(message, param=told.get("param"), code=code, status=status)  # an uploaded file
+        return WarmupStopped(f"{self._url}: {message}")

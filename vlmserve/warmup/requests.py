@@ -1,0 +1,219 @@
+"""From a source to the request that brings it, its files read; and before they are, what identifies them.
+
+Everything is read here, also what a server is to encode: so kinds, limits and identities are told in one way.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import blake3
+import pydantic_core
+from pydantic import ValidationError
+
+from processors.fetching import MediaFetcher
+from processors.inputs import Modality
+from processors.sniffing import HEAD_BYTES, modality_of
+from vlmserve.common.errors import BadRequestError
+from vlmserve.server.errors import refuse_invalid
+from vlmserve.server.protocol import WarmupRequest
+from vlmserve.warmup.sources import Medium, RequestLine, Source, local_path
+
+Message: TypeAlias = Mapping[str, Any]
+_MODALITIES = {
+    "image_url": Modality.IMAGE,
+    "image": Modality.IMAGE,
+    "video_url": Modality.VIDEO,
+    "video": Modality.VIDEO,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupBody:
+    """messages: in the API's form, files as bytes in parts of Qwen's form ({"type": "image", "image": bytes})."""
+
+    messages: Sequence[Message]
+    mm_processor_kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedSource:
+    """identity: another one if anything about the source or its files has changed. read: reads the files, blocking;
+    raises BadRequestError."""
+
+    identity: str
+    read: Callable[[], WarmupBody]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    identity: str
+    read: Callable[[], bytes]
+
+
+class SourceReader:
+    """Thread-safe, blocking. fetcher: may read any local file, for the user has named it."""
+
+    def __init__(self, fetcher: MediaFetcher) -> None:
+        self._fetcher = fetcher
+
+    def open(self, source: Source) -> OpenedSource:
+        """Find out what a source is: files are only looked at, while http(s) URLs are fetched. BadRequestError."""
+        return self._open_medium(source) if isinstance(source, Medium) else self._open_request(source)
+
+    def _open_medium(self, medium: Medium) -> OpenedSource:
+        content = self._content(medium.address, Path(), None)
+
+        def read() -> WarmupBody:
+            data = content.read()
+            modality = self._modality(data)
+            part = {"type": modality.value, modality.value: data}
+            return WarmupBody(messages=[{"role": "user", "content": [part]}], mm_processor_kwargs={})
+
+        return OpenedSource(identity=content.identity, read=read)
+
+    def _open_request(self, line: RequestLine) -> OpenedSource:
+        with line.manifest.open("rb") as file:
+            file.seek(line.offset)
+            text = file.readline()
+        sent, kwargs = _parse(text)
+        contents: dict[tuple[str, Modality], _Content] = {}
+        for param, address, modality in _addresses(sent):
+            try:
+                contents[address, modality] = self._content(address, line.manifest.parent, modality)
+            except BadRequestError as error:
+                error.param = param
+                raise
+        digest = blake3.blake3(text.strip())
+        for content in contents.values():
+            digest.update(b"\0" + content.identity.encode())
+
+        def read() -> WarmupBody:
+            files = {key: content.read() for key, content in contents.items()}
+            messages = [_with_files(message, files) for message in sent]
+            return WarmupBody(messages=messages, mm_processor_kwargs=kwargs)
+
+        return OpenedSource(identity=f"request {digest.hexdigest()}", read=read)
+
+    def _content(self, address: str, folder: Path, modality: Modality | None) -> _Content:
+        """modality: None if it is not known yet."""
+        path = local_path(address, folder)
+        limit = modality or Modality.VIDEO
+        if path is None and not address.startswith("data:"):
+            data = self._fetcher.fetch(address, modality=limit)
+            return _Content(identity=f"bytes {blake3.blake3(data).hexdigest()}", read=lambda: data)
+        if path is None:
+            identity, url = f"url {blake3.blake3(address.encode()).hexdigest()}", address
+        else:
+            identity, url = _file_identity(path), path.absolute().as_uri()
+        return _Content(identity=identity, read=lambda: self._fetcher.fetch(url, modality=limit))
+
+    def _modality(self, data: bytes) -> Modality:
+        modality = modality_of(data[:HEAD_BYTES])
+        if modality is None:
+            what = f"is neither a picture nor a video of a supported format; it begins with {data[:8]!r}"
+            raise BadRequestError(f"the file {what}", code="unsupported_content")
+        limit = self._fetcher.limit(modality)
+        if len(data) > limit.bytes:
+            what = f"the file has {len(data)} bytes, the limit is {limit.bytes} (setting {limit.setting})"
+            raise BadRequestError(what, code="invalid_media_url")
+        return modality
+
+
+def with_data_urls(body: WarmupBody) -> dict[str, Any]:
+    """A body for a server: JSON, files as data: URLs."""
+    messages = [_map_parts(message, _part_for_server) for message in body.messages]
+    request: dict[str, Any] = {"messages": messages}
+    if body.mm_processor_kwargs:
+        request["mm_processor_kwargs"] = body.mm_processor_kwargs
+    return request
+
+
+def _parse(text: bytes) -> tuple[Sequence[Message], Mapping[str, Any]]:
+    try:
+        raw = pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequestError(f"the line is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise BadRequestError("the line must be a JSON object", code="invalid_json")
+    raw = {name: raw[name] for name in ("messages", "mm_processor_kwargs") if name in raw}
+    try:
+        WarmupRequest.model_validate(raw)
+    except ValidationError as error:
+        raise refuse_invalid(error, raw) from None
+    return raw["messages"], raw.get("mm_processor_kwargs") or {}
+
+
+def _file_identity(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise BadRequestError(f"cannot read {str(path)!r}: {error.strerror}", code="invalid_media_url") from None
+    return f"file {path.absolute()} {status.st_size} {status.st_mtime_ns}"
+
+
+def _addresses(messages: Sequence[Message]) -> Iterator[tuple[str, str, Modality]]:
+    """Of all files that messages name: where in the request, the path or URL, the kind. data: URLs stay as they are."""
+    for number, message in enumerate(messages):
+        parts = message.get("content")
+        for place, part in enumerate(parts if isinstance(parts, list) else ()):
+            for address in _named_by(part):
+                yield f"messages[{number}].content[{place}]", address, _MODALITIES[part["type"]]
+
+
+def _named_by(part: Mapping[str, Any]) -> list[str]:
+    value = part.get(part["type"]) if part.get("type") in _MODALITIES else None
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    values = value if isinstance(value, list) else [value]
+    return [address for address in values if isinstance(address, str) and not address.startswith("data:")]
+
+
+def _map_parts(message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Message:
+    parts = message.get("content")
+    return {**message, "content": [change(part) for part in parts]} if isinstance(parts, list) else message
+
+
+def _with_files(message: Message, files: Mapping[tuple[str, Modality], bytes]) -> Message:
+    def with_file(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not _named_by(part):
+            return part
+        kind = part["type"]
+        modality, value = _MODALITIES[kind], part[kind]
+        others = {name: given for name, given in part.items() if name not in ("type", kind)}
+        if isinstance(value, Mapping):
+            others |= {name: given for name, given in value.items() if name != "url"}
+            value = value["url"]
+        if isinstance(value, list):
+            content: object = [files.get((address, modality), address) for address in value]
+        else:
+            content = files[value, modality]
+        return {**others, "type": modality.value, modality.value: content}
+
+    return _map_parts(message, with_file)
+
+
+def _part_for_server(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = part.get("type")
+    value = part.get(kind) if kind in ("image", "video") else None
+    if isinstance(value, list):
+        return {**part, "video": [_data_url(frame) for frame in value]}
+    if not isinstance(value, bytes):
+        return part
+    if kind == "video":
+        return {**part, "video": _data_url(value)}
+    url: dict[str, Any] = {"url": _data_url(value)}
+    others = {name: given for name, given in part.items() if name not in ("type", "image", "detail")}
+    if part.get("detail") is not None:
+        url["detail"] = part["detail"]
+    return {**others, "type": "image_url", "image_url": url}
+
+
+def _data_url(content: bytes | str) -> str:
+    if isinstance(content, str):
+        return content
+    return "data:application/octet-stream;base64," + base64.b64encode(content).decode()
