@@ -206,6 +206,11 @@ class EncoderPool:
         known yet, or nobody asked."""
         return self._entries[key].saved
 
+    def is_saving(self, key: bytes) -> bool:
+        """Whether a held key's rows are being written: what is encoded is, unless too much waits for the disk."""
+        entry = self._entries[key]
+        return entry.last_save is not None and entry.saved is None
+
     def _save(self, entry: _Entry, rows: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
         assert self._disk is not None, "there is no disk tier"
         entry.saved = None

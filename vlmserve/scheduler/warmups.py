@@ -14,19 +14,21 @@ from vision.encoder_pool import EncoderPool
 from vision.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.messages import EncodedItem, EncodeOutput, EncodeReqInput, FinishReason
 
-# Of patches whose rows are there and being written, so many times more may be held.
+# With those whose rows are there and being written, so many times as many may be held.
 _SAVING_FACTOR = 4
 
 
 @dataclass
 class _Held:
-    """A temporal patch of item number `item` whose rows are under way, or (saving) being written. order: as asked."""
+    """A temporal patch of item number `item`. order: as it was asked for. ready: its rows have come; asked: to have
+    them on disk."""
 
     key: bytes
     order: int
     item: int
     num_patches: int
-    saving: bool = False
+    ready: bool = False
+    asked: bool = False
 
 
 class _Warmup:
@@ -109,33 +111,44 @@ class Warmups:
         return changed
 
     def _is_done(self, warmup: _Warmup, held: _Held) -> bool:
+        pool = self._pool
+        held.ready = held.ready or pool.is_ready(held.key)
+        if pool.store is None:
+            saved = None
+            done = held.ready
+        else:
+            saved = self._is_saved(warmup, held)
+            done = saved is not None
+        if done:
+            item, encoded = warmup.items[held.item], pool.was_encoded(held.key)
+            warmup.items[held.item] = replace(
+                item,
+                encoded=item.encoded + encoded,
+                patches_encoded=item.patches_encoded + encoded * held.num_patches,
+                saved=None if saved is None else bool(item.saved) and saved,
+            )
+            pool.release([held.key], order=held.order)
+        return done
+
+    def _is_saved(self, warmup: _Warmup, held: _Held) -> bool | None:
+        """Whether rows are on disk as they are to be; None: that is seen to."""
         pool, key = self._pool, held.key
-        saved = pool.is_saved(key) if held.saving or not warmup.pin else None
-        if held.saving:
-            if saved is None:
-                return False
-        elif not pool.is_ready(key):
-            return False
-        elif pool.store is not None and not saved:
+        if held.asked or not warmup.pin:
+            saved = pool.is_saved(key)
+            if saved or held.asked:
+                return saved
+            if pool.is_saving(key):  # on the pool's own accord
+                return None
+        if pool.is_ready(key):  # they may have been given up for others meanwhile
             pool.save([key], pin=warmup.pin)
-            held.saving = True
-            return False
-        item = warmup.items[held.item]
-        encoded = pool.was_encoded(key)
-        warmup.items[held.item] = replace(
-            item,
-            encoded=item.encoded + encoded,
-            patches_encoded=item.patches_encoded + encoded * held.num_patches,
-            saved=None if pool.store is None else bool(item.saved and saved),
-        )
-        pool.release([key], order=held.order)
-        return True
+            held.asked = True
+        return None
 
     def _ask(self, order: int) -> bool:
         """Hold as many more temporal patches as there may be, of the first messages; whether there were any."""
         everything = [held for warmup in self._warmups.values() for held in warmup.held]
         total = sum(held.num_patches for held in everything)
-        under_way = sum(held.num_patches for held in everything if not held.saving)
+        under_way = sum(held.num_patches for held in everything if not held.ready)
         asked = False
         for warmup in self._warmups.values():
             while warmup.waiting:

@@ -31,6 +31,7 @@ class FakeStore:
         self.gate = threading.Event()
         self.gate.set()
         self.full = False
+        self.writes = 0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.entries
@@ -40,6 +41,7 @@ class FakeStore:
 
     def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool:
         self.gate.wait()
+        self.writes += 1
         if self.full:
             return False
         self.entries[key] = rows
@@ -52,7 +54,9 @@ class FakeStore:
 
 
 class Rig:
-    def __init__(self, *, store: FakeStore | None = None, max_patches: int = 16, space_rows: int = 1000, workers=0):
+    def __init__(
+        self, *, store: FakeStore | None = None, max_patches=16, space_rows=1000, workers=0, backlog_bytes=2**20
+    ) -> None:
         self.backend = FakeBackend(workers or 1, inline=not workers)
         limits = PoolLimits(max_patches=64, space_bytes=space_rows * ROW_BYTES, batches_ahead=2 if workers else 1)
         self.pool = EncoderPool(
@@ -61,7 +65,7 @@ class Rig:
             fingerprint=b"tower",
             row_shape=ROW_SHAPE,
             limits=limits,
-            disk=None if store is None else DiskTier(store),
+            disk=None if store is None else DiskTier(store, backlog_bytes=backlog_bytes),
         )
         self.answers = {}
         self.warmups = Warmups(self.pool, send=self.take, max_patches=max_patches)
@@ -152,6 +156,7 @@ def test_what_is_encoded_is_saved_before_it_is_confirmed_and_found_the_next_time
     assert figures(one, "a") == [("image", 1, 1, 0, True), ("video", 3, 3, 0, True)]
     assert [i.patches_encoded for i in one.answers["a"].items] == [8, 24]
     assert len(store.entries) == 4
+    assert store.writes == 4, "once each"
     assert not store.pinned
 
     two = rig(store=store)
@@ -198,6 +203,15 @@ def test_a_pin_is_not_confirmed_by_a_write_before_it(rig):
     one.run()
     assert pinned == [None]
     assert store.pinned == set(store.entries)
+
+
+def test_what_the_pool_does_not_write_for_lack_of_time_is_asked_for(rig):
+    store = FakeStore()
+    one = rig(store=store, backlog_bytes=0)
+    one.warmups.add(message("a", "pic", "c-d-e"))
+    one.run()
+    assert figures(one, "a") == [("image", 1, 1, 0, True), ("video", 3, 3, 0, True)]
+    assert len(store.entries) == 4
 
 
 def test_a_full_disk_is_told(rig):
