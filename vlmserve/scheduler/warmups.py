@@ -20,11 +20,12 @@ _SAVING_FACTOR = 4
 
 @dataclass
 class _Held:
-    """A temporal patch of item number `item`. order: as it was asked for. ready: its rows have come; asked: to have
+    """A temporal patch of item number `item`. order, place: as in the pool. ready: its rows have come; asked: to have
     them on disk."""
 
     key: bytes
     order: int
+    place: int
     item: int
     num_patches: int
     ready: bool = False
@@ -62,6 +63,7 @@ class Warmups:
         self._send = send
         self._max_patches = max_patches
         self._warmups: dict[str, _Warmup] = {}
+        self._asked = 0  # temporal patches so far: those of one order come in the order they were asked for
 
     def __len__(self) -> int:
         return len(self._warmups)
@@ -76,7 +78,7 @@ class Warmups:
         warmup = self._warmups.pop(rid, None)
         if warmup is not None:
             for held in warmup.held:
-                self._pool.release([held.key], order=held.order)
+                self._pool.release([held.key], order=held.order, place=held.place)
         return warmup is not None
 
     def advance(self, failures: Mapping[bytes, str], *, order: int | None) -> bool:
@@ -127,7 +129,7 @@ class Warmups:
                 patches_encoded=item.patches_encoded + encoded * held.num_patches,
                 saved=None if saved is None else bool(item.saved) and saved,
             )
-            pool.release([held.key], order=held.order)
+            pool.release([held.key], order=held.order, place=held.place)
         return done
 
     def _is_saved(self, warmup: _Warmup, held: _Held) -> bool | None:
@@ -152,14 +154,15 @@ class Warmups:
         asked = False
         for warmup in self._warmups.values():
             while warmup.waiting:
-                place, patch = warmup.waiting[0]
+                number, patch = warmup.waiting[0]
                 size = patch.num_patches
                 if total and (
                     under_way + size > self._max_patches or total + size > _SAVING_FACTOR * self._max_patches
                 ):
                     return asked
                 warmup.waiting.popleft()
-                (key,) = self._pool.submit([patch], order=order)
-                warmup.held.append(_Held(key, order, place, size))
+                (key,) = self._pool.submit([patch], order=order, place=self._asked)
+                warmup.held.append(_Held(key, order, self._asked, number, size))
+                self._asked += 1
                 under_way, total, asked = under_way + size, total + size, True
         return asked

@@ -12,7 +12,7 @@ import torch
 from processors.inputs import Modality, MultimodalDataItem
 from tests.vision.fake_backend import ROW_BYTES, ROW_SHAPE, FakeBackend, make_pool
 from vision.disk_tier import DiskTier
-from vision.embedding_cache import EmbeddingCache
+from vision.embedding_cache import EmbeddingCache, MemoryTier
 from vision.embedding_stats import TierStats
 from vision.encoder_pool import EncoderPool, PoolLimits
 from vision.temporal_patch import temporal_patches
@@ -61,7 +61,7 @@ class Rig:
         limits = PoolLimits(max_patches=64, space_bytes=space_rows * ROW_BYTES, batches_ahead=2 if workers else 1)
         self.pool = EncoderPool(
             self.backend,
-            EmbeddingCache(torch.device("cpu"), device_bytes=space_rows * ROW_BYTES),
+            EmbeddingCache(MemoryTier(space_rows * ROW_BYTES, torch.device("cpu"))),
             fingerprint=b"tower",
             row_shape=ROW_SHAPE,
             limits=limits,
@@ -333,7 +333,7 @@ def test_rows_given_up_for_another_before_they_are_saved_are_still_confirmed(rig
     while not one.pool.is_ready(wanted):
         if not one.pool.advance(urgent=wanted):
             assert select.select(one.pool.wait_handles(), [], [], 20)[0]
-    one.pool.release([wanted])
+    one.pool.release([wanted], order=-1)
     store.gate.set()
     one.run()
     assert figures(one, "a") == [("image", 1, 1, 0, True)]
