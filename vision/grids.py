@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 Grid = tuple[int, int, int]
 
@@ -110,22 +109,3 @@ def group_segments(lengths: Sequence[int], device: torch.device) -> list[Segment
             rows = (torch.tensor(begins)[:, None] + torch.arange(length)).view(-1)
             groups.append(SegmentGroup(length=length, rows=rows.to(device)))
     return groups
-
-
-def segment_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Iterable[SegmentGroup]
-) -> torch.Tensor:
-    """q, k, v [P, heads, dim], each patch attending to its own segment -> [P, heads, dim]."""
-    groups = list(groups)
-    if len(groups) == 1:
-        return _attend(q, k, v, groups[0].length)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for group in groups:
-        rows = group.rows
-        out[rows] = _attend(q[rows], k[rows], v[rows], group.length)
-    return out
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int) -> torch.Tensor:
-    q, k, v = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)

@@ -19,9 +19,10 @@ from vision.blocks import (
 )
 from vision.config import TowerConfig
 from vision.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates, window_order
+from vlmserve.common.activations import activation
 from vlmserve.common.errors import CheckpointError
 from vlmserve.common.fields import Fields
-from vlmserve.common.layers import GatedMLP, RMSNorm, activation
+from vlmserve.common.layers import GatedMLP, RMSNorm
 
 
 class Qwen2_5VisionTower(VisionTower):

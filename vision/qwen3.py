@@ -9,12 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision.blocks import NORM_EPS, AxialRotary, PatchEmbed, VisionAttention, VisionBlock, VisionMLP, VisionTower
+from vision.blocks import (
+    NORM_EPS,
+    AxialRotary,
+    PatchEmbed,
+    VisionAttention,
+    VisionBlock,
+    VisionMLP,
+    VisionTower,
+    row_tiles,
+)
 from vision.config import TowerConfig
 from vision.grids import Grid, check_grids, frame_lengths, group_segments, interpolation, patch_coordinates
+from vlmserve.common.activations import activation
 from vlmserve.common.errors import CheckpointError
 from vlmserve.common.fields import Fields
-from vlmserve.common.layers import Embedding, LayerNorm, activation
+from vlmserve.common.layers import Embedding, LayerNorm
 from vlmserve.common.linear import Linear
 
 
@@ -36,7 +46,7 @@ class Qwen3PatchMerger(nn.Module):
             x = self.norm(x.view(-1, self._merged_size))
         else:
             x = self.norm(x).view(-1, self._merged_size)
-        return self.linear_fc2(self._act(self.linear_fc1(x)))
+        return self.linear_fc2(self.linear_fc1(x, self._act))
 
 
 class Qwen3VisionTower(VisionTower):
@@ -80,7 +90,7 @@ class Qwen3VisionTower(VisionTower):
         merge = self.spatial_merge_size
         check_grids(grid_thw, len(pixel_values), merge)
         x = self.patch_embed(pixel_values)
-        x = x + self._positions(grid_thw, x)
+        self._add_positions(x, grid_thw)
         rotary = self._rotary(patch_coordinates(grid_thw, merge), x.device)
         segments = group_segments(frame_lengths(grid_thw), x.device)
         tapped: list[torch.Tensor] = []
@@ -90,7 +100,8 @@ class Qwen3VisionTower(VisionTower):
                 tapped.append(self.deepstack_merger_list[len(tapped)](x))
         return torch.cat([self.merger(x), *tapped], dim=-1)
 
-    def _positions(self, grids: Sequence[Grid], like: torch.Tensor) -> torch.Tensor:
-        """Interpolated position embeddings [P, size], summed in float32 and in the dtype of `like`."""
-        rows, weights = (part.to(like.device) for part in interpolation(grids, self.spatial_merge_size, self._side))
-        return (self.pos_embed(rows) * weights[:, :, None]).sum(1).to(like.dtype)
+    def _add_positions(self, x: torch.Tensor, grids: Sequence[Grid]) -> None:
+        """Add interpolated position embeddings, summed in float32 and in the dtype of x, to x [P, size]."""
+        taps, weights = (part.to(x.device) for part in interpolation(grids, self.spatial_merge_size, self._side))
+        for rows in row_tiles(x):
+            x[rows] += (self.pos_embed(taps[rows]) * weights[rows, :, None]).sum(1).to(x.dtype)

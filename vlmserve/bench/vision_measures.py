@@ -70,7 +70,8 @@ class Measure:
 
 
 def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
-    """Encoding a batch of mixed sizes, beside transformers: packed, and one medium at a time, whichever is quicker."""
+    """Encoding a batch of mixed sizes, beside transformers: packed as it is meant to be, and one medium at a time,
+    which on a CPU is quicker."""
     media = [subject.picture(*size, seed=seed) for seed, size in enumerate(_PICTURES)]
     media.append(subject.clip(clip(*_CLIP, seconds=10 * _SECONDS, rate=_RATE), VideoKnobs(video_end=3.5)))
     patches = [patch for medium in media for patch in medium.patches]
@@ -97,10 +98,18 @@ def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
     found = in_turns({"vlmserve": ours, "packed": theirs_packed, "one by one": theirs_singly}, plan.rounds)
     seconds = {name: _computing(subject, timing) for name, timing in found.items()}
     rates = ", ".join(f"{name} {len(packed) / float(np.median(each)):.0f}" for name, each in seconds.items())
-    quicker = min(("packed", "one by one"), key=lambda name: float(np.median(seconds[name])))
     about = f"{len(packed)} patches, grids {grids}; patches/s: {rates}; rows are within {off:.2g} of each other"
-    name = f"time of transformers' tower ({quicker}), beside ours"
-    return [_ratio(name, seconds[quicker], seconds["vlmserve"], target=1.2, about=about, timings=found)]
+    return [
+        _ratio(
+            f"time of transformers' tower, {name}, beside ours",
+            seconds[name],
+            seconds["vlmserve"],
+            target=1.2,
+            about=about,
+            timings=found,
+        )
+        for name in ("packed", "one by one")
+    ]
 
 
 def measure_hits(subject: Subject, plan: Plan) -> list[Measure]:

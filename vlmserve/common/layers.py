@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vlmserve.common.errors import CheckpointError
+from vlmserve.common.activations import Activation
 from vlmserve.common.linear import Linear, MergedLinear
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x * sigmoid(1.702 x), the approximation of GELU that CLIP uses."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation (Hendrycks and Gimpel 2016)."""
-    return F.gelu(x, approximate="tanh")
-
-
-_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {"silu": F.silu, "gelu": F.gelu, "quick_gelu": quick_gelu, "gelu_pytorch_tanh": gelu_tanh}
-)
-
-
-def activation(name: str) -> Activation:
-    """An activation by its name in config.json (`hidden_act`); CheckpointError for one that is not known."""
-    if name not in _ACTIVATIONS:
-        raise CheckpointError(f"hidden_act is {name!r}; supported are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
 
 
 class RMSNorm(nn.Module):

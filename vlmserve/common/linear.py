@@ -6,17 +6,22 @@ to multiply that: 70 GFLOP/s at 16 rows, over 120 from 90 (2 cores with AVX2; wi
 reading the weights, and the native one reads half as much). The block is the left operand, because the libraries are
 twice as fast with a tall left and a narrow right operand as the other way round, and fastest at multiples of 16
 columns. Either way accumulation is in float32 and the result is rounded once.
+
+With such instructions, bias and GELU are added to a bfloat16 product on its way out, by oneDNN: 15% to 40% quicker than
+one after the other (AVX-512, from 128 rows on), and rounded once less.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from vlmserve.common.activations import Activation
 
 # Rows of x up to which the native 16-bit product is faster.
 NATIVE_ROWS = 4
@@ -25,6 +30,11 @@ COLUMN_MULTIPLE = 16
 MAX_COLUMNS = 1024
 BLOCK_ROWS = 512
 BLOCK_ELEMENTS = 1 << 20
+# Rows of x from which bias and activation are fused, and the operator that does it: torch's compiler uses it.
+FUSED_ROWS = 128
+# In parts of so many rows no product is slower, and some are by a third quicker than in one (578 rows of 4096).
+PART_ROWS = 512
+_FUSED = "_linear_pointwise"
 
 
 class Workspace(threading.local):
@@ -40,26 +50,63 @@ class Workspace(threading.local):
         return self._buffer[: rows * columns].view(rows, columns)
 
 
+def _cpu_flags() -> Mapping[str, object]:
+    # newer than the oldest torch we run with; without it, torch's own products are right, if slow
+    probe: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
+    return probe()
+
+
 @functools.cache
 def has_native_products(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of a 16-bit dtype in hardware (or is of a kind that was not measured)."""
-    # newer than the oldest torch we run with; without it, torch's own products are right, if slow
-    probe = getattr(torch.cpu, "get_capabilities", dict)
-    flags: Mapping[str, object] = probe()
+    flags = _cpu_flags()
     if flags.get("architecture") != "x86_64":
         return True
     suffix = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
     return suffix is None or bool(flags.get(f"avx512_{suffix}") or flags.get(f"amx_{suffix}"))
 
 
+@functools.cache
+def fast_in_16_bits(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this dtype in hardware here, faster than float32 (by AVX-512; AMX was not measured)."""
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    flags = _cpu_flags()
+    return bool(flags.get("avx512_bf16") or flags.get("amx_bf16")) and hasattr(torch.ops.mkldnn, _FUSED)
+
+
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, workspace: Workspace | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    act: Activation | None = None,
 ) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; all of one dtype. Inference only.
 
-    workspace: where 16-bit weights are widened; a buffer is allocated for the call without one.
+    workspace: where 16-bit weights are widened; a buffer is allocated for the call without one. act: what the result
+    goes through.
     """
     columns = x.numel() // max(1, x.shape[-1])
+    if x.is_cpu and columns >= FUSED_ROWS and fast_in_16_bits(x.dtype) and (act is None or act.gelu):
+        return _fused_linear(x.reshape(columns, -1), weight, bias, act).view(*x.shape[:-1], -1)
+    out = _product(x, weight, bias, columns, workspace)
+    return out if act is None else act(out)
+
+
+def _fused_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act: Activation | None
+) -> torch.Tensor:
+    """`linear` for x [M, K] by oneDNN, GELU included."""
+    attr, algorithm = ("none", "") if act is None else ("gelu", act.gelu)
+    product: Callable[..., torch.Tensor] = getattr(torch.ops.mkldnn, _FUSED)
+    made = [product(part, weight, bias, attr, [], algorithm) for part in x.split(PART_ROWS)]
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: int, workspace: Workspace | None
+) -> torch.Tensor:
     if x.dtype == torch.float32 or not x.is_cpu or columns <= NATIVE_ROWS or has_native_products(x.dtype):
         return F.linear(x, weight, bias)
     return _widened_linear(x.reshape(columns, -1), weight, bias, workspace or Workspace()).view(*x.shape[:-1], -1)
@@ -101,9 +148,9 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.workspace: Workspace | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features]."""
-        return linear(x, self.weight, self.bias, self.workspace)
+    def forward(self, x: torch.Tensor, act: Activation | None = None) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features], through `act`."""
+        return linear(x, self.weight, self.bias, self.workspace, act)
 
 
 class MergedLinear(Linear):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from vlmserve.attention.base import RadixAttention
-from vlmserve.common.layers import Embedding, GatedMLP, RMSNorm, activation
+from vlmserve.common.activations import activation
+from vlmserve.common.layers import Embedding, GatedMLP, RMSNorm
 from vlmserve.common.linear import Linear, MergedLinear
 from vlmserve.executor.forward_batch import ForwardBatch
 from vlmserve.models.config import ModelConfig

@@ -40,13 +40,13 @@ def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
     assert found["settings"]["rounds"] == 1
     assert "4 of its 24 layers" in found["settings"]["checkpoint"]
     measures = found["measures"]
-    assert {part: len(made) for part, made in measures.items()} == {"cold": 1, "hits": 2, "clips": 1, "lookup": 2}
+    assert {part: len(made) for part, made in measures.items()} == {"cold": 2, "hits": 2, "clips": 1, "lookup": 2}
     for one in (one for made in measures.values() for one in made):
         assert 0 < one["least"] <= one["value"] <= one["most"]
         assert one["met"] == ((one["value"] >= one["target"]) == (one["bound"] == "at least")), one
     assert set(measures["cold"][0]["timings"]) == {"vlmserve", "packed", "one by one"}
     printed = capsys.readouterr().out
-    assert printed.count("target: at ") == 6
+    assert printed.count("target: at ") == 7
     assert "12 of 16 temporal patches in common and found" in printed
 
 

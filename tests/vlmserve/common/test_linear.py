@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import vlmserve.common.linear as module
+from vlmserve.common.activations import activation
 from vlmserve.common.linear import Linear, MergedLinear, PatchProjection, Workspace, linear, share_workspace
 
 torch.set_num_threads(1)
@@ -22,6 +23,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def no_native(monkeypatch):
     """A CPU without 16-bit products, whatever this one has."""
     monkeypatch.setattr(module, "has_native_products", lambda dtype: False)
+    monkeypatch.setattr(module, "fast_in_16_bits", lambda dtype: False)
 
 
 @pytest.mark.usefixtures("no_native")
@@ -72,6 +74,37 @@ def test_the_workspace_is_bounded_and_does_not_grow():
     for rows in (5, 200, 64):
         linear(x[:1].expand(rows, -1), weight[: rows * 5], workspace=workspace)
     assert workspace.take(1, 1).untyped_storage().nbytes() == size
+
+
+@pytest.mark.parametrize("act", [None, "gelu", "gelu_pytorch_tanh", "quick_gelu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 127, 128, 600])
+def test_an_activation_follows_the_product_however_this_cpu_computes_it(rows, bias, act):
+    x, weight = random(rows, 48, dtype=torch.bfloat16, seed=0), random(40, 48, dtype=torch.bfloat16, seed=1) / 8
+    offset = random(40, dtype=torch.bfloat16, seed=2) if bias else None
+    function = activation(act) if act else None
+    truth = x.double() @ weight.double().t() + (offset.double() if bias else 0)
+    truth = truth if function is None else function(truth)
+    out = linear(x.view(1, rows, 48), weight, offset, act=function)
+    assert out.shape == (1, rows, 40)
+    # rounded before and after the activation
+    torch.testing.assert_close(out[0].double(), truth, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fast"),
+    [
+        ({"architecture": "x86_64", "avx2": True}, False),
+        ({"architecture": "x86_64", "avx512_bf16": True}, True),
+        ({"architecture": "x86_64", "amx_bf16": True}, True),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_16_bits_are_preferred_where_the_cpu_multiplies_them(monkeypatch, flags, fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    probe = module.fast_in_16_bits.__wrapped__
+    assert probe(torch.bfloat16) is (fast and torch.backends.mkldnn.is_available())
+    assert probe(torch.float16) is probe(torch.float32) is False
 
 
 def test_float32_is_left_to_torch(monkeypatch):
