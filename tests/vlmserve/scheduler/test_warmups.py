@@ -21,7 +21,7 @@ from vlmserve.scheduler.warmups import Warmups
 
 
 class FakeStore:
-    """A disk in memory. gate: writes wait for it. full: nothing is written any more."""
+    """A disk in memory. gate, pin_gate: writes wait for them. full: nothing is written any more."""
 
     trouble = "it is full"
 
@@ -30,6 +30,8 @@ class FakeStore:
         self.pinned: set[bytes] = set()
         self.gate = threading.Event()
         self.gate.set()
+        self.pin_gate = threading.Event()
+        self.pin_gate.set()
         self.full = False
         self.writes = 0
 
@@ -40,7 +42,7 @@ class FakeStore:
         return self.entries.get(key)
 
     def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool:
-        self.gate.wait()
+        (self.pin_gate if pin else self.gate).wait()
         self.writes += 1
         if self.full:
             return False
@@ -102,6 +104,7 @@ class Rig:
     def close(self) -> None:
         if self.pool.store is not None:
             self.pool.store.gate.set()
+            self.pool.store.pin_gate.set()
         self.run()
         self.pool.close()
         assert self.pool.cache.device.held_bytes == 0
@@ -185,23 +188,20 @@ def test_pinning_holds_for_what_is_encoded_loaded_and_in_memory(rig):
 
 
 def test_a_pin_is_not_confirmed_by_a_write_before_it(rig):
-    """What is encoded is written on its own accord, too, and unpinned."""
+    """What is encoded is written on the pool's own accord, too, and unpinned."""
     store = FakeStore()
     one = rig(store=store)
-    store.gate.clear()
+    store.pin_gate.clear()
     one.warmups.add(message("a", "pic", pin=True))
     one.settle()
-    original, pinned = store.put, []
-
-    def put(key, rows, *, pin=False):
-        if pin:
-            pinned.append(one.answers.get("a"))
-        return original(key, rows, pin=pin)
-
-    store.put = put
-    store.gate.set()
+    while one.pool.stats().saved == 0:
+        assert select.select(one.pool.wait_handles(), [], [], 20)[0]
+        one.step()
+    one.settle()
+    assert one.answers == {}
+    store.pin_gate.set()
     one.run()
-    assert pinned == [None]
+    assert figures(one, "a") == [("image", 1, 1, 0, True)]
     assert store.pinned == set(store.entries)
 
 
@@ -337,3 +337,38 @@ def test_rows_given_up_for_another_before_they_are_saved_are_still_confirmed(rig
     store.gate.set()
     one.run()
     assert figures(one, "a") == [("image", 1, 1, 0, True)]
+
+
+def test_rows_given_up_for_another_and_not_saved_are_made_again(rig):
+    store = FakeStore()
+    one = rig(store=store, space_rows=2)
+    store.gate.clear()
+    one.warmups.add(message("a", "pic"))
+    one.settle()
+    (wanted,) = one.pool.submit(temporal_patches(item("urgent")), order=-1)
+    while not one.pool.is_ready(wanted):
+        if not one.pool.advance(urgent=wanted):
+            assert select.select(one.pool.wait_handles(), [], [], 20)[0]
+    store.full = True
+    store.gate.set()
+    while one.pool.busy:
+        assert select.select(one.pool.wait_handles(), [], [], 20)[0]
+        one.step()
+    assert one.answers == {}
+    store.full = False
+    one.pool.release([wanted])
+    one.run()
+    assert figures(one, "a") == [("image", 1, 1, 0, True)]
+    assert len(one.backend.encoded()) == 3
+
+
+def test_few_wait_for_the_disk(rig):
+    store = FakeStore()
+    one = rig(store=store, max_patches=16)
+    store.gate.clear()
+    one.warmups.add(message("a", "-".join(f"p{number}" for number in range(40))))
+    one.settle()
+    assert len(one.backend.encoded()) == 8, "of eight patches each, and four times the sixteen"
+    store.gate.set()
+    one.run()
+    assert figures(one, "a") == [("video", 40, 40, 0, True)]

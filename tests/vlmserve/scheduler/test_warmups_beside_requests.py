@@ -110,14 +110,14 @@ def test_a_request_that_comes_later_waits_for_the_few_that_are_under_way(encoder
 
 
 def test_requests_that_are_there_go_first():
-    rig = WarmRig(Knobs(encoders=1))
+    rig = WarmRig(Knobs(encoders=1, context=128))
     rig.warm_up("w", item(clip(10)))
-    rig.scheduler.handle(request("r", [1] * 40, [(3, 12, b"one"), (18, 12, b"two")]))
+    pictures = [(15 * place, 12, bytes([65 + place])) for place in range(4)]  # a batch each, two of them ahead
+    message = request("r", [1] * 64, pictures)
+    rig.scheduler.handle(message)
     rig.run()
-    wanted = [
-        p for i in request("", [1] * 40, [(3, 12, b"one"), (18, 12, b"two")]).mm_inputs.items for p in i.patch_digests
-    ]
-    assert rig.backend.encoded()[:2] == wanted
+    wanted = [digest for item in message.mm_inputs.items for digest in item.patch_digests]
+    assert rig.backend.encoded()[:4] == wanted
 
 
 def test_beside_an_answer_an_inline_encoder_takes_little_time():

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.server.fake_engine import MODEL, WAIT_S, make_served, png_url, real_server
+from tests.vlmserve.server.test_embeds_in_chat import TEXT
 from tests.vlmserve.server.test_files_in_chat import by_url, refused, upload
 from vlmserve.common.wire import WireCodec
 from vlmserve.messages import EncodeOutput, EncodeReqInput, FinishReason
@@ -93,6 +94,14 @@ def test_what_is_refused(checkpoint_folder, fields, status, param, code):
             refused(answer, status, param, code)
         served.assert_idle()
     assert not served.scheduler.encodes or status == 200
+    asyncio.run(served.frontend.close())
+
+
+def test_what_comes_encoded_has_nothing_to_encode(checkpoint_folder):
+    served = make_served(checkpoint_folder, {"enable_mm_embeds": True})
+    with TestClient(served.app) as client:
+        answer = warm(client, {"type": "image_embeds", "image_embeds": TEXT})
+        assert "nothing to encode ahead of time" in refused(answer, 400, PLACE, "unsupported_content")
     asyncio.run(served.frontend.close())
 
 

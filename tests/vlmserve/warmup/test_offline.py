@@ -166,6 +166,30 @@ def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys):
     assert warmup(capsys, *words)["skipped"] == 3
 
 
+def test_a_request_is_another_one_when_its_files_have_changed(model, tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(png(1))
+    manifest = tmp_path / "requests.jsonl"
+    part = {"type": "image", "image": "a.png"}
+    manifest.write_text(json.dumps({"messages": [{"role": "user", "content": [part]}]}))
+    words = [model, manifest, "--embedding-cache-dir", tmp_path / "cache", "--resume", tmp_path / "done.jsonl"]
+    assert warmup(capsys, *words)["encoded"] == 1
+    assert warmup(capsys, *words)["skipped"] == 1
+    (tmp_path / "a.png").write_bytes(png(2))
+    assert warmup(capsys, *words)["encoded"] == 1
+
+
+def test_limits_of_files_hold(model, tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(png(1))
+    failed = tmp_path / "failed"
+    words = [model, tmp_path / "a.png", "--embedding-cache-dir", tmp_path / "cache", "--errors", failed]
+    warmup(capsys, *words, "--media-max-bytes", "100", status=1)
+    (error,) = lines(failed)
+    assert "the limit is 100 (setting media_max_bytes)" in error["message"]
+    warmup(capsys, *words, "--max-image-pixels", "100", status=1)
+    (error,) = lines(failed)
+    assert "100" in error["message"]
+
+
 def lines_that_are_whole(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 

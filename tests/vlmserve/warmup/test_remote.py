@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import openai
 import pytest
 
+from tests.processors.clips import make_clip
 from tests.processors.web import closed_port
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.server.fake_engine import make_served, real_server, write_checkpoint_folder
@@ -123,6 +125,48 @@ def test_a_body_that_is_too_large_is_one_failure(folder, tmp_path, capsys):
     (error,) = lines(failed)
     assert error["code"] == "body_too_large"
     assert "--max-body-mib" in error["message"]
+    asyncio.run(served.frontend.close())
+
+
+def test_requests_are_sent_with_all_their_knobs(folder, tmp_path, capsys):
+    served = make_served(folder, {"low_detail_tokens": 16})
+    (tmp_path / "a.png").write_bytes(png(1, 224, 224))
+    (tmp_path / "clip.mp4").write_bytes(make_clip(12, width=56, height=56))
+    picture, small = {"url": "a.png"}, {"url": "a.png", "detail": "low"}
+    parts = [
+        {"type": "image_url", "image_url": picture},
+        {"type": "image_url", "image_url": small},
+        {"type": "image", "image": "a.png", "max_pixels": 3136},
+        {"type": "video_url", "video_url": {"url": "clip.mp4"}, "nframes": 4},
+        {"type": "video", "video": ["a.png", "a.png", "a.png"]},
+    ]
+    request = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"min_pixels": 10_000}}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request))
+    with real_server(served.app) as port:
+        assert warmup(capsys, tmp_path / "requests.jsonl", "--url", f"http://127.0.0.1:{port}")["done"] == 1
+    (asked,) = served.scheduler.encodes
+    grids = [item.grid_thw for item in asked.items]
+    assert grids[:3] == [(1, 16, 16), (1, 8, 8), (1, 4, 4)]
+    assert [grid[0] for grid in grids[3:]] == [2, 2]
+    assert grids[3][1] * grids[3][2] * 14**2 >= 10_000
+    asyncio.run(served.frontend.close())
+
+
+def test_a_server_that_cannot_write_ends_the_run(folder, tmp_path, capsys, monkeypatch):
+    served, journal = make_served(folder), tmp_path / "done.jsonl"
+    answer = served.scheduler._encoded
+    (tmp_path / "a.png").write_bytes(png(1))
+
+    def unsaved(message):
+        output = answer(message)
+        return replace(output, items=tuple(replace(item, saved=False) for item in output.items))
+
+    monkeypatch.setattr(served.scheduler, "_encoded", unsaved)
+    with real_server(served.app) as port, root_logger_kept():
+        words = ["warmup", tmp_path / "a.png", "--url", f"http://127.0.0.1:{port}", "--resume", journal]
+        assert cli.main([str(word) for word in words]) == 1
+    assert "the server could not write to its embedding cache" in capsys.readouterr().err
+    assert journal.read_text() == ""
     asyncio.run(served.frontend.close())
 
 
