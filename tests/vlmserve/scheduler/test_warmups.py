@@ -356,7 +356,7 @@ def test_rows_given_up_for_another_and_not_saved_are_made_again(rig):
         one.step()
     assert one.answers == {}
     store.full = False
-    one.pool.release([wanted])
+    one.pool.release([wanted], order=-1)
     one.run()
     assert figures(one, "a") == [("image", 1, 1, 0, True)]
     assert len(one.backend.encoded()) == 3
