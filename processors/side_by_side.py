@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
@@ -22,10 +22,11 @@ def side_by_side(
     done: SimpleQueue[tuple[int, Future[_Result]]] = SimpleQueue()
     futures: list[Future[_Result]] = []
     failed: Future[_Result] | None = None
+    failures: list[int] = []  # places, kept by those who fail, so that nobody begins what comes behind
     threads = ThreadPoolExecutor(most, thread_name_prefix="side-by-side")
     try:
         for place, call in enumerate(calls):
-            future = threads.submit(call)
+            future = threads.submit(_run, call, place, failures)
             future.add_done_callback(partial(_put, done, place))
             futures.append(future)
         awaited = set(range(len(calls)))
@@ -47,6 +48,16 @@ def side_by_side(
         threads.shutdown(wait=False, cancel_futures=True)
         call_off()
         threads.shutdown()
+
+
+def _run(call: Callable[[], _Result], place: int, failures: list[int]) -> _Result:
+    if any(place > other for other in failures):
+        raise CancelledError
+    try:
+        return call()
+    except BaseException:
+        failures.append(place)
+        raise
 
 
 def _put(done: SimpleQueue[tuple[int, Future[_Result]]], place: int, future: Future[_Result]) -> None:
