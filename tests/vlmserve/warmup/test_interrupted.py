@@ -34,7 +34,14 @@ def interrupted(number: int, web: Server, words: list[object]) -> tuple[int, str
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
     command = [sys.executable, "-m", "vlmserve.cli", "warmup", *map(str, words), "--num-threads", "1", "--json"]
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # tests that a shell runs in the background ignore it, and so would their children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert web.stalled.wait(PATIENCE_S)
         process.send_signal(number)
