@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from vision.embedding_stats import TierStats
+from vlmserve.common.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +69,7 @@ class DiskTier:
         self.saving = 0
         self._saves = 0
         self._closed = False
-        self._wake_from, self._wake_to = os.pipe()
-        os.set_blocking(self._wake_from, False)
-        os.set_blocking(self._wake_to, False)
+        self._wake_up = WakeUp()
 
     def load(self, key: bytes) -> None:
         """Begin to read; a `Loaded` follows."""
@@ -95,11 +92,7 @@ class DiskTier:
 
     def collect(self) -> list[Done]:
         """What is done since."""
-        try:
-            while os.read(self._wake_from, 4096):
-                pass
-        except BlockingIOError:
-            pass
+        self._wake_up.take()
         done = []
         while self._done:
             done.append(self._done.popleft())
@@ -108,7 +101,7 @@ class DiskTier:
 
     def wait_handle(self) -> int:
         """A file descriptor that becomes readable when something is done."""
-        return self._wake_from
+        return self._wake_up.fd
 
     def stats(self) -> TierStats:
         """Plain figures."""
@@ -121,8 +114,7 @@ class DiskTier:
         self._closed = True
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
-        os.close(self._wake_from)
-        os.close(self._wake_to)
+        self._wake_up.close()
 
     def _load(self, key: bytes) -> None:
         rows = None
@@ -144,5 +136,4 @@ class DiskTier:
 
     def _finish(self, done: Done) -> None:
         self._done.append(done)
-        with contextlib.suppress(BlockingIOError):  # full, and so readable as it is
-            os.write(self._wake_to, b"!")
+        self._wake_up.call()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import queue
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
@@ -17,6 +16,7 @@ from vision.backend import EncodeBatch, EncodeResult
 from vision.worker_keeper import WorkerKeeper, WorkerMain
 from vision.worker_settings import WorkerSettings
 from vision.worker_start import start_worker
+from vlmserve.common.wake_up import WakeUp
 
 
 class ProcessBackend:
@@ -28,9 +28,7 @@ class ProcessBackend:
 
     def __init__(self, settings: WorkerSettings, main: WorkerMain = start_worker) -> None:
         self._results: queue.SimpleQueue[EncodeResult] = queue.SimpleQueue()
-        self._wake_reader, self._wake_writer = os.pipe()
-        for fd in (self._wake_reader, self._wake_writer):
-            os.set_blocking(fd, False)
+        self._wake_up = WakeUp()
         self._closed = False
         atexit.register(self.close)  # or multiprocessing would wait for the workers for ever
         self._keepers = [
@@ -59,10 +57,7 @@ class ProcessBackend:
         """See `EncoderBackend`."""
         if self._closed:
             return []
-        # the wake-up first: a result that comes in between causes another
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_reader, 4096):
-                pass
+        self._wake_up.take()
         results: list[EncodeResult] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -71,7 +66,7 @@ class ProcessBackend:
 
     def wait_handles(self) -> Sequence[int]:
         """See `EncoderBackend`: one, whatever the number of workers."""
-        return () if self._closed else (self._wake_reader,)
+        return () if self._closed else (self._wake_up.fd,)
 
     def close(self) -> None:
         """See `EncoderBackend`. Waits for the workers, 2 s at most; batches that are out give no result."""
@@ -82,11 +77,9 @@ class ProcessBackend:
         for keeper in self._keepers:
             keeper.close()
         self._closed = True
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+        self._wake_up.close()
         atexit.unregister(self.close)
 
     def _deliver(self, result: EncodeResult) -> None:
         self._results.put(result)
-        with contextlib.suppress(BlockingIOError):  # then there are wake-ups enough
-            os.write(self._wake_writer, b"\0")
+        self._wake_up.call()

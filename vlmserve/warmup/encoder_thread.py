@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import select
 import threading
@@ -16,6 +15,7 @@ import torch
 from processors.inputs import MultimodalDataItem
 from vision.encoder_pool import EncoderPool
 from vlmserve.common.errors import EngineError
+from vlmserve.common.wake_up import WakeUp
 from vlmserve.messages import EncodeOutput, EncodeReqInput
 from vlmserve.scheduler.warmups import Warmups
 
@@ -33,9 +33,7 @@ class EncoderThread:
         self._futures: dict[str, Future[EncodeOutput]] = {}
         self._count = 0
         self._stopping = False
-        self._wake_from, self._wake_to = os.pipe()
-        for fd in (self._wake_from, self._wake_to):
-            os.set_blocking(fd, False)
+        self._wake_up = WakeUp()
         self._thread = threading.Thread(target=self._run, name="encoder")
         self._thread.start()
 
@@ -44,20 +42,15 @@ class EncoderThread:
         self._count += 1
         future: Future[EncodeOutput] = Future()
         self._inbox.put((EncodeReqInput(rid=str(self._count), items=tuple(items), pin=pin), future))
-        self._wake()
+        self._wake_up.call()
         return future
 
     def close(self) -> None:
         """End after the batch in work; what is encoded by then is written. Futures that are not done never will be."""
         self._stopping = True
-        self._wake()
+        self._wake_up.call()
         self._thread.join()
-        os.close(self._wake_from)
-        os.close(self._wake_to)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full, and so readable as it is
-            os.write(self._wake_to, b"!")
+        self._wake_up.close()
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # each thread has its own
@@ -79,12 +72,10 @@ class EncoderThread:
 
     def _wait(self, handles: Sequence[int]) -> None:
         if not self._stopping:  # its wake-up may have been taken with those of messages
-            select.select([self._wake_from, *handles], [], [])
+            select.select([self._wake_up.fd, *handles], [], [])
 
     def _take_messages(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_from, 4096):
-                pass
+        self._wake_up.take()
         with contextlib.suppress(queue.Empty):
             while True:
                 message, future = self._inbox.get_nowait()
