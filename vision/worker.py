@@ -11,15 +11,14 @@ from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
 from vision.worker_settings import WorkerSettings
 from vlmserve.common.child import Parent
 from vlmserve.common.shm import SharedArrays
-from vlmserve.common.tensors import from_array, to_array
+from vlmserve.common.tensors import dtype_setting, from_array, to_array
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
     """Load the tower, say so, and encode what comes; the process ends with its parent (see `vlmserve.common.child`)."""
     torch.set_num_threads(settings.threads)
     device = torch.device(device_name)
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    runner = TowerRunner(load_tower(settings.model, device=device, dtype=dtype), device)
+    runner = TowerRunner(load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype)), device)
     channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     parent.ready({})
     while True:

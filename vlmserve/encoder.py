@@ -22,6 +22,7 @@ from vision.worker_settings import WorkerSettings
 from vlmserve import __version__
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.hf_config import read_hf_config
+from vlmserve.common.tensors import dtype_name
 from vlmserve.engine_args import EngineArgs
 
 log = logging.getLogger(__name__)
@@ -70,25 +71,25 @@ def build_encoder_pool(
     shape = row_shape(tower, dtype)
     if store is None and args.embedding_cache_dir is not None:
         store = open_store(args, fingerprint, shape, hf_config)
+    space_bytes = args.encoder_cache_mib * 2**20
     return EncoderPool(
         _make_backend(args, tower, dtype, device, shared_dir),
-        make_cache(args, device),
+        make_cache(device, device_bytes=space_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
         fingerprint=fingerprint,
         row_shape=shape,
         limits=PoolLimits(
             max_patches=resolve_max_patches(args, device),
-            space_bytes=args.encoder_cache_mib * 2**20,
+            space_bytes=space_bytes,
             batches_ahead=2 if args.num_encoders else 1,
         ),
         disk=None if store is None else DiskTier(store),
     )
 
 
-def make_cache(args: EngineArgs, device: torch.device) -> EmbeddingCache:
-    """Keeps embeddings in the memory of `device`, and of the host behind it if that is another."""
-    host_bytes = args.encoder_host_cache_mib * 2**20
+def make_cache(device: torch.device, *, device_bytes: int, host_bytes: int) -> EmbeddingCache:
+    """Keeps embeddings in the memory of `device`, and of the host behind it if that is another and has any bytes."""
     return EmbeddingCache(
-        MemoryTier(args.encoder_cache_mib * 2**20, device),
+        MemoryTier(device_bytes, device),
         MemoryTier(host_bytes, torch.device("cpu")) if host_bytes and device.type != "cpu" else None,
     )
 
@@ -103,7 +104,7 @@ def open_store(args: EngineArgs, fingerprint: bytes, shape: RowShape, hf_config:
         about={
             "model": Path(args.model).name,
             "family": str(hf_config.get("model_type")),
-            "dtype": str(shape.dtype).removeprefix("torch."),
+            "dtype": dtype_name(shape.dtype),
             "row_width": str(shape.width),
             "version": __version__,
         },
@@ -122,7 +123,7 @@ def _make_backend(
         model=Path(args.model),
         devices=encoder_devices(args, device),
         shared_dir=shared_dir,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
     )
     workers = make_backend(settings)

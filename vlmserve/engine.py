@@ -12,6 +12,7 @@ import torch
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
+from vlmserve.common.tensors import dtype_name, dtype_setting
 from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
@@ -54,7 +55,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError."""
     torch.set_num_threads(args.num_threads or available_cpus())
     device = resolve_device(args.device)
-    model = load_model(args.model, device=device, dtype=None if args.dtype == "auto" else getattr(torch, args.dtype))
+    model = load_model(args.model, device=device, dtype=dtype_setting(args.dtype))
     config = model.config
     per_token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
     max_model_len = args.max_model_len or config.max_position_embeddings
@@ -65,7 +66,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     tokens = kv_cache_size(args, bytes_per_token=per_token, max_model_len=max_model_len, device=device)
     max_req_len = min(max_model_len, tokens - args.page_size)
     info = EngineInfo(
-        max_total_tokens=tokens, max_req_len=max_req_len, device=str(device), dtype=str(model.dtype).split(".")[1]
+        max_total_tokens=tokens, max_req_len=max_req_len, device=str(device), dtype=dtype_name(model.dtype)
     )
     runner = ModelRunner(
         model=model,

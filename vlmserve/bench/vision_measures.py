@@ -26,6 +26,7 @@ from vlmserve.bench.interleaved import Timing, in_turns, ratios
 from vlmserve.bench.media import clip
 from vlmserve.bench.vision_reference import ReferenceTower, check_rows
 from vlmserve.bench.vision_subject import PLENTY, Subject, settle, take_rows
+from vlmserve.common.tensors import dtype_name
 
 # (width, height) of pictures: square, wide, tall, and one in between
 _PICTURES = ((256, 256), (640, 192), (160, 512), (448, 352))
@@ -224,7 +225,7 @@ def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
                     model=subject.folder,
                     devices=(str(subject.device),) * count,
                     shared_dir=folder,
-                    dtype=str(subject.dtype).removeprefix("torch."),
+                    dtype=dtype_name(subject.dtype),
                 )
             )
             stack.callback(backend.close)

@@ -21,7 +21,6 @@ from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
 from vision.backend import EncoderBackend, InlineBackend
 from vision.blocks import VisionTower
 from vision.disk_tier import DiskTier
-from vision.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EncoderPool, PoolLimits
 from vision.loading import load_tower
 from vision.temporal_patch import TemporalPatch, temporal_patches
@@ -30,7 +29,7 @@ from vlmserve.bench.media import jpeg
 from vlmserve.bench.processor_reference import image_settings, video_settings
 from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
 from vlmserve.common.hf_config import read_hf_config
-from vlmserve.encoder import row_shape
+from vlmserve.encoder import make_cache, row_shape
 
 PLENTY = 1 << 40
 """Bytes: a limit that is never met."""
@@ -108,10 +107,7 @@ class Subject:
         thread by default. max_patches: in a batch."""
         pool = EncoderPool(
             backend or InlineBackend(self.runner),
-            EmbeddingCache(
-                MemoryTier(device_bytes, self.device),
-                MemoryTier(host_bytes, torch.device("cpu")) if host_bytes and self.device.type != "cpu" else None,
-            ),
+            make_cache(self.device, device_bytes=device_bytes, host_bytes=host_bytes),
             fingerprint=_FINGERPRINT,
             row_shape=row_shape(self.tower, self.dtype),
             limits=PoolLimits(max_patches=max_patches, space_bytes=PLENTY),

@@ -1,4 +1,4 @@
-"""Tensors as arrays that can be sent or stored: bfloat16, which NumPy does not have, as its bits in uint16."""
+"""Dtypes by name, and tensors as arrays that can be sent: bfloat16, which NumPy lacks, as its bits in uint16."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ import numpy as np
 import torch
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16", "float32" ..., as settings and checkpoints have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_setting(name: str) -> torch.dtype | None:
+    """What a `--dtype` stands for; None for "auto", the checkpoint's own."""
+    found: torch.dtype | None = None if name == "auto" else getattr(torch, name)
+    return found
+
+
 def to_array(rows: torch.Tensor) -> tuple[np.ndarray, str]:
     """The memory of a tensor on the CPU as an array, and the name of its dtype."""
     bits = rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows
-    return bits.numpy(), str(rows.dtype).removeprefix("torch.")
+    return bits.numpy(), dtype_name(rows.dtype)
 
 
 def from_array(array: np.ndarray, dtype: str) -> torch.Tensor:

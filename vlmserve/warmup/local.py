@@ -15,6 +15,7 @@ from vision.loading import load_tower
 from vision.temporal_patch import temporal_patches
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
+from vlmserve.common.tensors import dtype_setting
 from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine import resolve_device
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
@@ -39,7 +40,6 @@ class LocalTarget:
         device = resolve_device(args.device)
         num_threads = args.num_threads or available_cpus()
         torch.set_num_threads(num_threads)
-        dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
         limits = stage_limits(settings)
         self._pin = pin
         self._counts = limits.counts
@@ -48,7 +48,7 @@ class LocalTarget:
             self._media = make_request_media(args, limits, max_model_len=max_len)
             stack.callback(self._media.close)
             shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if args.num_encoders else None
-            tower = load_tower(folder, device=device, dtype=dtype)
+            tower = load_tower(folder, device=device, dtype=dtype_setting(args.dtype))
             self._pool = build_encoder_pool(
                 args,
                 tower,
