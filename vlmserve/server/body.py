@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pydantic_core
 from fastapi import Request
@@ -46,12 +46,22 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def _parse(body: bytes, model: type[_Model]) -> _Model:
+    return checked(json_object(body, "request body"), model)
+
+
+def json_object(text: bytes, what: str) -> dict[str, Any]:
+    """The object that some JSON is. what: its name in errors. Raises BadRequestError."""
     try:
-        raw = pydantic_core.from_json(body, allow_inf_nan=False)
+        raw = pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise BadRequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+        raise BadRequestError(f"the {what} is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
-        raise BadRequestError("the request body must be a JSON object", code="invalid_json")
+        raise BadRequestError(f"the {what} must be a JSON object", code="invalid_json")
+    return raw
+
+
+def checked(raw: dict[str, Any], model: type[_Model]) -> _Model:
+    """An object as the model that it is to be. Raises BadRequestError."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import blake3
-import pydantic_core
-from pydantic import ValidationError
 
 from processors.fetching import MediaFetcher
 from processors.inputs import Modality
 from processors.sniffing import HEAD_BYTES, modality_of
 from vlmserve.common.errors import BadRequestError
-from vlmserve.server.errors import refuse_invalid
+from vlmserve.server.body import checked, json_object
 from vlmserve.server.protocol import WarmupRequest
 from vlmserve.warmup.sources import Medium, RequestLine, Source, local_path
 
@@ -134,17 +132,10 @@ def with_data_urls(body: WarmupBody) -> dict[str, Any]:
 
 
 def _parse(text: bytes) -> tuple[Sequence[Message], Mapping[str, Any]]:
-    try:
-        raw = pydantic_core.from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        raise BadRequestError(f"the line is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(raw, dict):
-        raise BadRequestError("the line must be a JSON object", code="invalid_json")
-    raw = {name: raw[name] for name in ("messages", "mm_processor_kwargs") if name in raw}
-    try:
-        WarmupRequest.model_validate(raw)
-    except ValidationError as error:
-        raise refuse_invalid(error, raw) from None
+    given = json_object(text, "line")
+    wanted = ("messages", "mm_processor_kwargs")
+    raw = {name: value for name, value in given.items() if name in wanted}
+    checked(raw, WarmupRequest)
     return raw["messages"], raw.get("mm_processor_kwargs") or {}
 
 

@@ -322,10 +322,8 @@ def test_nothing_is_asked_for_where_there_is_no_turn():
     assert pool.stats().queued == 1
 
 
-def test_rows_given_up_for_another_before_they_are_saved_are_still_confirmed(rig):
-    """An urgent request takes the room of rows that are being written."""
-    store = FakeStore()
-    one = rig(store=store, space_rows=2)
+def room_taken_while_writing(one: Rig, store: FakeStore) -> bytes:
+    """An urgent request, whose key is returned, takes the room of rows that wait for the disk."""
     store.gate.clear()
     one.warmups.add(message("a", "pic"))
     one.settle()
@@ -333,6 +331,13 @@ def test_rows_given_up_for_another_before_they_are_saved_are_still_confirmed(rig
     while not one.pool.is_ready(wanted):
         if not one.pool.advance(urgent=wanted):
             assert select.select(one.pool.wait_handles(), [], [], 20)[0]
+    return wanted
+
+
+def test_rows_given_up_for_another_before_they_are_saved_are_still_confirmed(rig):
+    store = FakeStore()
+    one = rig(store=store, space_rows=2)
+    wanted = room_taken_while_writing(one, store)
     one.pool.release([wanted], order=-1)
     store.gate.set()
     one.run()
@@ -342,13 +347,7 @@ def test_rows_given_up_for_another_before_they_are_saved_are_still_confirmed(rig
 def test_rows_given_up_for_another_and_not_saved_are_made_again(rig):
     store = FakeStore()
     one = rig(store=store, space_rows=2)
-    store.gate.clear()
-    one.warmups.add(message("a", "pic"))
-    one.settle()
-    (wanted,) = one.pool.submit(temporal_patches(item("urgent")), order=-1)
-    while not one.pool.is_ready(wanted):
-        if not one.pool.advance(urgent=wanted):
-            assert select.select(one.pool.wait_handles(), [], [], 20)[0]
+    wanted = room_taken_while_writing(one, store)
     store.full = True
     store.gate.set()
     while one.pool.busy:
