@@ -48,6 +48,7 @@ def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
     Raises BadRequestError for anything but a whole picture of a supported format within the limits.
     """
     found = picture_format(data)
+    _check_canvas(data, limits)
     try:
         image = _open(found, data)
     except Image.DecompressionBombError as error:  # some plugins ask before we can, with Pillow's limit
@@ -71,7 +72,10 @@ def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
 
 def check_pixels(image: Image.Image, limits: DecodeLimits) -> None:
     """Raises BadRequestError when the picture is larger than the limit. Reads the size only."""
-    width, height = image.size
+    _check_size(*image.size, limits)
+
+
+def _check_size(width: int, height: int, limits: DecodeLimits) -> None:
     if width < 1 or height < 1:
         raise BadRequestError(f"the picture has no pixels ({width}x{height})", code=INVALID_IMAGE)
     if width * height > limits.max_image_pixels:
@@ -96,6 +100,13 @@ def _open(found: PictureFormat, data: bytes) -> ImageFile.ImageFile:
         importlib.import_module(found.module), found.opener
     )
     return opener(io.BytesIO(data), "")
+
+
+def _check_canvas(data: bytes, limits: DecodeLimits) -> None:
+    """Pillow makes room for a WebP's whole canvas, whose size the header VP8X has, as soon as it opens the file."""
+    if data[8:16] == b"WEBPVP8X" and len(data) >= 30:
+        width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
+        _check_size(width, height, limits)
 
 
 def _check_inside(name: str, image: ImageFile.ImageFile, data: bytes, limits: DecodeLimits) -> None:
