@@ -58,6 +58,13 @@ class Clip:
         return tuple(sum(self.times[k : k + TEMPORAL_PATCH]) / TEMPORAL_PATCH for k in starts)
 
     @property
+    def actor_colours(self) -> Mapping[str, str]:
+        """The actor's colour at each label time ("1.5"), but where its two frames differ."""
+        pairs = zip(self.label_times, self.frames[::TEMPORAL_PATCH], self.frames[1::TEMPORAL_PATCH], strict=True)
+        colours = ((time, one.things[0].colour, other.things[0].colour) for time, one, other in pairs)
+        return {f"{time:.1f}": one for time, one, other in colours if one == other}
+
+    @property
     def change_seen(self) -> float:
         """For event "colour": the time that the first temporal patch which shows the change is labelled with."""
         first = next(k for k, time in enumerate(self.times) if time > self.change_time)
@@ -85,7 +92,7 @@ def make_clip(rng: Rng) -> Clip:
     actor = int(rng.integers(len(scene.things)))
     times = sample_times(float(rng.uniform(2, 6)), float(rng.choice([8, 10, 12, 15, 24, 25, 30])))
     share = np.asarray(times) / times[-1]
-    event: Event = [*MOVES, "still", "colour"][int(rng.choice(6, p=[0.15, 0.15, 0.15, 0.15, 0.1, 0.3]))]
+    event: Event = [*MOVES, "still", "colour"][int(rng.choice(6, p=[0.13, 0.13, 0.13, 0.13, 0.08, 0.4]))]
     others = tuple(t for k, t in enumerate(scene.things) if k != actor)
     shape, colour = SHAPES[int(rng.integers(4))], str(rng.choice(COLOURS))
     rgb = pick_colour(colour, rng)

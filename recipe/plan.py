@@ -118,6 +118,19 @@ PLAN = (
         last=0.04,
         looks={"page": 0.85, "clip": 0.15},
     ),
+    # What a clip shows at which time, from which "when" follows; more boxes.
+    Stage(
+        name="times",
+        chances={"scene": 0.34, "print": 0.29, "album": 0.08, "clip": 0.25, "strange": 0.02, "talk": 0.02},
+        steps=1500,
+        rate=1.2e-3,
+        decay=900,
+        last=0.04,
+        hint_weight=0.7,
+        budget=288,
+        look_every=3,
+        looks={"page": 0.85, "clip": 0.15},
+    ),
 )
 
 

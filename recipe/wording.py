@@ -688,6 +688,8 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
     moves, changes = clip.event in MOVES, clip.event == "colour"
     if rng.random() < 0.16:
         return _yes_or_no(clip, rng)
+    if rng.random() < (0.4 if changes else 0.05):
+        return _at_a_time(clip, rng)
     if roll < 0.22:
         questions: tuple[str, ...] = (
             "What happens?",
@@ -724,7 +726,7 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
         questions = (f"What changes {pick(rng, _COLOUR)}?", f"Which object changes its {pick(rng, _COLOUR)}?")
         return [_ask(rng, questions, f"The {thing.shape}." if changes else "Nothing changes colour.")]
     word = pick(rng, _COLOUR)
-    if changes and roll < 0.9:
+    if changes:
         if rng.random() < 0.5:
             questions = (
                 f"What {word} does the {thing.shape} turn?",
@@ -738,20 +740,40 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
             f"What {word} is the {thing.shape} at the beginning?",
         )
         return [_ask(rng, questions, f"{thing.colour.capitalize()}.")]
-    if changes:
-        questions = (
-            f"When does the {word} change?",
-            f"When does the {thing.shape} change its {word}?",
-            f"At what time does the {thing.shape} turn {clip.later_colour}?",
-            f"After how many seconds does the {thing.shape} turn {clip.later_colour}?",
-            f"At which second does the {word} of the {thing.shape} change?",
-            "After how many seconds does it change?",
-        )
-        return [_ask(rng, questions, f"At about {clip.change_seen:.1f} seconds.")]
     if roll < 0.87:
         return [_ask(rng, (f"What {word} is the {thing.shape}?",), f"{thing.colour.capitalize()}.")]
     total = len(clip.frames[0].things)
     return [_ask(rng, (f"How many objects are in the {video}?", "How many objects are there?"), f"{NUMBERS[total]}.")]
+
+
+def _at_a_time(clip: Clip, rng: Rng) -> Dialogue:
+    """When the colour changes; and what it is at a given time, which teaches to look up the frames of a time."""
+    shape, word, roll = clip.thing.shape, pick(rng, _COLOUR), rng.random()
+    if clip.event == "colour" and roll < 0.45:
+        later = clip.later_colour
+        questions: tuple[str, ...] = (
+            f"When does the {word} change?",
+            f"When does the {shape} change its {word}?",
+            f"When is the {shape} {later} for the first time?",
+            f"At what time does the {shape} turn {later}?",
+            f"After how many seconds does the {shape} turn {later}?",
+            f"At which second does the {word} of the {shape} change?",
+            "After how many seconds does it change?",
+        )
+        return [_ask(rng, questions, f"At about {clip.change_seen:.1f} seconds.")]
+    seen = clip.actor_colours
+    at = pick(rng, list(seen))
+    colours = [clip.thing.colour, clip.later_colour or pick(rng, COLOURS)]
+    if roll < 0.75:
+        questions = (
+            f"What {word} is the {shape} at {at} seconds?",
+            f"At {at} seconds, what {word} is the {shape}?",
+            f"Which {word} has the {shape} at {at} seconds?",
+        )
+        return [_ask(rng, questions, f"{seen[at].capitalize()}.")]
+    asked = pick(rng, colours)
+    questions = (f"Is the {shape} {asked} at {at} seconds?", f"At {at} seconds, is the {shape} {asked}?")
+    return [_ask(rng, questions, "Yes." if asked == seen[at] else "No.")]
 
 
 def _yes_or_no(clip: Clip, rng: Rng) -> Dialogue:
@@ -820,7 +842,7 @@ BASIC: tuple[tuple[Asker, float], ...] = (
     (in_order, 0.4),
     (relation, 4.5),
     (largest, 0.3),
-    (boxes, 1.2),
+    (boxes, 2.0),
     (follow_up, 0.7),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -244,6 +245,28 @@ def test_a_change_is_told_by_the_label_of_the_patch_that_shows_it() -> None:
     assert clip.change_seen == pytest.approx(seen[first].seconds)
     answers = {t[1] for s in range(200) for d in [about_clip(clip, np.random.default_rng(s))] if d for t in d}
     assert f"At about {seen[first].seconds:.1f} seconds." in answers
+
+
+def test_a_colour_at_a_time_is_that_of_the_frames_with_that_label() -> None:
+    clip = next(c for s in range(99) for c in [make_clip(np.random.default_rng(s))] if c.event == "colour")
+    seen = watch(clip, np.random.default_rng(0))
+    pairs = [{frame.things[0].colour for frame in clip.frames[k : k + 2]} for k in range(0, len(clip.frames), 2)]
+    colours = {f"{part.seconds:.1f}": names for part, names in zip(seen, pairs, strict=True)}
+    dialogues = [d for s in range(400) for d in [about_clip(clip, np.random.default_rng(s))] if d]
+    asked = set()
+    for ((question, answer),) in dialogues:
+        found = re.search(r"at (\d+\.\d) seconds", question, re.IGNORECASE)
+        if found is None:
+            continue
+        asked.add(answer)
+        (colour,) = colours[found[1]]  # never of a label whose two frames differ
+        named = re.search(rf"is the {clip.thing.shape} (\w+)", question, re.IGNORECASE)
+        if answer in ("Yes.", "No."):
+            assert named is not None
+            assert answer == ("Yes." if named[1] == colour else "No.")
+        else:
+            assert answer == f"{colour.capitalize()}."
+    assert asked == {"Yes.", "No.", f"{clip.thing.colour.capitalize()}.", f"{clip.later_colour.capitalize()}."}
 
 
 def test_clips_do_what_they_say() -> None:
