@@ -17,16 +17,16 @@ import av
 import numpy as np
 from av.container import InputContainer
 from av.video.frame import VideoFrame
+from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
+from processors import h264
 from processors.video_formats import video_format
 from processors.video_options import VideoLimits
 from vlmserve.common.errors import BadRequestError
 
 _CODE = "invalid_video"
 _MAX_RATE = 240  # frames a second of the fastest clip: together with its duration it bounds the list of frames
-# Where a frame that says it is no reference is none for any other frame. (HEVC's may be, of a higher temporal layer.)
-_SKIPPING = frozenset({"h264"})
 _SEEK_GAP = 8  # frames: to decode that many is about as quick as to seek
 
 
@@ -61,9 +61,8 @@ class Clip:
         self._deadline = clock() + limits.max_decode_s
         self._format = _format_of(data)
         with self._open() as (container, stream):
-            self._pts, self._keys, rate, seconds_per_tick = self._scan(container, stream)
-            width, height = stream.width, stream.height
-        first = self._first_frame()
+            self._pts, self._keys, rate, seconds_per_tick, first = self._scan(container, stream)
+        # Sizes and rotation are believed from here: headers may say anything.
         check_frame_size(first.width, first.height, limits)
         width, height = first.width, first.height
         if _turns(first) % 2:
@@ -82,11 +81,12 @@ class Clip:
         Raises BadRequestError at the first that cannot be decoded.
         """
         wanted = sorted(set(indices))
+        reformatter = VideoReformatter()  # making one takes as long as reformatting a frame of 720p
         pictures = self._walk([self._pts[index] for index in wanted])
         at, picture = -1, None
         for index in indices:
             if picture is None or index != at:
-                at, picture = index, self._to_rgb(next(pictures))
+                at, picture = index, self._to_rgb(next(pictures), reformatter)
             yield picture
 
     def _walk(self, targets: list[int]) -> Iterator[VideoFrame]:
@@ -121,14 +121,14 @@ class Clip:
 
     def _frames(self, container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
         """The frames from here on, as they are shown; those that nothing refers to only where they are wanted."""
-        codec = stream.codec_context
-        can_skip = codec.name in _SKIPPING
+        # HEVC has no such frames: what is no reference there may be one for frames of a higher temporal layer.
+        prefix = h264.length_size(stream.codec_context.extradata) if stream.codec_context.name == "h264" else 0
         for packet in container.demux(stream):
             self._check_time()
-            if can_skip:
-                needed = packet.pts is None or packet.pts in wanted
-                codec.skip_frame = "DEFAULT" if needed else "NONREF"
-            yield from packet.decode()
+            # To leave them out is quicker than the decoder's own way (skip_frame), where they take up its threads.
+            needed = packet.pts is None or packet.pts in wanted or not prefix
+            if needed or not h264.is_disposable(bytes(packet), prefix):
+                yield from packet.decode()
 
     def _check_time(self) -> None:
         if self._clock() > self._deadline:
@@ -138,19 +138,18 @@ class Clip:
                 code="video_too_costly",
             )
 
-    def _to_rgb(self, frame: VideoFrame) -> np.ndarray:
+    def _to_rgb(self, frame: VideoFrame, reformatter: VideoReformatter) -> np.ndarray:
         check_frame_size(frame.width, frame.height, self._limits)
         if frame.is_corrupt:
             raise _broken(f"its frame at {frame.time:.3f} s is damaged")
         try:
-            rgb = frame.to_ndarray(format="rgb24")
+            picture = reformatter.reformat(frame, format="rgb24", threads=1)
         except (av.FFmpegError, ValueError) as error:
             raise _broken(_words(error)) from error
+        plane = picture.planes[0]  # lives as long as the array
+        lines = np.frombuffer(memoryview(plane), np.uint8).reshape(picture.height, plane.line_size)
+        rgb = lines[:, : 3 * picture.width].reshape(picture.height, picture.width, 3)
         return np.ascontiguousarray(np.rot90(rgb, _turns(frame)))
-
-    def _first_frame(self) -> VideoFrame:
-        """Sizes and rotation are believed from here: headers may say anything."""
-        return next(self._decode(self._pts[:1], seek=False))
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[tuple[InputContainer, VideoStream]]:
@@ -177,8 +176,11 @@ class Clip:
         except av.FFmpegError as error:
             raise _broken(_words(error)) from error
 
-    def _scan(self, container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int], float, float]:
-        """Times of all frames and of keyframes in ticks, both ascending; frames per second; seconds in a tick."""
+    def _scan(
+        self, container: InputContainer, stream: VideoStream
+    ) -> tuple[list[int], list[int], float, float, VideoFrame]:
+        """Times of all frames and of keyframes in ticks, both ascending; frames per second; seconds in a tick; the
+        first frame, the only one decoded."""
         limit = self._limits.max_duration_s
         declared = (container.duration or 0) / av.time_base
         if declared > limit:
@@ -190,8 +192,11 @@ class Clip:
         pts: set[int] = set()
         keys: list[int] = []
         ends = 0.0  # of any stream, in seconds
+        first: VideoFrame | None = None
         for packet in container.demux():
             self._check_time()
+            if first is None and packet.stream is stream:
+                first = next(iter(stream.decode(packet)), None)
             at = packet.pts if packet.pts is not None else packet.dts
             if at is None or packet.size == 0:
                 continue
@@ -220,7 +225,9 @@ class Clip:
         elif declared - ends > 0.5 + 0.05 * declared:
             raise _broken(f"its header promises {declared:.2f} s, its data end after {ends:.2f} s; it may be cut off")
         rate = float(stream.average_rate or stream.guessed_rate or 24)
-        return times, sorted(keys), rate, tick
+        if first is None:
+            raise _broken(f"its frame 0 of {len(times)} cannot be decoded")
+        return times, sorted(keys), rate, tick, first
 
 
 class _LostError(Exception):

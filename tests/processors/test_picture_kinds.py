@@ -278,7 +278,10 @@ def test_a_webp_canvas_larger_than_its_picture():
     data = encoded(with_alpha("RGBA"), "WEBP")
     at = data.index(b"VP8X") + 12
     side = (16382).to_bytes(3, "little")
-    refused(data[:at] + side + side + data[at + 6 :], r"of 16383x16383 = 268402689 pixels; the limit is 64000000 \(setting max_image")
+    refused(
+        data[:at] + side + side + data[at + 6 :],
+        r"of 16383x16383 = 268402689 pixels; the limit is 64000000 \(setting max_image",
+    )
 
 
 def test_a_small_tiff_with_a_huge_tile():

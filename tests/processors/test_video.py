@@ -95,6 +95,9 @@ class WatchedPacket:
         self.pts = packet.pts
         self._packet = packet
 
+    def __bytes__(self):
+        return bytes(self._packet)
+
     def decode(self):
         frames = self._packet.decode()
         Watched.decoded += len(frames)
