@@ -45,6 +45,9 @@ class ServerSettings:
     shutdown_timeout_s: float = _arg(30.0, "seconds that running requests get to finish when the server is stopped")
     startup_timeout_s: float = _arg(1800.0, "seconds that loading the model may take")
     max_body_mib: float = _arg(64.0, "largest request body, in MiB (inline pictures included)")
+    body_timeout_s: float = _arg(
+        60.0, "seconds after which a request is dropped of whose body (an upload's, too) nothing more comes"
+    )
     max_images_per_request: int = _arg(64, "most pictures in one request")
     max_image_pixels: int = _arg(64_000_000, "largest picture, in pixels; larger ones are refused before decoding")
     max_videos_per_request: int = _arg(8, "most videos in one request")
@@ -67,7 +70,6 @@ class ServerSettings:
     max_file_bytes: int = _arg(256 * 2**20, "largest uploaded file, in bytes")
     max_file_store_bytes: int = _arg(2**30, "all uploaded files together, in bytes")
     max_files: int = _arg(1000, "most uploaded files; 0 takes none")
-    upload_timeout_s: float = _arg(60.0, "seconds after which an upload is dropped of which nothing more comes")
     file_expire_after_s: float | None = _arg(
         None, "seconds after which an uploaded file is deleted if its upload does not say; default: never"
     )
@@ -93,6 +95,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "served_model_name",
         "api_key",
         "max_body_mib",
+        "body_timeout_s",
         "log_level",
         "access_log",
         "startup_timeout_s",
@@ -140,7 +143,6 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "max_file_bytes",
         "max_file_store_bytes",
         "max_files",
-        "upload_timeout_s",
         "file_expire_after_s",
     ),
     "memory": ("mem_fraction_static", "cpu_kv_cache_gib", "max_total_tokens", "page_size", "disable_radix_cache"),
@@ -286,7 +288,7 @@ def _server_problems(settings: ServerSettings) -> list[str]:
 
     if not 0 <= settings.port <= 65535:
         refuse("port", "between 0 and 65535")
-    times = ("media_timeout_s", "startup_timeout_s", "max_video_duration_s", "max_video_decode_s", "upload_timeout_s")
+    times = ("media_timeout_s", "startup_timeout_s", "max_video_duration_s", "max_video_decode_s", "body_timeout_s")
     for name in ("max_body_mib", *times):
         if not getattr(settings, name) > 0:
             refuse(name, "above 0")

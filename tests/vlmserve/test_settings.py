@@ -118,7 +118,7 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"allowed_local_media_path": "/no/such"}, "--allowed-local-media-path is '/no/such'; it must be an existing"),
         ({"file_store_dir": "/no/such"}, "--file-store-dir is '/no/such'; it must be an existing folder that can be"),
         ({"file_expire_after_s": "0"}, "--file-expire-after-s is 0.0; it must be above 0"),
-        ({"upload_timeout_s": "0"}, "--upload-timeout-s is 0.0; it must be above 0"),
+        ({"body_timeout_s": "0"}, "--body-timeout-s is 0.0; it must be above 0"),
         ({"max_files": "-1"}, "--max-files is -1; it must be 0 or more"),
         ({"max_file_bytes": "0"}, "--max-file-bytes is 0; it must be 1 or more"),
         ({"log_level": "loud"}, "--log-level is 'loud'; it must be 'debug', 'info', 'warning' or 'error'"),

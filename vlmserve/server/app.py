@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vlmserve import __version__
 from vlmserve.file_store import FileStore
 from vlmserve.server.auth import ApiKeyMiddleware
+from vlmserve.server.body import BodyLimits
 from vlmserve.server.chat import ChatEndpoint, check_model
 from vlmserve.server.errors import error_body, error_response, install_error_handlers
 from vlmserve.server.files import FilesApi
@@ -27,16 +28,15 @@ from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 class ApiSettings:
     """What the HTTP application can be told.
 
-    api_keys: none lets everybody in. max_body_bytes: largest request body. max_n: most choices of a request.
-    stats_timeout_s: how long /metrics waits for the scheduler's figures. upload_timeout_s: how long uploads may stall.
+    api_keys: none lets everybody in. body: limits of request bodies. max_n: most choices of a request.
+    stats_timeout_s: how long /metrics waits for the scheduler's figures.
     keeps_embeddings: whether they are kept on disk.
     """
 
     api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 64 * 2**20
+    body: BodyLimits = field(default_factory=BodyLimits)
     max_n: int = 128
     stats_timeout_s: float = 0.5
-    upload_timeout_s: float = 60.0
     keeps_embeddings: bool = False
 
 
@@ -49,14 +49,12 @@ def build_app(
     metrics = ServerMetrics(served_model_names[0])
     manager.observe = metrics.observe_request
     created = int(time.time())
-    chat = ChatEndpoint(
-        manager, served_model_names, files, max_body_bytes=settings.max_body_bytes, max_n=settings.max_n
-    )
+    chat = ChatEndpoint(manager, served_model_names, files, body_limits=settings.body, max_n=settings.max_n)
     warmup = WarmupEndpoint(
         manager,
         served_model_names,
         files,
-        max_body_bytes=settings.max_body_bytes,
+        body_limits=settings.body,
         can_pin=settings.keeps_embeddings,
     )
     models = {
@@ -103,7 +101,7 @@ def build_app(
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": body})
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
-    FilesApi(files, timeout_s=settings.upload_timeout_s).add_routes(app)
+    FilesApi(files, stall_s=settings.body.stall_s).add_routes(app)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])

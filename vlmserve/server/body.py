@@ -1,8 +1,10 @@
-"""A request's JSON body: within its limit, and of its shape."""
+"""A request's body as it comes; a JSON body within its limits, and of its shape."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -17,21 +19,49 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _PARSE_INLINE_BYTES = 64 * 1024
 
 
-async def read_body(request: Request, model: type[_Model], *, max_bytes: int) -> _Model:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BodyLimits:
+    """max_bytes: largest JSON body. stall_s: seconds after which a request is dropped of whose body nothing more
+    comes."""
+
+    max_bytes: int = 64 * 2**20
+    stall_s: float = 60.0
+
+
+async def read_body(request: Request, model: type[_Model], limits: BodyLimits) -> _Model:
     """The body, checked. Raises BadRequestError."""
-    body = await _read(request, max_bytes)
+    body = await _read(request, limits)
     if len(body) <= _PARSE_INLINE_BYTES:
         return _parse(body, model)
     return await asyncio.to_thread(_parse, body, model)
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def body_parts(request: Request, stall_s: float) -> AsyncIterator[bytes]:
+    """A body as it comes. Raises BadRequestError (408) when it stalls."""
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(stall_s):
+                part = await anext(stream, None)
+        except TimeoutError:
+            raise BadRequestError(
+                f"nothing more of the request's body came for {stall_s:g} s (setting --body-timeout-s)",
+                code="body_timeout",
+                status=408,
+            ) from None
+        if part is None:
+            return
+        yield part
+
+
+async def _read(request: Request, limits: BodyLimits) -> bytes:
+    limit = limits.max_bytes
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
     if size <= limit:
         size = 0
-        async for part in request.stream():
+        async for part in body_parts(request, limits.stall_s):
             size += len(part)
             if size > limit:
                 break

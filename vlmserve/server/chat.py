@@ -15,7 +15,7 @@ from vlmserve.common.errors import BadRequestError
 from vlmserve.file_store import FileStore
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.auth import owner_of
-from vlmserve.server.body import read_body
+from vlmserve.server.body import BodyLimits, read_body
 from vlmserve.server.convert import to_generate_request
 from vlmserve.server.errors import JsonResponse, describe
 from vlmserve.server.protocol import ChatCompletionRequest
@@ -26,7 +26,7 @@ from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, TokenizerManager
 class ChatEndpoint:
     """Answers chat completion requests for the models named, which may bring uploaded files.
 
-    max_body_bytes: largest request body. max_n: most choices of a request.
+    max_n: most choices of a request.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class ChatEndpoint:
         model_names: Sequence[str],
         files: FileStore,
         *,
-        max_body_bytes: int,
+        body_limits: BodyLimits,
         max_n: int,
     ) -> None:
         self._manager = manager
         self._files = files
         self._model_names = tuple(model_names)
-        self._max_body_bytes = max_body_bytes
+        self._body_limits = body_limits
         self._max_n = max_n
 
     async def __call__(self, request: Request) -> Response:
         """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
-        chat = await read_body(request, ChatCompletionRequest, max_bytes=self._max_body_bytes)
+        chat = await read_body(request, ChatCompletionRequest, self._body_limits)
         check_model(chat.model, self._model_names)
         head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
         find_file = self._files.for_owner(owner_of(request))

@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.file_store import FileRecord, FileStore, Upload
 from vlmserve.server.auth import owner_of
+from vlmserve.server.body import body_parts
 from vlmserve.server.errors import JsonResponse
 from vlmserve.server.upload_form import UploadForm
 
@@ -29,12 +30,12 @@ _EXPIRY_S = (3600, 30 * 24 * 3600)
 class FilesApi:
     """The routes under /v1/files. What is found belongs to the API key that asks.
 
-    timeout_s: seconds after which an upload is dropped of which nothing more comes.
+    stall_s: seconds after which an upload is dropped of which nothing more comes.
     """
 
-    def __init__(self, store: FileStore, *, timeout_s: float) -> None:
+    def __init__(self, store: FileStore, *, stall_s: float) -> None:
         self._store = store
-        self._timeout_s = timeout_s
+        self._stall_s = stall_s
 
     def add_routes(self, app: FastAPI) -> None:
         """Register them."""
@@ -101,28 +102,11 @@ class FilesApi:
         }
         return StreamingResponse(_chunks(file), media_type="application/octet-stream", headers=headers)
 
-    async def _parts(self, request: Request) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises BadRequestError (408) when it stalls."""
-        stream = request.stream()
-        while True:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    part = await anext(stream, None)
-            except TimeoutError:
-                raise BadRequestError(
-                    f"nothing more of the upload came for {self._timeout_s:g} s (setting --upload-timeout-s)",
-                    code="upload_timeout",
-                    status=408,
-                ) from None
-            if part is None:
-                return
-            yield part
-
     async def _receive(self, request: Request, upload: Upload) -> FileRecord:
         form = UploadForm(request.headers.get("content-type", ""), _FIELDS, upload.write)
         waiting: list[bytes] = []
         size = total = 0
-        async for part in self._parts(request):
+        async for part in body_parts(request, self._stall_s):
             waiting.append(part)
             size += len(part)
             total += len(part)

@@ -15,6 +15,7 @@ from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.media import RequestMedia
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
+from vlmserve.server.body import BodyLimits
 from vlmserve.settings import ServerSettings
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
@@ -68,8 +69,7 @@ def make_frontend(
     )
     api = ApiSettings(
         api_keys=(settings.api_key,) if settings.api_key else (),
-        max_body_bytes=int(settings.max_body_mib * 2**20),
-        upload_timeout_s=settings.upload_timeout_s,
+        body=BodyLimits(max_bytes=int(settings.max_body_mib * 2**20), stall_s=settings.body_timeout_s),
         keeps_embeddings=engine.embedding_cache_dir is not None,
     )
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ from vlmserve.common.errors import BadRequestError
 from vlmserve.file_store import FileStore
 from vlmserve.messages import EncodedItem
 from vlmserve.server.auth import owner_of
-from vlmserve.server.body import read_body
+from vlmserve.server.body import BodyLimits, read_body
 from vlmserve.server.chat import check_model
 from vlmserve.server.errors import JsonResponse
 from vlmserve.server.protocol import WarmupRequest
@@ -22,7 +22,7 @@ from vlmserve.tokenizer.tokenizer_manager import TokenizerManager, WarmupInput
 
 
 class WarmupEndpoint:
-    """max_body_bytes: largest request body. can_pin: whether embeddings are kept on disk."""
+    """can_pin: whether embeddings are kept on disk."""
 
     def __init__(
         self,
@@ -30,18 +30,18 @@ class WarmupEndpoint:
         model_names: Sequence[str],
         files: FileStore,
         *,
-        max_body_bytes: int,
+        body_limits: BodyLimits,
         can_pin: bool,
     ) -> None:
         self._manager = manager
         self._model_names = tuple(model_names)
         self._files = files
-        self._max_body_bytes = max_body_bytes
+        self._body_limits = body_limits
         self._can_pin = can_pin
 
     async def __call__(self, request: Request) -> Response:
         """The answer, when everything is encoded. Raises what `errors` describes."""
-        body = await read_body(request, WarmupRequest, max_bytes=self._max_body_bytes)
+        body = await read_body(request, WarmupRequest, self._body_limits)
         if body.model is not None:
             check_model(body.model, self._model_names)
         if body.pin and not self._can_pin:

@@ -224,7 +224,7 @@ def test_a_client_that_leaves_within_an_upload_leaves_nothing(port, store):
 
 
 def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
-    served = served_with(checkpoint_folder, store, upload_timeout_s=0.5, max_files=2)
+    served = served_with(checkpoint_folder, store, body_timeout_s=0.5, max_files=2)
     with real_server(served.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
         head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
         form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nabc'
@@ -235,8 +235,8 @@ def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
             answer = b"".join(iter(lambda: link.recv(65536), b""))  # up to the server's closing the connection
             assert answer.startswith(b"HTTP/1.1 408 ")
             assert b"connection: close\r\n" in answer.lower()
-            assert b"nothing more of the upload came for 0.5 s (setting --upload-timeout-s)" in answer
-            assert b'"code":"upload_timeout"' in answer
+            assert b"nothing more of the request's body came for 0.5 s (setting --body-timeout-s)" in answer
+            assert b'"code":"body_timeout"' in answer
             assert {path.stem for path in store.iterdir()} == {kept.id}
             assert ai.files.content(kept.id).read() == PNG
             assert ai.files.create(file=("z", PNG), purpose="vision").bytes == len(PNG), "its place is free again"
@@ -244,9 +244,21 @@ def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
     asyncio.run(served.frontend.close())
 
 
+def test_a_question_that_stalls_is_dropped(checkpoint_folder, store):
+    served = served_with(checkpoint_folder, store, body_timeout_s=0.5)
+    with real_server(served.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        link.sendall(head + b'Content-Length: 1000\r\n\r\n{"messages": ')
+        answer = b"".join(iter(lambda: link.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"nothing more of the request's body came for 0.5 s (setting --body-timeout-s)" in answer
+    served.assert_idle()
+    asyncio.run(served.frontend.close())
+
+
 def test_a_slow_upload_may_take_longer_than_the_limit(checkpoint_folder, store):
     """50 seconds by a fake clock before each of its parts, where 60 without one are too many."""
-    served = served_with(checkpoint_folder, store, upload_timeout_s=60)
+    served = served_with(checkpoint_folder, store, body_timeout_s=60)
     fields = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nvision\r\n'
     head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
     parts = iter([fields, head, *[b"x"] * 10, b"\r\n--b--\r\n"])
