@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import queue
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
 from vision.backend import EncodeBatch, EncodeResult
@@ -21,18 +22,25 @@ from vlmserve.common.wake_up import WakeUp
 
 class ProcessBackend:
     """See `EncoderBackend`. Its workers start when it is made. One that dies is started again, and its batches fail.
-    One that dies three times without finishing a batch in between is given up.
+    One that dies three times without finishing a batch in between is given up. One that is over a batch for longer than
+    `batch_timeout_s` is ended, and counts as dead.
 
-    main: what a worker runs.
+    main: what a worker runs. clock: in seconds.
     """
 
-    def __init__(self, settings: WorkerSettings, main: WorkerMain = start_worker) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        main: WorkerMain = start_worker,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._results: queue.SimpleQueue[EncodeResult] = queue.SimpleQueue()
         self._wake_up = WakeUp()
         self._closed = False
         atexit.register(self.close)  # or multiprocessing would wait for the workers for ever
         self._keepers = [
-            WorkerKeeper(f"encoder-{number}", main, settings, device, self._deliver)
+            WorkerKeeper(f"encoder-{number}", main, settings, device, self._deliver, clock)
             for number, device in enumerate(settings.devices)
         ]
 

@@ -1,9 +1,9 @@
 """Keeps one encoder worker running: starts it, hands it its batches, takes its results, starts it again when it dies.
 
-Two threads, so that whoever submits a batch never waits: one starts the process and reads from it, another, while it
-lives, packs batches and writes to it. A death is handled in this order: the pipe is shut, the writer ends, the process
-is reaped, its blocks of shared memory and those on the way to it are freed, its batches fail, and only then is it
-started again.
+Three threads, so that whoever submits a batch never waits: one starts the process and reads from it; while it lives,
+another packs batches and writes to it, and a third shuts the pipe when it is too long over a batch. That is handled as
+a death is, in this order: the pipe is shut, the writer ends, the process is reaped, its blocks of shared memory and
+those on the way to it are freed, its batches fail, and only then is it started again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -35,7 +36,8 @@ _MAX_DEATHS = 3
 
 
 class WorkerKeeper:
-    """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block.
+    """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block. clock: in
+    seconds.
 
     first_start: done when the worker is ready for the first time; an EngineError that says why if it cannot start.
     """
@@ -47,6 +49,7 @@ class WorkerKeeper:
         settings: WorkerSettings,
         device: str,
         deliver: Callable[[EncodeResult], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.first_start: Future[None] = Future()
         self._name = name
@@ -55,10 +58,13 @@ class WorkerKeeper:
         self._settings = settings
         self._device = device
         self._deliver = deliver
+        self._clock = clock
         self._shared = SharedArrays(settings.shared_dir)
         self._changed = threading.Condition()
         self._unsent: deque[EncodeBatch] = deque()
         self._sent: dict[int, Sequence[Frame]] = {}  # in order: number -> what is needed to discard the message
+        self._turn_began_s = 0.0  # when the first of the batches that the worker owes had its turn
+        self._overdue = ""
         self._child: ChildProcess | None = None
         self._given_up = ""
         self._closing = False
@@ -75,6 +81,8 @@ class WorkerKeeper:
         """Queue a batch for the worker. It fails at once if the worker was given up; it is forgotten after `close`."""
         with self._changed:
             if not self._given_up:
+                if not self._sent and not self._unsent:
+                    self._turn_began_s = self._clock()
                 self._unsent.append(batch)
                 self._changed.notify_all()
                 return
@@ -111,6 +119,7 @@ class WorkerKeeper:
 
     def _run_once(self) -> str:
         """One life of the worker. Returns how it ended; nothing of it is left but the batches that it owes."""
+        self._overdue = ""
         with stop_signals_held():
             child = ChildProcess(
                 self._name,
@@ -124,14 +133,18 @@ class WorkerKeeper:
             if self._closing:
                 child.hang_up()
         channel = MessageChannel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
-        writer = threading.Thread(target=self._write, args=(child, channel), name=f"{self._name}-send", daemon=True)
+        helpers = [
+            threading.Thread(target=self._write, args=(child, channel), name=f"{self._name}-send", daemon=True),
+            threading.Thread(target=self._watch, args=(child,), name=f"{self._name}-watch", daemon=True),
+        ]
         try:
             self._await_start(child)
-            writer.start()
+            for helper in helpers:
+                helper.start()
             while True:
                 self._take(channel.receive())
         except (EOFError, OSError):
-            return f"{self._title} was stopped" if self._closing else child.how_it_died()
+            return f"{self._title} was stopped" if self._closing else self._overdue or child.how_it_died()
         except EngineError as error:
             return str(error)
         except Exception as error:
@@ -142,8 +155,9 @@ class WorkerKeeper:
             with self._changed:
                 self._child = None
                 self._changed.notify_all()
-            if writer.ident is not None:
-                writer.join()
+            for helper in helpers:
+                if helper.ident is not None:
+                    helper.join()
             child.stop()
             self._shared.discard_of(child.pid)
             for frames in self._sent.values():
@@ -154,6 +168,8 @@ class WorkerKeeper:
         if not child.pipe.poll(patience_s):
             raise EngineError(f"{self._title} is not ready after {patience_s:g} s; --startup-timeout-s allows more")
         child.take_report()
+        with self._changed:
+            self._turn_began_s = self._clock()
         if not self.first_start.done():
             self.first_start.set_result(None)
 
@@ -161,8 +177,22 @@ class WorkerKeeper:
         rows = None if done.error else tuple(from_array(array, done.dtype) for array in done.rows)
         with self._changed:
             del self._sent[done.number]
+            self._turn_began_s = self._clock()
         self._finished_any = True
         self._deliver(EncodeResult(number=done.number, rows=rows, error=done.error))
+
+    def _watch(self, child: ChildProcess) -> None:
+        """Have a child ended that does not end a batch in time: it may hang without dying."""
+        limit_s = self._settings.batch_timeout_s
+        with self._changed:
+            while self._child is child:
+                left_s = self._turn_began_s + limit_s - self._clock() if self._sent or self._unsent else limit_s
+                if left_s <= 0:
+                    self._overdue = f"{self._title} was not done with a batch after {limit_s:g} s"
+                    self._overdue += "; --encoder-timeout-s allows more"
+                    child.hang_up()
+                    return
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
 
     def _write(self, child: ChildProcess, channel: MessageChannel) -> None:
         """Send batches to a child until it is gone."""

@@ -12,6 +12,7 @@ class WorkerSettings:
 
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. threads: of each worker on a CPU.
     shared_dir: an existing private directory for `SharedArrays`, on tmpfs. startup_timeout_s: for loading the tower.
+    batch_timeout_s: for a batch, packed and sent, encoded and sent back.
     """
 
     model: Path
@@ -21,3 +22,4 @@ class WorkerSettings:
     threads: int = 1
     log_level: str = "info"
     startup_timeout_s: float = 600.0
+    batch_timeout_s: float = 3600.0

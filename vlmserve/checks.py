@@ -69,6 +69,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("encoder_devices", f"one device, or {args.encoder_dp_size} as --encoder-dp-size says")
     if any(not re.fullmatch(r"cpu|cuda(:\d+)?", device) for device in devices):
         refuse("encoder_devices", "cpu, cuda or cuda:N, with commas between them")
+    if args.encoder_timeout_s is not None and not args.encoder_timeout_s > 0:
+        refuse("encoder_timeout_s", "above 0, or left out")
     for name in ("encoder_cache_mib", "encoder_host_cache_mib", "processor_cache_mib"):
         if getattr(args, name) < 0:
             refuse(name, "0 (no cache) or more")

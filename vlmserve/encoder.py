@@ -119,12 +119,14 @@ def _make_backend(
     assert shared_dir is not None, "encoder processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
     make_backend = importlib.import_module("vision.process_backend").ProcessBackend
+    devices = encoder_devices(args, device)
     settings = WorkerSettings(
         model=Path(args.model),
-        devices=encoder_devices(args, device),
+        devices=devices,
         shared_dir=shared_dir,
         dtype=dtype_name(dtype),
         threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
+        batch_timeout_s=args.encoder_timeout_s or (3600.0 if "cpu" in devices else 600.0),
     )
     workers = make_backend(settings)
     try:

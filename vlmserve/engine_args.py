@@ -62,6 +62,11 @@ class EngineArgs:
     encoder_threads: int | None = _arg(
         None, "CPU threads of each encoder process; default: an equal share of all cores"
     )
+    encoder_timeout_s: float | None = _arg(
+        None,
+        "seconds after which an encoder process that is still at the same batch is taken to hang, and replaced; "
+        "default: 600 where all of them are on GPUs, else 3600",
+    )
     encoder_max_patches: int | None = _arg(
         None,
         "vision patches encoded in one step at the most (one larger picture goes alone); default: 1024 on a CPU, "

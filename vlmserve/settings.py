@@ -120,6 +120,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "encoder_dp_size",
         "encoder_devices",
         "encoder_threads",
+        "encoder_timeout_s",
         "encoder_max_patches",
         "encoder_cache_mib",
         "encoder_host_cache_mib",

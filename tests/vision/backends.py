@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -17,7 +18,9 @@ PATIENCE_S = 60.0
 class Fakes:
     """A backend of fake workers, one a plan (see `fake_worker`)."""
 
-    def __init__(self, folder: Path, *plans: str, **settings: object) -> None:
+    def __init__(
+        self, folder: Path, *plans: str, clock: Callable[[], float] = time.monotonic, **settings: object
+    ) -> None:
         self.folder = folder
         self.shared_dir = folder / "shared"
         self.shared_dir.mkdir(exist_ok=True)
@@ -25,7 +28,7 @@ class Fakes:
         for device, plan in zip(devices, plans, strict=True):
             (folder / device).write_text(plan)
         options = {"model": folder, "devices": tuple(devices), "shared_dir": self.shared_dir} | settings
-        self.backend = ProcessBackend(WorkerSettings(**options), fake_worker)
+        self.backend = ProcessBackend(WorkerSettings(**options), fake_worker, clock=clock)
 
     def pids(self) -> list[int]:
         path = self.folder / "pids"

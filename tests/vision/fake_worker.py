@@ -1,6 +1,7 @@
 """An encoder worker without a tower, or torch: its rows are the pixels. What it does else, pixels and a file say.
 
-The first pixel of a batch: DIE kills the worker, EXIT ends it, FAIL is an error, PAUSE waits for ever.
+The first pixel of a batch: DIE kills the worker, EXIT ends it, FAIL is an error, PAUSE waits for ever, and says
+a byte to the pipe `model`/paused before, if there is one.
 The file `model`/`device` says how it starts, one word a start, the last one for all further ones: ok, error, die, hang.
 """
 
@@ -50,6 +51,9 @@ def _answer(work: EncodeWork, shared_dir: Path) -> EncodeDone:
     if order == EXIT:
         os._exit(7)
     if order == PAUSE:
+        paused = shared_dir.parent / "paused"
+        if paused.exists():
+            paused.write_bytes(b"p")
         signal.pause()
     if order == FAIL:
         return EncodeDone(number=work.number, error="ValueError: asked for")

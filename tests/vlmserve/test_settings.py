@@ -189,6 +189,7 @@ def test_engine_settings_can_be_checked_alone() -> None:
         ({"encoder_dp_size": -1}, "--encoder-dp-size is -1"),
         ({"embedding_cache_gib": 0.0}, "--embedding-cache-gib is 0.0"),
         ({"encoder_threads": 0}, "--encoder-threads is 0"),
+        ({"encoder_timeout_s": 0.0}, "--encoder-timeout-s is 0.0; it must be above 0, or left out"),
     ],
 )
 def test_encoder_settings_that_do_not_go_together(settings: dict[str, object], words: str) -> None:

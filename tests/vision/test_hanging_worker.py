@@ -1,0 +1,194 @@
+"""Encoder workers that hang without dying, by a clock that is set by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.vision.backends import PATIENCE_S, Fakes, collect
+from tests.vision.fake_worker import DIE, PAUSE
+from tests.vision.patches import make_patch
+from tests.vlmserve.server_process import gone
+from vision import worker_keeper
+from vision.backend import EncodeBatch
+from vision.embedding_cache import EmbeddingCache, MemoryTier
+from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.process_backend import ProcessBackend
+from vision.temporal_patch import TemporalPatch
+from vlmserve.common.child import ChildProcess
+
+LIMIT_S = 100.0
+REASON = "the encoder worker on cuda:0 was not done with a batch after 100 s; --encoder-timeout-s allows more"
+
+
+class Bench:
+    """A fake worker and a clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 0.0
+        self._looks = threading.Semaphore(0)
+        os.mkfifo(folder / "paused")
+        self._paused = os.open(folder / "paused", os.O_RDWR)  # so that it never ends
+        self.fake = Fakes(folder, "ok", clock=self._clock, batch_timeout_s=LIMIT_S)
+        self.backend = self.fake.backend
+
+    def await_pause(self) -> None:
+        """Until a worker is at a batch that it never ends."""
+        assert wait([self._paused], PATIENCE_S), "no worker hangs"
+        assert os.read(self._paused, 1) == b"p"
+
+    def later(self, seconds: float) -> bool:
+        """Move the clock. Whether the worker was found to hang then, if it owes a batch."""
+        [keeper] = self.backend._keepers
+        with keeper._changed:
+            child, self.now = keeper._child, self.now + seconds
+            owes = bool(keeper._sent or keeper._unsent)
+            while self._looks.acquire(blocking=False):
+                pass
+            keeper._changed.notify_all()
+        assert not owes or self._looks.acquire(timeout=PATIENCE_S), "nobody looks at the clock"
+        with keeper._changed:
+            return keeper._child is not child or bool(keeper._overdue)
+
+    def stop(self) -> int:
+        """Stop the worker; its pid, when it has."""
+        pid = self.fake.pids()[-1]
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        return pid
+
+    def _clock(self) -> float:
+        if threading.current_thread().name.endswith("-watch"):
+            self._looks.release()
+        return self.now
+
+    def close(self) -> None:
+        self.backend.close()
+        os.close(self._paused)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    made.backend.wait_ready()
+    yield made
+    made.close()
+    assert all(gone(pid) for pid in made.fake.pids())
+    assert list(made.fake.shared_dir.iterdir()) == []
+
+
+def patch(seed: int, *, first_pixel: float | None = None) -> TemporalPatch:
+    made = make_patch((2, 2), 1, seed=seed)
+    if first_pixel is not None:
+        made.pixels[0, 0] = first_pixel
+    return made
+
+
+def watch_starts(backend: ProcessBackend) -> list[EncodeBatch]:
+    """The batches that are started from now on."""
+    started, start = [], backend.start
+    backend.start = lambda worker, batch: (started.append(batch), start(worker, batch))
+    return started
+
+
+def batch(number: int, *, first_pixel: float | None = None) -> EncodeBatch:
+    return EncodeBatch(number=number, patches=(patch(number, first_pixel=first_pixel),))
+
+
+def test_a_worker_that_hangs_is_ended_and_started_again_and_its_batches_fail(bench, caplog):
+    hung = bench.fake.pids()[0]
+    bench.backend.start(0, batch(1, first_pixel=PAUSE))
+    bench.await_pause()
+    assert not bench.later(LIMIT_S - 1)
+    bench.backend.start(0, batch(2))
+    assert bench.later(1)
+    results = collect(bench.backend, 2)
+    assert [(one.number, one.rows, one.error, one.untried) for one in results] == [
+        (1, None, REASON, False),
+        (2, None, REASON, True),
+    ]
+    assert gone(hung)
+    bench.backend.start(0, batch(3))
+    assert collect(bench.backend, 1)[0].error == ""
+    bench.backend.start(0, batch(4, first_pixel=DIE))
+    assert collect(bench.backend, 1)[0].error == "the encoder worker on cuda:0 was killed by SIGKILL"
+    assert f"{REASON}: starting it again; 2 batches fail" in caplog.text
+
+
+def test_one_that_cannot_even_end_is_killed(bench, caplog):
+    pid = bench.stop()
+    bench.backend.start(0, batch(1))
+    bench.later(LIMIT_S)
+    [result] = collect(bench.backend, 1)
+    assert result.error == REASON
+    assert gone(pid)
+    assert "does not stop: killing it" in caplog.text
+
+
+def test_the_limit_is_for_each_batch_and_not_for_idling(bench):
+    for number in range(3):
+        assert not bench.later(10 * LIMIT_S)
+        bench.backend.start(0, batch(number))
+        assert collect(bench.backend, 1)[0].error == ""
+    pid = bench.stop()
+    for number in (4, 5, 6):
+        bench.backend.start(0, batch(number, first_pixel=PAUSE if number == 6 else None))
+    assert not bench.later(LIMIT_S - 1)
+    os.kill(pid, signal.SIGCONT)
+    assert [one.error for one in collect(bench.backend, 2)] == ["", ""]
+    bench.await_pause()
+    assert not bench.later(LIMIT_S - 1)
+    assert bench.later(1)
+    assert collect(bench.backend, 1)[0].error == REASON
+
+
+def test_the_time_that_a_worker_takes_to_start_is_not_its_batches(tmp_path, monkeypatch):
+    begun = threading.Event()
+
+    class Slow(ChildProcess):
+        def take_report(self):
+            assert begun.wait(PATIENCE_S)
+            return super().take_report()
+
+    monkeypatch.setattr(worker_keeper, "ChildProcess", Slow)
+    bench = Bench(tmp_path)
+    bench.backend.start(0, batch(1))
+    bench.now = 10 * LIMIT_S
+    begun.set()
+    assert collect(bench.backend, 1)[0].error == ""
+    bench.close()
+
+
+def test_in_the_pool_what_hangs_is_retried_alone_and_fails_those_who_hold_it_only(bench):
+    cache = EmbeddingCache(MemoryTier(2**20, torch.device("cpu")))
+    pool = EncoderPool(
+        bench.backend,
+        cache,
+        fingerprint=b"tower",
+        row_shape=RowShape(merge=1, width=1, dtype=torch.float32),
+        limits=PoolLimits(max_patches=64, space_bytes=2**20),
+    )
+    keys = pool.submit([patch(1, first_pixel=PAUSE), patch(2)], order=0)
+    started = watch_starts(bench.backend)
+    pool.advance()
+
+    def advance_until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert wait(pool.wait_handles(), PATIENCE_S)
+            pool.advance()
+
+    for figure in ("retried", "failed"):
+        bench.await_pause()
+        assert bench.later(LIMIT_S)
+        advance_until(lambda figure=figure: getattr(pool.stats(), figure) > 0)
+    advance_until(lambda: pool.is_ready(keys[1]))
+    assert pool.take_failures() == {keys[0]: REASON}
+    assert [len(one.patches) for one in started] == [2, 1, 1]
+    assert pool.rows(keys[1]).tolist() == patch(2).pixels.tolist()
