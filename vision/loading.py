@@ -23,7 +23,21 @@ TOWER_WEIGHT_RULES = WeightRules(
 )
 """How a tower's tensors are named in a whole model's checkpoint."""
 
+OF_THE_TOWER = r"^(model\.)?visual\."
 _NOT_OF_THE_TOWER = r"^(?!(model\.)?visual\.)"
+
+
+def outline_tower(folder: Path, *, dtype: torch.dtype | None = None) -> VisionTower:
+    """The tower of a checkpoint folder without its weights, on the meta device: its sizes, and no memory.
+
+    dtype, errors: those of `load_tower`, but for the tensors'.
+    """
+    hf_config = read_hf_config(folder)
+    try:
+        dtype = dtype or declared_dtype(hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    return make_tower(hf_config, dtype, "meta")
 
 
 def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> VisionTower:
@@ -32,13 +46,8 @@ def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     dtype: what it computes in; the checkpoint's own by default. Raises CheckpointError when the family is unknown, the
     `vision_config` impossible, or one of the tower's tensors missing, unexpected or misshaped.
     """
-    hf_config = read_hf_config(folder)
-    try:
-        dtype = dtype or declared_dtype(hf_config)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
     reader = CheckpointReader(folder)
-    tower = make_tower(hf_config, dtype, device)
+    tower = outline_tower(folder, dtype=dtype).to_empty(device=device)
     rules = replace(TOWER_WEIGHT_RULES, ignored=(*TOWER_WEIGHT_RULES.ignored, _NOT_OF_THE_TOWER))
     # under the name that it has in a whole model: only what is stored under that name is meant for it
     load_weights(nn.ModuleDict({"visual": tower}), reader, rules)

@@ -17,6 +17,7 @@ from vision.backend import EncodeBatch, EncodeResult
 from vision.worker_keeper import WorkerKeeper, WorkerMain
 from vision.worker_settings import WorkerSettings
 from vision.worker_start import start_worker
+from vlmserve.common.errors import EngineError
 from vlmserve.common.wake_up import WakeUp
 
 
@@ -35,6 +36,7 @@ class ProcessBackend:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._model = settings.model
         self._results: queue.SimpleQueue[EncodeResult] = queue.SimpleQueue()
         self._wake_up = WakeUp()
         self._closed = False
@@ -44,13 +46,15 @@ class ProcessBackend:
             for number, device in enumerate(settings.devices)
         ]
 
-    def wait_ready(self) -> None:
-        """Block until all workers are ready for the first time. EngineError with a worker's own message if it cannot
-        start; the backend is then still to be closed."""
+    def wait_ready(self) -> bytes:
+        """Block until all workers are ready for the first time; the fingerprint of their towers. EngineError with a
+        worker's own message if it cannot start; the backend is then still to be closed."""
         starts = [keeper.first_start for keeper in self._keepers]
         done, _ = wait(starts, return_when=FIRST_EXCEPTION)
-        for start in done:
-            start.result()
+        fingerprints = {start.result() for start in done}
+        if len(fingerprints) > 1:
+            raise EngineError(f"{self._model} changed while the encoder workers loaded it: their towers differ")
+        return fingerprints.pop()
 
     def workers(self) -> Sequence[int]:
         """See `EncoderBackend`. One that is being started is usable: its batches wait for it."""

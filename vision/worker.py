@@ -5,22 +5,27 @@ from __future__ import annotations
 import torch
 
 from vision.backend import attempt
+from vision.fingerprint import tower_fingerprint
 from vision.loading import load_tower
 from vision.tower_runner import TowerRunner
 from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
 from vision.worker_settings import WorkerSettings
 from vlmserve.common.child import Parent
+from vlmserve.common.hf_config import read_hf_config
 from vlmserve.common.shm import SharedArrays
 from vlmserve.common.tensors import dtype_setting, from_array, to_array
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
-    """Load the tower, say so, and encode what comes; the process ends with its parent (see `vlmserve.common.child`)."""
+    """Load the tower, say whose weights it has (`vision.fingerprint`), and encode what comes; the process ends with its
+    parent (see `vlmserve.common.child`)."""
     torch.set_num_threads(settings.threads)
     device = torch.device(device_name)
-    runner = TowerRunner(load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype)), device)
+    tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))
+    fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"])
+    runner = TowerRunner(tower, device)
     channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
-    parent.ready({})
+    parent.ready({"fingerprint": fingerprint.hex()})
     while True:
         done = _answer_next(runner, channel)
         if not done and device.type == "cuda":

@@ -39,7 +39,8 @@ class WorkerKeeper:
     """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block. clock: in
     seconds.
 
-    first_start: done when the worker is ready for the first time; an EngineError that says why if it cannot start.
+    first_start: the fingerprint of the worker's tower (see `vision.fingerprint`), once it is ready for the first time;
+    an EngineError that says why if it cannot start. With another tower than at first, it does not start again.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class WorkerKeeper:
         deliver: Callable[[EncodeResult], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.first_start: Future[None] = Future()
+        self.first_start: Future[bytes] = Future()
         self._name = name
         self._title = f"the encoder worker on {device}"
         self._main = main
@@ -167,11 +168,13 @@ class WorkerKeeper:
         patience_s = self._settings.startup_timeout_s
         if not child.pipe.poll(patience_s):
             raise EngineError(f"{self._title} is not ready after {patience_s:g} s; --startup-timeout-s allows more")
-        child.take_report()
+        fingerprint = bytes.fromhex(child.take_report()["fingerprint"])
+        if not self.first_start.done():
+            self.first_start.set_result(fingerprint)
+        elif self.first_start.exception() is None and self.first_start.result() != fingerprint:
+            raise EngineError(f"{self._title} found other weights or settings in {self._settings.model} than before")
         with self._changed:
             self._turn_began_s = self._clock()
-        if not self.first_start.done():
-            self.first_start.set_result(None)
 
     def _take(self, done: EncodeDone) -> None:
         rows = None if done.error else tuple(from_array(array, done.dtype) for array in done.rows)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from vlmserve.common.cpus import available_cpus
 from vlmserve.common.hf_config import read_hf_config
 from vlmserve.common.tensors import dtype_name
 from vlmserve.engine_args import EngineArgs
+
+if TYPE_CHECKING:
+    from vision.process_backend import ProcessBackend
 
 log = logging.getLogger(__name__)
 
@@ -61,29 +64,40 @@ def build_encoder_pool(
     shared_dir: Path | None = None,
     store: EmbeddingStore | None = None,
 ) -> EncoderPool:
-    """The encoder for a checkpoint's tower, which is on `device` and computes in `dtype`.
+    """The encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. Where there are encoder
+    processes, these have its weights, and it may be on the meta device.
 
     shared_dir: an existing private directory for arrays on their way to and from encoder processes, needed if there are
     any. store: where embeddings are kept for good; by default what `--embedding-cache-dir` says. Raises EngineError.
     """
     hf_config = read_hf_config(Path(args.model))
-    fingerprint = tower_fingerprint(tower, hf_config["vision_config"])
     shape = row_shape(tower, dtype)
-    if store is None and args.embedding_cache_dir is not None:
-        store = open_store(args, fingerprint, shape, hf_config)
     space_bytes = args.encoder_cache_mib * 2**20
-    return EncoderPool(
-        _make_backend(args, tower, dtype, device, shared_dir),
-        make_cache(device, device_bytes=space_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
-        fingerprint=fingerprint,
-        row_shape=shape,
-        limits=PoolLimits(
-            max_patches=resolve_max_patches(args, device),
-            space_bytes=space_bytes,
-            batches_ahead=2 if args.num_encoders else 1,
-        ),
-        disk=None if store is None else DiskTier(store),
-    )
+    with ExitStack() as stack:
+        backend: EncoderBackend
+        if args.num_encoders:
+            workers = _start_workers(args, dtype, device, shared_dir)
+            stack.callback(workers.close)
+            backend, fingerprint = workers, workers.wait_ready()
+        else:
+            backend = InlineBackend(TowerRunner(tower, device))
+            fingerprint = tower_fingerprint(tower, hf_config["vision_config"])
+        if store is None and args.embedding_cache_dir is not None:
+            store = open_store(args, fingerprint, shape, hf_config)
+        pool = EncoderPool(
+            backend,
+            make_cache(device, device_bytes=space_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
+            fingerprint=fingerprint,
+            row_shape=shape,
+            limits=PoolLimits(
+                max_patches=resolve_max_patches(args, device),
+                space_bytes=space_bytes,
+                batches_ahead=2 if args.num_encoders else 1,
+            ),
+            disk=None if store is None else DiskTier(store),
+        )
+        stack.pop_all()
+        return pool
 
 
 def make_cache(device: torch.device, *, device_bytes: int, host_bytes: int) -> EmbeddingCache:
@@ -111,14 +125,13 @@ def open_store(args: EngineArgs, fingerprint: bytes, shape: RowShape, hf_config:
     )
 
 
-def _make_backend(
-    args: EngineArgs, tower: VisionTower, dtype: torch.dtype, device: torch.device, shared_dir: Path | None
-) -> EncoderBackend:
-    if not args.num_encoders:
-        return InlineBackend(TowerRunner(tower, device))
+def _start_workers(
+    args: EngineArgs, dtype: torch.dtype, device: torch.device, shared_dir: Path | None
+) -> ProcessBackend:
     assert shared_dir is not None, "encoder processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
-    make_backend = importlib.import_module("vision.process_backend").ProcessBackend
+    from vision.process_backend import ProcessBackend
+
     devices = encoder_devices(args, device)
     settings = WorkerSettings(
         model=Path(args.model),
@@ -128,14 +141,7 @@ def _make_backend(
         threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
         batch_timeout_s=args.encoder_timeout_s or (3600.0 if "cpu" in devices else 600.0),
     )
-    workers = make_backend(settings)
-    try:
-        workers.wait_ready()
-    except BaseException:
-        workers.close()
-        raise
-    backend: EncoderBackend = workers
-    return backend
+    return ProcessBackend(settings)
 
 
 def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:

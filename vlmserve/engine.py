@@ -55,7 +55,8 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError."""
     torch.set_num_threads(args.num_threads or available_cpus())
     device = resolve_device(args.device)
-    model = load_model(args.model, device=device, dtype=dtype_setting(args.dtype))
+    # encoder processes have the tower, and no copy of it is needed here
+    model = load_model(args.model, device=device, dtype=dtype_setting(args.dtype), with_tower=not args.num_encoders)
     config = model.config
     per_token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
     max_model_len = args.max_model_len or config.max_position_embeddings

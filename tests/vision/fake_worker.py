@@ -1,8 +1,9 @@
 """An encoder worker without a tower, or torch: its rows are the pixels. What it does else, pixels and a file say.
 
-The first pixel of a batch: DIE kills the worker, EXIT ends it, FAIL is an error, PAUSE waits for ever, and says
-a byte to the pipe `model`/paused before, if there is one.
+The first pixel of a batch: DIE kills the worker, EXIT ends it, FAIL is an error, PAUSE waits for ever, and writes a
+byte to the pipe `model`/paused before, if there is one.
 The file `model`/`device` says how it starts, one word a start, the last one for all further ones: ok, error, die, hang.
+The file `model`/fingerprint says whose weights it finds, 00 if there is none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def fake_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
         file.write(f"{os.getpid()}\n")
     _start(settings.model / device)
     channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
-    parent.ready({})
+    fingerprint = settings.model / "fingerprint"
+    parent.ready({"fingerprint": fingerprint.read_text() if fingerprint.exists() else "00"})
     while True:
         channel.send(channel.encode(_answer(channel.receive(), settings.shared_dir)))
 

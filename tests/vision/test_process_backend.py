@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -339,3 +340,27 @@ def test_workers_end_with_their_parent(tmp_path, how):
             assert parent.wait(PATIENCE_S) == (-signal.SIGKILL if how == "killed" else 0)
         finally:
             parent.kill()
+
+
+def test_a_worker_that_finds_other_weights_than_at_first_is_not_used(fakes):
+    """Its rows would be kept under the key of the others."""
+    fake = fakes("ok")
+    assert fake.backend.wait_ready() == b"\x00"
+    (fake.folder / "fingerprint").write_text("0102")
+    fake.backend.start(0, batch(1, order=DIE))
+    assert "SIGKILL" in collect(fake.backend, 1)[0].error
+    reason = f"the encoder worker on cuda:0 found other weights or settings in {fake.folder} than before"
+    numbers = iter(range(2, 1000))
+    while 0 in fake.backend.workers():
+        fake.backend.start(0, batch(next(numbers)))
+        [result] = collect(fake.backend, 1)
+        assert (result.error, result.rows) == (reason, None)
+
+
+def test_workers_that_find_different_weights_are_refused(fakes):
+    fake = fakes("ok", "ok")
+    first = Future()
+    first.set_result(b"another")
+    fake.backend._keepers[1].first_start = first
+    with pytest.raises(EngineError, match=r"changed while the encoder workers loaded it: their towers differ$"):
+        fake.backend.wait_ready()

@@ -14,9 +14,11 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.backends import collect
 from tests.vision.patches import make_patch, random_patches
 from vision.backend import EncodeBatch
+from vision.fingerprint import tower_fingerprint
 from vision.loading import load_tower
 from vision.process_backend import ProcessBackend
 from vision.worker_settings import WorkerSettings
+from vlmserve.common.checkpoint import read_json
 from vlmserve.common.errors import EngineError
 
 
@@ -94,3 +96,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_told_in_its_own_words(tmp_path, s
 def test_a_worker_is_watched_before_it_imports_torch():
     code = "import sys, vision.worker_start; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_workers_tell_the_fingerprint_of_the_tower(tmp_path, shared_dir, dtype):
+    folder = make_checkpoint("qwen2_5_vl", tmp_path / "model")
+    settings = WorkerSettings(model=folder, devices=("cpu",), shared_dir=shared_dir, dtype=dtype)
+    tower = load_tower(folder, dtype=getattr(torch, dtype))
+    with contextlib.closing(ProcessBackend(settings)) as backend:
+        assert backend.wait_ready() == tower_fingerprint(tower, read_json(folder, "config.json")["vision_config"])

@@ -9,7 +9,8 @@ import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import conversations
-from vlmserve import LLM, SamplingOverrides
+from vlmserve import LLM, SamplingOverrides, engine
+from vlmserve.executor.model_runner import ModelRunner
 
 SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
 
@@ -57,6 +58,27 @@ def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(Exception, match="--embedding-cache-dir"):
         run(model, tmp_path / "file")
+
+
+def test_encoder_processes_share_a_folder_with_engines_that_encode_themselves_and_the_tower_is_theirs_alone(
+    tmp_path: Path, monkeypatch
+):
+    model = make_checkpoint("qwen3_vl", tmp_path / "model")
+    first, cold = run(model, tmp_path / "cache")
+    made = []
+    monkeypatch.setattr(engine, "ModelRunner", lambda **parts: made.append(parts["model"]) or ModelRunner(**parts))
+    again, warm = run(model, tmp_path / "cache", encoder_dp_size=1)
+    assert again == first
+    assert (warm.encoded, warm.disk.hits) == (0, cold.encoded)
+    assert [parameter for parameter in made[0].visual.parameters() if not parameter.is_meta] == []
+
+
+def test_a_folder_that_cannot_be_used_leaves_no_encoder_process(tmp_path: Path):
+    model = make_checkpoint("qwen3_vl", tmp_path / "model")
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(Exception, match="--embedding-cache-dir"):
+        run(model, tmp_path / "file", encoder_dp_size=1)
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 16, "encoder_cache_mib": 0, "page_size": 4}])

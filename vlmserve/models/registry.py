@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
+from vision.loading import OF_THE_TOWER
 from vision.registry import make_tower
 from vlmserve.common.checkpoint import CheckpointReader, read_json
 from vlmserve.common.errors import CheckpointError
@@ -46,31 +48,51 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_model(
-    path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    with_tower: bool = True,
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
-    dtype: what it computes in; the checkpoint's own by default. Raises CheckpointError when the family is unknown, the
-    configuration impossible, or a tensor missing, unexpected or misshaped.
+    dtype: what it computes in; the checkpoint's own by default. with_tower: see `make_model`; without it, the tower's
+    tensors are passed over. Raises CheckpointError when the family is unknown, the configuration impossible, or a
+    tensor missing, unexpected or misshaped.
     """
     folder = resolve_model(str(path))
     hf_config = read_hf_config(folder)
     config = _model_config(folder, hf_config)
     dtype = dtype or config.dtype
     reader = CheckpointReader(folder)
-    model = make_model(hf_config, config, torch.device(device), dtype)
-    load_weights(model, reader, WEIGHT_RULES)
+    model = make_model(hf_config, config, torch.device(device), dtype, with_tower=with_tower)
+    if with_tower:
+        load_weights(model, reader, WEIGHT_RULES)
+    else:
+        rest = nn.ModuleDict({name: part for name, part in model.named_children() if part is not model.visual})
+        load_weights(rest, reader, replace(WEIGHT_RULES, ignored=(*WEIGHT_RULES.ignored, OF_THE_TOWER)))
     return model
 
 
 def make_model(
-    hf_config: Mapping[str, Any], config: ModelConfig, device: torch.device, dtype: torch.dtype
+    hf_config: Mapping[str, Any],
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    with_tower: bool = True,
 ) -> VisionLanguageModel:
-    """An uninitialised model of a known family. On a CPU, its memory is committed as it is filled."""
+    """An uninitialised model of a known family. On a CPU, its memory is committed as it is filled.
+
+    with_tower: otherwise the tower stays on the meta device, for pictures are encoded elsewhere.
+    """
     with torch.device("meta"):
         decoder = FAMILIES[config.family].decoder(config, dtype)
         model = VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype).to(dtype)
-    model = model.to_empty(device=device).eval()
+    for part in model.children():
+        if with_tower or part is not model.visual:
+            part.to_empty(device=device)
+    model.eval()
     # one buffer for the tower and one for the rest
     share_workspace(model)
     share_workspace(model.visual)

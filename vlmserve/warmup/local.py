@@ -11,7 +11,7 @@ import blake3
 import torch
 
 from processors.base import data_item
-from vision.loading import load_tower
+from vision.loading import load_tower, outline_tower
 from vision.temporal_patch import temporal_patches
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
@@ -48,7 +48,11 @@ class LocalTarget:
             self._media = make_request_media(args, limits, max_model_len=max_len)
             stack.callback(self._media.close)
             shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if args.num_encoders else None
-            tower = load_tower(folder, device=device, dtype=dtype_setting(args.dtype))
+            dtype = dtype_setting(args.dtype)
+            if args.num_encoders:
+                tower = outline_tower(folder, dtype=dtype)
+            else:
+                tower = load_tower(folder, device=device, dtype=dtype)
             self._pool = build_encoder_pool(
                 args,
                 tower,

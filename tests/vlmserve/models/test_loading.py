@@ -160,6 +160,24 @@ def test_vision_tensors_are_accounted_for_too(tmp_path):
     assert "visual.patch_embed.proj.weight is [32, 1176], not [32, 3, 2, 14, 14]" in str(error.value)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_the_tower_all_else_is_loaded_and_the_towers_tensors_are_passed_over(tmp_path, family):
+    folder = make_checkpoint(family, tmp_path, tied=False)
+    whole = load_model(folder).state_dict()
+    edit_weights(
+        folder,
+        lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith("visual.merger.mlp.0.bias")],
+    )
+    rest = load_model(folder, dtype=torch.float32, with_tower=False)
+    assert all(parameter.is_meta for parameter in rest.visual.parameters())
+    for name, value in rest.state_dict().items():
+        assert value.is_meta == name.startswith("visual.")
+        assert value.is_meta or torch.equal(value, whole[name])
+    edit_weights(folder, lambda tensors: tensors.update({"model.surprise": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=r"1 unexpected: model\.surprise\.?$"):
+        load_model(folder, with_tower=False)
+
+
 def test_an_untied_checkpoint_without_its_head_is_refused(tmp_path):
     folder = make_checkpoint("qwen3_vl", tmp_path, tied=False)
     edit_weights(folder, lambda tensors: tensors.pop("lm_head.weight"))
