@@ -26,6 +26,7 @@ from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import ChildMain, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.listening import listen
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.settings import ServerSettings
 
@@ -105,7 +106,7 @@ def launch_server(
     with ExitStack() as stack:
         stack.enter_context(_stop_signals_raise())
         try:
-            listener = stack.enter_context(contextlib.closing(_listen(settings.host, settings.port)))
+            listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
             settings, model_name = _settle_model(settings)
             runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
             shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
@@ -289,22 +290,6 @@ def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME
     folder = resolve_model(model)
     return replace(settings, engine=replace(settings.engine, model=str(folder))), name
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket that does not accept yet. Raises OSError naming --host and --port."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:
-        raise OSError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from None
-    return listener
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -3,60 +3,26 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
-from vlmserve.common.errors import EngineError
+from vlmserve.own_server import OwnServer
 
 MIB = 1024 * 1024
 
 
-class BenchServer:
-    """`vlmserve serve` in processes of its own, on a port of the system's choosing. A context manager."""
+class BenchServer(OwnServer):
+    """See `OwnServer`. Its model is called "bench"."""
+
+    model = "bench"
 
     def __init__(self, model: Path, flags: Sequence[str] = (), *, startup_timeout_s: float = 600.0) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="vlmserve-bench-")
-        port_file = Path(self._folder.name) / "port"
-        command = [sys.executable, "-m", "vlmserve.cli", "serve", str(model), "--port", "0"]
-        command += ["--port-file", str(port_file), "--served-model-name", "bench", "--log-level", "warning", *flags]
-        self._process = subprocess.Popen(command)
-        deadline = time.monotonic() + startup_timeout_s
-        while not port_file.exists():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.close()
-                raise EngineError(f"the server did not start: {' '.join(command)}")
-            time.sleep(0.1)  # waiting for another process, not synchronising with it
-        self.base_url = f"http://127.0.0.1:{port_file.read_text().strip()}"
-        self.model = "bench"
+        words = [str(model), "--served-model-name", self.model, "--log-level", "warning", *flags]
+        super().__init__(words, startup_timeout_s=startup_timeout_s)
 
     def memory(self, field: str = "VmHWM") -> int:
         """Bytes summed over the server's processes: VmHWM is each one's peak, VmRSS what it holds now."""
-        return sum(process_memory(pid, field) for pid in [self._process.pid, *children_of(self._process.pid)])
-
-    def close(self) -> None:
-        """Stop the server and wait for it."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._folder.cleanup()
-
-    def __enter__(self) -> BenchServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        return sum(process_memory(pid, field) for pid in [self.pid, *children_of(self.pid)])
 
 
 def children_of(pid: int) -> list[int]:

@@ -161,7 +161,7 @@ def _run_child(
 ) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    _die_with_parent(parent_pid)
+    die_with_parent(parent_pid, signal.SIGKILL)
     parent = Parent(pipe)
     threading.Thread(target=parent.watch, name="parent-watch", daemon=True).start()
     configure_logging(log_level, name)
@@ -182,9 +182,12 @@ def _run_child(
     os._exit(1)
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies (Linux): also when the watching thread cannot run."""
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends (Linux), whatever ends it.
+
+    It holds for a program that this process becomes, too.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         if os.getppid() != parent_pid:  # it died before the call
             os._exit(1)

@@ -1,0 +1,21 @@
+"""A listening socket, or why there cannot be one."""
+
+from __future__ import annotations
+
+import socket
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket that does not accept yet. Raises OSError naming --host and --port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from None
+    return listener
