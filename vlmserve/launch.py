@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
 from vlmserve.common.child import STOP_SIGNALS, ChildProcess, stop_signals_held
 from vlmserve.common.logs import configure_logging
+from vlmserve.common.shm import SPARE_BYTES
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import ChildMain, start_child, wait_until_ready
@@ -156,7 +157,7 @@ class _Serving:
     async def run(self, info: ReadyInfo, make_frontend: MakeFrontend) -> int:
         from vlmserve.ipc.sockets import AsyncReceiver, Sender
 
-        shared = self._channels.shared_arrays()
+        shared = self._channels.shared_arrays(spare_bytes=SPARE_BYTES)
         loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
             sender = Sender(self._channels.scheduler, get_args(SchedulerInput), shared=shared, linger_ms=200)

@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
+from vlmserve.common.shm import SPARE_BYTES, SharedArrays
 from vlmserve.tiny_model import write_tiny_model
 
 FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
@@ -117,7 +118,9 @@ def test_stops_in_order_and_leaves_nothing(server: ServerProcess) -> None:  # th
     server.port()
     children, directories = server.children(), server.directories()
     assert len(directories) == 3
-    assert not any(os.listdir(path) for path in directories if "/shm/" in str(path)), "no array is left behind"
+    [shared] = (SharedArrays(path) for path in directories if "/shm/" in str(path))
+    assert shared.outstanding() == 0, "no array is left behind"
+    assert sum(path.stat().st_size for path in shared.directory.iterdir()) <= SPARE_BYTES
     server.process.send_signal(signal.SIGINT)
     assert server.wait() == 0
     assert all(gone(pid) for pid in children.values())

@@ -34,6 +34,6 @@ class Channels:
             shared_dir=str(shared_dir),
         )
 
-    def shared_arrays(self) -> SharedArrays:
+    def shared_arrays(self, *, mapped: bool = False, spare_bytes: int = 0) -> SharedArrays:
         """This process's access to the large arrays."""
-        return SharedArrays(Path(self.shared_dir))
+        return SharedArrays(Path(self.shared_dir), mapped=mapped, spare_bytes=spare_bytes)

@@ -26,7 +26,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     runner, info = build_runner(args)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
     scheduler = build_scheduler(args, runner, info, to_detokenizer.send, shared_dir=Path(channels.shared_dir))
-    receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays())
+    receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     ready(ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens))
     busy = False
     while True:
