@@ -1,7 +1,7 @@
 """Batches in worker processes, one a device.
 
-Pixels and rows cross in shared memory of the host, also those of GPU workers: there is no way from one process' GPU
-memory to another's here (CUDA IPC).
+Pixels and rows cross in shared memory of the host. Rows that a worker computes on a GPU and that are wanted on one are
+copied from memory to memory there (`vision.cuda_rows`), where a trial at the worker's start says that this works.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
 from vision.backend import EncodeBatch, EncodeResult
+from vision.cuda_rows import CudaBorrower, RowsBorrower
 from vision.worker_keeper import WorkerKeeper, WorkerMain
 from vision.worker_settings import WorkerSettings
 from vision.worker_start import start_worker
@@ -26,14 +27,15 @@ class ProcessBackend:
     One that dies three times without finishing a batch in between is given up. One that is over a batch for longer than
     `batch_timeout_s` is ended, and counts as dead.
 
-    main: what a worker runs. clock: in seconds.
+    main: what a worker runs. borrower: makes what copies a worker's rows, given where they are wanted. clock: in
+    seconds.
     """
 
     def __init__(
         self,
         settings: WorkerSettings,
         main: WorkerMain = start_worker,
-        *,
+        borrower: Callable[[str], RowsBorrower] = CudaBorrower,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = settings.model
@@ -42,7 +44,9 @@ class ProcessBackend:
         self._closed = False
         atexit.register(self.close)  # or multiprocessing would wait for the workers for ever
         self._keepers = [
-            WorkerKeeper(f"encoder-{number}", main, settings, device, self._deliver, clock)
+            WorkerKeeper(
+                f"encoder-{number}", main, settings, device, self._deliver, borrower(settings.rows_device), clock
+            )
             for number, device in enumerate(settings.devices)
         ]
 

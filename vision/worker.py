@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from vision.backend import attempt
+from vision.cuda_rows import share, trial_rows
 from vision.fingerprint import tower_fingerprint
+from vision.lent_rows import LentRows
 from vision.loading import load_tower
 from vision.tower_runner import TowerRunner
 from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
@@ -25,23 +27,31 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"])
     runner = TowerRunner(tower, device)
     channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    lent = LentRows(channel, share)
+    offer = lent.offer(lambda: trial_rows(device)) if settings.may_lend(device_name) else None
     parent.ready({"fingerprint": fingerprint.hex()})
+    if offer is not None:
+        lent.agree(offer)
     while True:
-        done = _answer_next(runner, channel)
+        done = _answer_next(runner, channel, lent)
         if not done and device.type == "cuda":
             # After some errors a GPU is of no more use to its process. Then this raises, and a new worker is started.
             torch.cuda.synchronize(device)
 
 
-def _answer_next(runner: TowerRunner, channel: MessageChannel) -> bool:
+def _answer_next(runner: TowerRunner, channel: MessageChannel, lent: LentRows[torch.Tensor]) -> bool:
     """Encode a batch. Whether that went well."""
-    work: EncodeWork = channel.receive()
-    encoded, error = attempt(lambda: _encode(runner, work))
+    work = lent.receive_work()
+    encoded, error = attempt(lambda: _encode(runner, work, lent))
     channel.send(channel.encode(encoded or EncodeDone(number=work.number, error=error)))
     return encoded is not None
 
 
-def _encode(runner: TowerRunner, work: EncodeWork) -> EncodeDone:
-    packed = runner.encode_packed(from_array(work.pixels, work.pixels.dtype.name), work.grids).cpu()
-    arrays = [to_array(rows) for rows in packed.split(runner.row_counts(work.grids))]
+def _encode(runner: TowerRunner, work: EncodeWork, lent: LentRows[torch.Tensor]) -> EncodeDone:
+    packed = runner.encode_packed(from_array(work.pixels, work.pixels.dtype.name), work.grids)
+    row_counts = runner.row_counts(work.grids)
+    if lent.agreed:
+        rows = packed if packed.untyped_storage().nbytes() == packed.nbytes else packed.clone()
+        return EncodeDone(number=work.number, lent=lent.lend(work.number, rows, row_counts))
+    arrays = [to_array(rows) for rows in packed.cpu().split(row_counts)]
     return EncodeDone(number=work.number, rows=tuple(rows for rows, _ in arrays), dtype=arrays[0][1])

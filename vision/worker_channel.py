@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
@@ -22,13 +22,62 @@ class EncodeWork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowsHandle:
+    """Rows [sum of row_counts, width] of a batch in a GPU's memory, for CUDA IPC (`vision.cuda_rows`).
+
+    row_counts: of each temporal patch. dtype: see `common/tensors.py`. device: number of the GPU. memory: handle of an
+    allocation in which they take `nbytes` from `offset` on. counter, counter_offset: where torch counts who has it
+    open. event, event_sync: of what computed them.
+    """
+
+    row_counts: tuple[int, ...]
+    width: int
+    dtype: str
+    device: int
+    memory: bytes
+    nbytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_sync: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeDone:
-    """rows: of each temporal patch [n, row width], of `dtype` (see `common/tensors.py`). error: why there are none."""
+    """rows: of each temporal patch [n, row width], of `dtype` (see `common/tensors.py`). lent: where they are instead,
+    until a `RowsTaken`. error: why there are none."""
 
     number: int
     rows: tuple[np.ndarray, ...] = ()
     dtype: str = ""
+    lent: RowsHandle | None = None
     error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsOffer:
+    """A worker's first message, where rows may come by CUDA IPC: some to try it with. error: why there are none."""
+
+    trial: RowsHandle | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsAnswer:
+    """What follows: whether rows are to be lent from now on."""
+
+    lend: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsTaken:
+    """The rows of a batch were copied, or never will be: their memory is free."""
+
+    number: int
+
+
+Message: TypeAlias = EncodeWork | EncodeDone | RowsOffer | RowsAnswer | RowsTaken
 
 
 class MessageChannel:
@@ -40,9 +89,9 @@ class MessageChannel:
     def __init__(self, send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays) -> None:
         self._send = send
         self._receive = receive
-        self._encoder, self._decoder = (WireCodec((EncodeWork, EncodeDone), shared) for _ in range(2))
+        self._encoder, self._decoder = (WireCodec(get_args(Message), shared) for _ in range(2))
 
-    def encode(self, message: EncodeWork | EncodeDone) -> list[Frame]:
+    def encode(self, message: Message) -> list[Frame]:
         """A message's frames, to be sent or discarded. WireError for arrays that cannot travel."""
         return self._encoder.encode(message)
 

@@ -3,7 +3,8 @@
 Three threads, so that whoever submits a batch never waits: one starts the process and reads from it; while it lives,
 another packs batches and writes to it, and a third shuts the pipe when it is too long over a batch. That is handled as
 a death is, in this order: the pipe is shut, the writer ends, the process is reaped, its blocks of shared memory and
-those on the way to it are freed, its batches fail, and only then is it started again.
+those on the way to it are freed, its batches fail, and only then is it started again. Rows that it lent from its GPU's
+memory are copied in the reading thread, and count if it was alive at the end of that.
 """
 
 from __future__ import annotations
@@ -18,8 +19,16 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 from vision.backend import EncodeBatch, EncodeResult, attempt
+from vision.cuda_rows import RowsBorrower, try_out
 from vision.tower_runner import pack
-from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
+from vision.worker_channel import (
+    EncodeDone,
+    EncodeWork,
+    MessageChannel,
+    RowsAnswer,
+    RowsOffer,
+    RowsTaken,
+)
 from vision.worker_settings import WorkerSettings
 from vlmserve.common.child import ChildProcess, Parent, stop_signals_held
 from vlmserve.common.errors import EngineError
@@ -36,8 +45,8 @@ _MAX_DEATHS = 3
 
 
 class WorkerKeeper:
-    """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block. clock: in
-    seconds.
+    """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block. borrower:
+    copies what it lends, if it does. clock: in seconds.
 
     first_start: the fingerprint of the worker's tower (see `vision.fingerprint`), once it is ready for the first time;
     an EngineError that says why if it cannot start. With another tower than at first, it does not start again.
@@ -50,6 +59,7 @@ class WorkerKeeper:
         settings: WorkerSettings,
         device: str,
         deliver: Callable[[EncodeResult], None],
+        borrower: RowsBorrower,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.first_start: Future[bytes] = Future()
@@ -59,11 +69,13 @@ class WorkerKeeper:
         self._settings = settings
         self._device = device
         self._deliver = deliver
+        self._borrower = borrower
         self._clock = clock
         self._shared = SharedArrays(settings.shared_dir)
         self._changed = threading.Condition()
         self._unsent: deque[EncodeBatch] = deque()
         self._sent: dict[int, Sequence[Frame]] = {}  # in order: number -> what is needed to discard the message
+        self._taken: deque[int] = deque()  # batches whose rows the worker need not keep, which it is still to be told
         self._turn_began_s = 0.0  # when the first of the batches that the worker owes had its turn
         self._overdue = ""
         self._child: ChildProcess | None = None
@@ -134,16 +146,16 @@ class WorkerKeeper:
             if self._closing:
                 child.hang_up()
         channel = MessageChannel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
-        helpers = [
-            threading.Thread(target=self._write, args=(child, channel), name=f"{self._name}-send", daemon=True),
-            threading.Thread(target=self._watch, args=(child,), name=f"{self._name}-watch", daemon=True),
-        ]
+        writer = threading.Thread(target=self._write, args=(child, channel), name=f"{self._name}-send", daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(child,), name=f"{self._name}-watch", daemon=True)
         try:
             self._await_start(child)
-            for helper in helpers:
-                helper.start()
+            watcher.start()
+            if self._settings.may_lend(self._device):
+                self._agree_on_lending(channel)
+            writer.start()
             while True:
-                self._take(channel.receive())
+                self._take(channel.receive(), child)
         except (EOFError, OSError):
             return f"{self._title} was stopped" if self._closing else self._overdue or child.how_it_died()
         except EngineError as error:
@@ -155,12 +167,14 @@ class WorkerKeeper:
             child.hang_up()
             with self._changed:
                 self._child = None
+                self._taken.clear()
                 self._changed.notify_all()
-            for helper in helpers:
+            for helper in (writer, watcher):
                 if helper.ident is not None:
                     helper.join()
             child.stop()
             self._shared.discard_of(child.pid)
+            self._borrower.worker_gone()
             for frames in self._sent.values():
                 channel.discard(frames)
 
@@ -176,13 +190,34 @@ class WorkerKeeper:
         with self._changed:
             self._turn_began_s = self._clock()
 
-    def _take(self, done: EncodeDone) -> None:
-        rows = None if done.error else tuple(from_array(array, done.dtype) for array in done.rows)
+    def _agree_on_lending(self, channel: MessageChannel) -> None:
+        """Try whether rows can be copied out of the worker's GPU memory, and tell it to lend them or not."""
+        offer: RowsOffer = channel.receive()
+        error, trial = offer.error, offer.trial
+        if trial is not None:
+            _, error = attempt(lambda: try_out(self._borrower, trial))
+        channel.send(channel.encode(RowsAnswer(lend=not error)))
+        if error:
+            logger.warning("rows of %s come through the host's memory: no CUDA IPC: %s", self._title, error)
+        else:
+            logger.info("rows of %s come by CUDA IPC", self._title)
+
+    def _take(self, done: EncodeDone, child: ChildProcess) -> None:
+        rows, error, lent, untried = None, done.error, done.lent, False
+        if lent is not None:
+            rows, error = attempt(lambda: self._borrower.copy(lent))
+            if not child.alive:  # its memory may have gone before the copy ended
+                rows, error, untried = None, f"{self._title} died before its rows were copied", True
+            with self._changed:
+                self._taken.append(done.number)
+                self._changed.notify_all()
+        elif not error:
+            rows = tuple(from_array(array, done.dtype) for array in done.rows)
         with self._changed:
             del self._sent[done.number]
             self._turn_began_s = self._clock()
         self._finished_any = True
-        self._deliver(EncodeResult(number=done.number, rows=rows, error=done.error))
+        self._deliver(EncodeResult(number=done.number, rows=rows, error=error, untried=untried))
 
     def _watch(self, child: ChildProcess) -> None:
         """Have a child ended that does not end a batch in time: it may hang without dying."""
@@ -205,11 +240,16 @@ class WorkerKeeper:
 
     def _write_next(self, child: ChildProcess, channel: MessageChannel) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._unsent or self._child is not child)
+            self._changed.wait_for(lambda: self._taken or self._unsent or self._child is not child)
             if self._child is not child:
                 return False
-            batch = self._unsent.popleft()
-            self._sent[batch.number] = ()
+            taken = self._taken.popleft() if self._taken else None
+            if taken is None:
+                batch = self._unsent.popleft()
+                self._sent[batch.number] = ()
+        if taken is not None:
+            channel.send(channel.encode(RowsTaken(number=taken)))
+            return True
         frames, error = attempt(lambda: channel.encode(_work(batch)))
         if frames is None:
             with self._changed:

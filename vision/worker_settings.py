@@ -11,6 +11,7 @@ class WorkerSettings:
     """model: a checkpoint folder. devices: "cpu", "cuda:1" ..., one worker each; one may stand there several times.
 
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. threads: of each worker on a CPU.
+    rows_device: where rows are wanted, the LLM's.
     shared_dir: an existing private directory for `SharedArrays`, on tmpfs. startup_timeout_s: for loading the tower.
     batch_timeout_s: for a batch, packed and sent, encoded and sent back.
     """
@@ -18,8 +19,13 @@ class WorkerSettings:
     model: Path
     devices: tuple[str, ...]
     shared_dir: Path
+    rows_device: str = "cpu"
     dtype: str = "auto"
     threads: int = 1
     log_level: str = "info"
     startup_timeout_s: float = 600.0
     batch_timeout_s: float = 3600.0
+
+    def may_lend(self, device: str) -> bool:
+        """Whether a worker's rows may stay on its device until they are copied to where they are wanted (CUDA IPC)."""
+        return device.startswith("cuda") and self.rows_device.startswith("cuda")

@@ -137,6 +137,7 @@ def _start_workers(
         model=Path(args.model),
         devices=devices,
         shared_dir=shared_dir,
+        rows_device=str(device),
         dtype=dtype_name(dtype),
         threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
         batch_timeout_s=args.encoder_timeout_s or (3600.0 if "cpu" in devices else 600.0),

@@ -225,6 +225,7 @@ def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
                     model=subject.folder,
                     devices=(str(subject.device),) * count,
                     shared_dir=folder,
+                    rows_device=str(subject.device),
                     dtype=dtype_name(subject.dtype),
                 )
             )

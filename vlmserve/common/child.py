@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from vlmserve.common.errors import EngineError, VlmserveError
@@ -66,6 +66,11 @@ class ChildProcess:
     def sentinel(self) -> int:
         """A file descriptor that becomes readable when the child has died."""
         return self._process.sentinel
+
+    @property
+    def alive(self) -> bool:
+        """Whether the child has not died yet. A process that has ended counts as dead before it was waited for."""
+        return not wait([self.sentinel], timeout=0)
 
     def how_it_died(self) -> str:
         """One clause for a log line."""

@@ -1,0 +1,108 @@
+"""A worker without tower or torch that lends its rows (the pixels), and what copies them: files stand for GPU memory.
+
+A file is there for as long as its worker keeps the rows in it. The first pixel of a batch may be an order, as in
+`fake_worker`. A file "share" in the model's folder says how sharing fails there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.vision.fake_worker import DIE
+from vision.lent_rows import TRIAL_ROWS, TRIAL_WIDTH, LentRows
+from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel, RowsHandle
+from vision.worker_settings import WorkerSettings
+from vlmserve.common.child import Parent
+from vlmserve.common.shm import SharedArrays
+
+
+class Memory:
+    """Rows in a file, which is theirs alone."""
+
+    def __init__(self, folder: Path, rows: np.ndarray) -> None:
+        self.rows = rows
+        folder.mkdir(exist_ok=True)
+        self.path = folder / f"{os.getpid()}-{len(list(folder.iterdir()))}"
+        self.path.write_bytes(rows.tobytes())
+
+    def __del__(self) -> None:
+        self.path.unlink()
+
+
+def share(memory: Memory, row_counts: Sequence[int]) -> RowsHandle:
+    return RowsHandle(
+        row_counts=tuple(row_counts),
+        width=memory.rows.shape[1],
+        dtype="float32",
+        device=0,
+        memory=os.fsencode(memory.path),
+        nbytes=memory.rows.nbytes,
+        offset=0,
+        counter=b"",
+        counter_offset=0,
+        event=b"",
+        event_sync=False,
+    )
+
+
+def lending_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
+    folder = settings.model / "lent"
+    channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    lent = LentRows(channel, share)
+    broken = settings.model / "share"
+
+    def trial() -> Memory:
+        if broken.exists():
+            raise RuntimeError(broken.read_text())
+        count = sum(TRIAL_ROWS)
+        return Memory(folder, np.arange(count * TRIAL_WIDTH, dtype=np.float32).reshape(count, TRIAL_WIDTH))
+
+    offer = lent.offer(trial)
+    parent.ready({"fingerprint": "00"})
+    lent.agree(offer)
+    while True:
+        channel.send(channel.encode(_answer(lent.receive_work(), lent, folder)))
+
+
+def _answer(work: EncodeWork, lent: LentRows, folder: Path) -> EncodeDone:
+    if work.pixels[0, 0] == DIE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    counts = [h * w for h, w in work.grids]
+    if lent.agreed:
+        return EncodeDone(number=work.number, lent=lent.lend(work.number, Memory(folder, work.pixels), counts))
+    parts = np.split(work.pixels, np.cumsum(counts)[:-1])
+    return EncodeDone(number=work.number, rows=tuple(parts), dtype="float32")
+
+
+class FileBorrower:
+    """Copies rows out of files. Before each copy but that on trial, or before that, it calls something."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.copied = self.gone = 0
+        self.before_trial: Callable[[RowsHandle], None] | None = None
+        self.before: Callable[[RowsHandle], None] | None = None
+        self.on_trial = torch.Tensor.clone
+
+    def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
+        trial = handle.row_counts == TRIAL_ROWS
+        call = self.before_trial if trial else self.before
+        if call is not None:
+            call(handle)
+        rows = torch.from_numpy(np.fromfile(os.fsdecode(handle.memory), np.float32)).view(-1, handle.width)
+        self.copied += not trial
+        return ((self.on_trial if trial else torch.Tensor.clone)(rows)).split(handle.row_counts)
+
+    def worker_gone(self) -> None:
+        self.gone += 1
+
+
+def owner(handle: RowsHandle) -> int:
+    """The process whose memory it is."""
+    return int(Path(os.fsdecode(handle.memory)).name.split("-")[0])

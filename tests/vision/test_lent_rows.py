@@ -1,0 +1,288 @@
+"""Rows that stay with the worker until they are copied: who keeps what for how long, whatever dies meanwhile. Files
+stand for GPU memory; the copies themselves are tested on a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.vision.backends import PATIENCE_S, collect
+from tests.vision.fake_worker import DIE
+from tests.vision.lending_worker import FileBorrower, lending_worker, owner
+from tests.vision.patches import make_patch
+from vision import cuda_rows
+from vision.backend import EncodeBatch, EncodeResult
+from vision.cuda_rows import CudaBorrower, share
+from vision.process_backend import ProcessBackend
+from vision.worker_channel import RowsHandle
+from vision.worker_settings import WorkerSettings
+
+
+class Lending:
+    """A backend of one lending worker."""
+
+    def __init__(self, folder: Path, prepare=lambda borrower: None) -> None:
+        self.folder = folder / "lent"
+        self.folder.mkdir()
+        (folder / "shared").mkdir()
+        self.borrower = FileBorrower("")
+
+        def make(device: str) -> FileBorrower:
+            self.borrower.device = device
+            return self.borrower
+
+        prepare(self.borrower)
+        settings = WorkerSettings(
+            model=folder, devices=("cuda:1",), rows_device="cuda:0", shared_dir=folder / "shared", log_level="error"
+        )
+        self.backend = ProcessBackend(settings, lending_worker, make)
+
+    def encode(self, one: EncodeBatch) -> EncodeResult:
+        self.backend.start(0, one)
+        [result] = collect(self.backend, 1)
+        return result
+
+    def encode_by_the_next(self, one: EncodeBatch) -> EncodeResult:
+        """By the worker after one that has died, which may not be known yet."""
+        result = self.encode(one)
+        return self.encode(one) if result.untried else result
+
+    def kept(self) -> int:
+        return len(list(self.folder.iterdir()))
+
+
+@pytest.fixture
+def lending(tmp_path: Path) -> Iterator[Lending]:
+    one = Lending(tmp_path)
+    yield one
+    one.backend.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("encoder-")]
+
+
+def batch(number: int, order: float | None = None) -> EncodeBatch:
+    patches = tuple(make_patch(grid, 3, seed=number) for grid in [(2, 2), (4, 2)])
+    if order is not None:
+        patches[0].pixels[0, 0] = order
+    return EncodeBatch(number=number, patches=patches)
+
+
+def assert_done(result: EncodeResult, of: EncodeBatch) -> None:
+    assert (result.number, result.error, result.untried) == (of.number, "", False)
+    for rows, patch in zip(result.rows, of.patches, strict=True):
+        np.testing.assert_array_equal(rows.numpy(), patch.pixels)
+
+
+def test_rows_are_kept_until_they_were_copied_and_no_longer(lending, caplog):
+    caplog.set_level("INFO")
+    seen = []
+    lending.borrower.before = lambda handle: seen.append(lending.kept())
+    for number in range(4):
+        one = batch(number)
+        assert_done(lending.encode(one), one)
+    # those of the batch before went before the next was encoded
+    assert seen == [1, 1, 1, 1]
+    assert (lending.borrower.device, lending.borrower.copied) == ("cuda:0", 4)
+    assert "rows of the encoder worker on cuda:1 come by CUDA IPC" in caplog.text
+
+
+def test_a_copy_that_fails_fails_its_batch_alone_and_its_rows_are_given_back(lending):
+    def fail(handle: RowsHandle) -> None:
+        raise RuntimeError("no such memory")
+
+    lending.borrower.before = fail
+    failed = lending.encode(batch(0))
+    assert (failed.rows, failed.error, failed.untried) == (None, "RuntimeError: no such memory", False)
+    seen = []
+    lending.borrower.before = lambda handle: seen.append(lending.kept())
+    assert_done(lending.encode(batch(1)), batch(1))
+    assert seen == [1]
+
+
+def test_rows_of_a_worker_that_dies_while_they_are_copied_do_not_count_and_others_stay(lending):
+    first = lending.encode(batch(0))
+    lending.borrower.before = lambda handle: kill(owner(handle))
+    lost = lending.encode(batch(1))
+    assert (lost.rows, lost.untried) == (None, True)
+    assert lost.error == "the encoder worker on cuda:1 died before its rows were copied"
+    assert_done(first, batch(0))
+    lending.borrower.before = None
+    assert_done(lending.encode_by_the_next(batch(2)), batch(2))
+    assert lending.borrower.gone == 1
+
+
+def kill(pid: int) -> None:
+    """Kill a worker; returns when it has died."""
+    fd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert wait([fd], PATIENCE_S)
+    os.close(fd)
+
+
+def test_a_worker_that_dies_with_rows_lent_takes_nothing_along(lending):
+    one = batch(0)
+    result = lending.encode(one)
+    died = lending.encode(batch(1, order=DIE))
+    assert died.error == "the encoder worker on cuda:1 was killed by SIGKILL"
+    assert_done(result, one)
+    assert_done(lending.encode_by_the_next(batch(2)), batch(2))
+
+
+def test_closing_while_rows_are_copied(tmp_path):
+    copying, go_on = threading.Event(), threading.Event()
+
+    def pause(handle: RowsHandle) -> None:
+        copying.set()
+        assert go_on.wait(PATIENCE_S)
+
+    lending = Lending(tmp_path, lambda borrower: setattr(borrower, "before", pause))
+    lending.backend.start(0, batch(0))
+    assert copying.wait(PATIENCE_S)
+    closing = threading.Thread(target=lending.backend.close)
+    closing.start()
+    go_on.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert lending.backend.collect() == []
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("encoder-")]
+
+
+def refuse(handle: RowsHandle) -> None:
+    raise RuntimeError("invalid device context")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "broken", "why"),
+    [
+        (lambda it: setattr(it, "before_trial", refuse), "", "RuntimeError: invalid device context"),
+        (lambda it: setattr(it, "on_trial", torch.zeros_like), "", "ValueError: what arrives is not what was sent"),
+        (lambda it: None, "not here", "RuntimeError: not here"),
+    ],
+    ids=["not-opened", "wrong", "not-shared"],
+)
+def test_where_the_trial_fails_rows_come_through_the_host(tmp_path, caplog, prepare, broken, why):
+    if broken:
+        (tmp_path / "share").write_text(broken)
+    lending = Lending(tmp_path, prepare)
+    try:
+        for number in range(2):
+            assert_done(lending.encode(batch(number)), batch(number))
+    finally:
+        lending.backend.close()
+    assert (lending.borrower.copied, lending.kept()) == (0, 0)
+    warning = f"rows of the encoder worker on cuda:1 come through the host's memory: no CUDA IPC: {why}"
+    assert warning in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "rows_device", "may"),
+    [("cuda:1", "cuda", True), ("cuda", "cpu", False), ("cpu", "cuda:0", False), ("cpu", "cpu", False)],
+)
+def test_rows_are_only_lent_from_gpu_to_gpu(tmp_path, device, rows_device, may):
+    settings = WorkerSettings(model=tmp_path, devices=(device,), rows_device=rows_device, shared_dir=tmp_path)
+    assert settings.may_lend(device) == may
+
+
+class FakeCuda:
+    """Stands for the calls of torch that need a GPU, and notes their order. The storage lent is one of the CPU."""
+
+    def __init__(self, monkeypatch, rows: torch.Tensor) -> None:
+        self.calls: list[object] = []
+        self.rows = rows
+        fields = (1, b"memory", rows.nbytes, 512, b"/torch_1_2_3", 7, b"event", True)
+        monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda _: self.note("share", fields), raising=False)
+        monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", self.open)
+        monkeypatch.setattr(
+            torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *of: self.note(("release", *of), None)
+        )
+        for name in ("Stream", "current_stream", "default_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda _, name=name: FakeStream(self, name))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda _, stream: self.calls.append(("used on", stream.name))
+        )
+
+    def note(self, call: object, result: object) -> object:
+        self.calls.append(call)
+        return result
+
+    def open(self, *fields: object) -> torch.UntypedStorage:
+        assert fields == (1, b"memory", self.rows.nbytes, 512, b"/torch_1_2_3", 7, b"event", True)
+        return self.note("open", self.rows.untyped_storage())
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def synchronize(self) -> None:
+        self.cuda.calls.append((self.name, "synchronize"))
+
+    def __enter__(self) -> None:
+        self.cuda.calls.append("enter")
+
+    def __exit__(self, *_: object) -> None:
+        self.cuda.calls.append("leave")
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> FakeCuda:
+    return FakeCuda(monkeypatch, torch.arange(12.0).view(6, 2).bfloat16())
+
+
+def test_a_handle_says_all_that_opening_takes_and_copies_have_memory_of_their_own(cuda):
+    handle = share(cuda.rows, [4, 2])
+    assert cuda.calls == [("current_stream", "synchronize"), "share"]
+    cuda.calls.clear()
+    first, second = CudaBorrower("cpu").copy(handle)
+    assert torch.equal(torch.cat([first, second]), cuda.rows)
+    assert [len(first), len(second)] == [4, 2]
+    assert first.data_ptr() != cuda.rows.data_ptr()
+    assert first.untyped_storage().nbytes() == first.nbytes
+    used = ("used on", "default_stream")
+    assert cuda.calls == ["enter", "open", ("Stream", "synchronize"), "leave", used, used]
+
+
+def test_a_handle_that_cannot_be_opened_is_given_back(cuda, monkeypatch):
+    handle = share(cuda.rows, [6])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("peer access is not supported")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fail)
+    with pytest.raises(RuntimeError, match="peer access"):
+        CudaBorrower("cpu").copy(handle)
+    assert ("release", b"/torch_1_2_3", 7) in cuda.calls
+
+
+def test_a_handle_of_another_size_is_not_opened(cuda):
+    handle = share(cuda.rows, [5])
+    with pytest.raises(ValueError, match=r"24 bytes are not rows \[5, 2\] of bfloat16"):
+        CudaBorrower("cpu").copy(handle)
+    assert "open" not in cuda.calls
+    assert ("release", b"/torch_1_2_3", 7) in cuda.calls
+
+
+def test_rows_within_a_larger_storage_are_not_shared(cuda):
+    with pytest.raises(ValueError, match="memory of their own"):
+        share(cuda.rows[:3], [3])
+    assert cuda.calls == []
+
+
+def test_counters_of_a_worker_that_is_gone_are_removed_and_no_others(cuda, monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda_rows, "_SHARED_MEMORY", tmp_path)
+    for name in ("torch_1_2_3", "torch_1_2_4"):
+        (tmp_path / name).touch()
+    borrower = CudaBorrower("cpu")
+    borrower.copy(share(cuda.rows, [6]))
+    borrower.worker_gone()
+    borrower.worker_gone()
+    assert [path.name for path in tmp_path.iterdir()] == ["torch_1_2_4"]

@@ -1,0 +1,128 @@
+"""Rows from one process' GPU memory to another's, by CUDA IPC: `share` there, `CudaBorrower` here.
+
+Written by torch's documentation and source; it has not been run on a GPU. The handles are those that torch's own
+multiprocessing pickles (`torch.multiprocessing.reductions`); here they are plain fields of a message. While a handle is
+out, torch counts in a small file in shared memory whether the other side has it open; the worker must besides keep the
+rows (`vision.lent_rows`), and is told when it need not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from vision.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
+from vision.worker_channel import RowsHandle
+from vlmserve.common.tensors import dtype_name
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def share(rows: torch.Tensor, row_counts: Sequence[int]) -> RowsHandle:
+    """Open rows [sum of row_counts, width] on a GPU to another process, once they are computed: what went wrong in
+    that, asynchronously, is raised here. The caller keeps `rows`."""
+    if rows.untyped_storage().nbytes() != rows.nbytes or not rows.is_contiguous():
+        raise ValueError("rows that are shared need memory of their own")
+    torch.cuda.current_stream(rows.device).synchronize()
+    device, memory, nbytes, offset, counter, counter_offset, event, event_sync = rows.untyped_storage()._share_cuda_()
+    return RowsHandle(
+        row_counts=tuple(row_counts),
+        width=rows.shape[1],
+        dtype=dtype_name(rows.dtype),
+        device=device,
+        memory=memory,
+        nbytes=nbytes,
+        offset=offset,
+        counter=counter,
+        counter_offset=counter_offset,
+        event=event,
+        event_sync=event_sync,
+    )
+
+
+def trial_rows(device: torch.device | str) -> torch.Tensor:
+    """What is sent on trial."""
+    count = sum(TRIAL_ROWS)
+    return torch.arange(count * TRIAL_WIDTH, dtype=torch.float32, device=device).view(count, TRIAL_WIDTH)
+
+
+class RowsBorrower(Protocol):
+    """Copies what workers lend. For one thread and one worker at a time."""
+
+    def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
+        """The rows of each temporal patch, in memory of their own on the device where they are wanted; the copy has
+        ended, and nothing of the worker's is open any more. Raises what goes wrong, and even then the handle is done
+        with."""
+        ...
+
+    def worker_gone(self) -> None:
+        """The worker has died: what it left behind goes."""
+        ...
+
+
+def try_out(borrower: RowsBorrower, trial: RowsHandle) -> None:
+    """Copy what was sent on trial. ValueError if that is not what arrives."""
+    if not torch.equal(torch.cat([rows.cpu() for rows in borrower.copy(trial)]), trial_rows("cpu")):
+        raise ValueError("what arrives is not what was sent")
+
+
+class CudaBorrower:
+    """See `RowsBorrower`. device: a GPU, where rows are wanted; peer to the worker's, or the same."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._stream: torch.cuda.Stream | None = None
+        self._counters: set[str] = set()
+
+    def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
+        """See `RowsBorrower`. On a stream of its own, so that it does not queue behind the LLM's work."""
+        self._counters.add(handle.counter.decode())
+        if self._stream is None:
+            torch.cuda.init()
+            self._stream = torch.cuda.Stream(self._device)
+        # also where the source is closed: torch waits there for the current stream
+        with torch.cuda.stream(self._stream):
+            source = _open(handle)
+            try:
+                copies = tuple(part.to(self._device, copy=True) for part in source.split(handle.row_counts))
+            finally:
+                self._stream.synchronize()
+                del source
+        for rows in copies:
+            # allocated on one stream, used on the LLM's: the memory is not used again before that has gone on
+            rows.record_stream(torch.cuda.default_stream(self._device))
+        return copies
+
+    def worker_gone(self) -> None:
+        """Torch's counters outlive a worker that is killed, or ends at once as ours do."""
+        for name in self._counters:
+            (_SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
+        self._counters.clear()
+
+
+def _open(handle: RowsHandle) -> torch.Tensor:
+    """The worker's own memory as a tensor [rows, width] on the worker's GPU; dropping it closes the handle."""
+    dtype: torch.dtype = getattr(torch, handle.dtype)
+    shape = (sum(handle.row_counts), handle.width)
+    try:
+        if handle.nbytes != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{handle.nbytes} bytes are not rows {list(shape)} of {handle.dtype}")
+        storage = torch.UntypedStorage._new_shared_cuda(
+            handle.device,
+            handle.memory,
+            handle.nbytes,
+            handle.offset,
+            handle.counter,
+            handle.counter_offset,
+            handle.event,
+            handle.event_sync,
+        )
+    except BaseException:
+        # nothing was opened, whose closing would say so
+        torch.UntypedStorage._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
+        raise
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, (handle.width, 1))
