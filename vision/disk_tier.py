@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from vision.embedding_stats import TierStats
+from vision.host_copy import HostCopy
 from vlmserve.common.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ Done: TypeAlias = Loaded | Saved
 class DiskTier:
     """Loads and saves beside the caller, who collects what is done. For one thread.
 
-    backlog_bytes: of rows that may wait to be written; above it, those that nobody insists on are not saved.
+    backlog_bytes: of rows that may wait to be written, on their device until their turn comes; above it, those that
+    nobody insists on are not saved.
     saving: how many saves have been begun whose end was not collected yet.
     """
 
@@ -85,7 +87,7 @@ class DiskTier:
             if fits or insist:
                 self._waiting_bytes += rows.nbytes
         if fits or insist:
-            self._writer.submit(self._save, self._saves, key, rows.cpu(), pin)
+            self._writer.submit(self._save, self._saves, key, HostCopy(rows), pin)
         else:
             self._finish(Saved(number=self._saves, key=key, ok=False))
         return self._saves
@@ -124,10 +126,10 @@ class DiskTier:
             log.exception("an embedding could not be read")
         self._finish(Loaded(key=key, rows=rows))
 
-    def _save(self, number: int, key: bytes, rows: torch.Tensor, pin: bool) -> None:
+    def _save(self, number: int, key: bytes, rows: HostCopy, pin: bool) -> None:
         ok = False
         try:
-            ok = self.store.put(key, rows, pin=pin)
+            ok = self.store.put(key, rows.take(), pin=pin)
         except Exception:
             log.exception("an embedding could not be written")
         with self._lock:
