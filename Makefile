@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"        flags of `vlmserve serve`, a MODEL too
 #   make test                            linters, types, import rules, and the quick tests
 #   make test-full                       the slow tests
+#   make test-gpu                        the tests that need a CUDA device (DEVICE=cpu runs them on the CPU)
 #   PYTHON=/path/to/python               the interpreter that makes .venv (3.11 or newer; found by itself)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu      where torch comes from; this one is a small CPU-only build
 
@@ -12,8 +13,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
+DEVICE ?= cuda
 
-.PHONY: serve setup setup-test lint test test-full clean
+.PHONY: serve setup setup-test lint test test-full test-gpu clean
 .DEFAULT_GOAL := serve
 
 serve: setup
@@ -48,6 +50,9 @@ test: lint
 
 test-full: setup-test
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+
+test-gpu: setup-test
+	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info
