@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-_BLOCK = """
+BLOCK = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
@@ -34,17 +34,17 @@ def test_the_package_itself_is_light() -> None:
 @pytest.mark.parametrize("statement", ["import vlmserve.llm", "from vlmserve import *", "import vlmserve.engine"])
 def test_the_offline_engine_needs_nothing_of_the_service(statement: str) -> None:
     blocked = {"av", "fastapi", "flashinfer", "gradio", "msgspec", "ray", "starlette", "uvicorn", "zmq"}
-    _run(_BLOCK.format(blocked=blocked) + statement)
+    _run(BLOCK.format(blocked=blocked) + statement)
 
 
 def test_the_blocker_blocks() -> None:
     with pytest.raises(AssertionError, match="kept away by this test"):
-        _run(_BLOCK.format(blocked={"zmq"}) + "import vlmserve.ipc.sockets")
+        _run(BLOCK.format(blocked={"zmq"}) + "import vlmserve.ipc.sockets")
 
 
 def test_the_detokenizer_process_needs_no_torch() -> None:
     _run(
-        _BLOCK.format(blocked={"torch", "transformers", "fastapi"}) + "import vlmserve.ipc.detokenizer, vlmserve.launch"
+        BLOCK.format(blocked={"torch", "transformers", "fastapi"}) + "import vlmserve.ipc.detokenizer, vlmserve.launch"
     )
 
 
@@ -56,4 +56,4 @@ def test_no_transformers_model_class_is_imported_to_serve() -> None:
 
 def test_nothing_asks_for_torchvision() -> None:
     blocked = {"torchvision"}
-    _run(_BLOCK.format(blocked=blocked) + "import vlmserve.engine, vlmserve.server.frontend, vlmserve.ipc.detokenizer")
+    _run(BLOCK.format(blocked=blocked) + "import vlmserve.engine, vlmserve.server.frontend, vlmserve.ipc.detokenizer")

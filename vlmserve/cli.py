@@ -16,6 +16,7 @@ from vlmserve.settings import load_settings
 USAGE_ERROR = 2
 # Commands whose flags, --help too, are their own: words -> module with a main(argv) that returns the exit status.
 _TOOLS = {
+    ("bench", "gpu"): "vlmserve.bench.gpu",
     ("bench", "processors"): "vlmserve.bench.processors",
     ("bench", "serve"): "vlmserve.bench.serve",
     ("bench", "vision"): "vlmserve.bench.vision",
@@ -66,6 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench_processors.add_argument("rest", nargs=argparse.REMAINDER)
     bench_vision = benches.add_parser("vision", help="the vision encoder and its embedding cache", add_help=False)
     bench_vision.add_argument("rest", nargs=argparse.REMAINDER)
+    bench_gpu = benches.add_parser("gpu", help="the engine on one GPU, beside transformers", add_help=False)
+    bench_gpu.add_argument("rest", nargs=argparse.REMAINDER)
     verify = commands.add_parser("verify", help="compare a model's answers with those of transformers", add_help=False)
     verify.add_argument("rest", nargs=argparse.REMAINDER)
     cache = commands.add_parser("cache", help="look at the embedding cache on disk, and clear it", add_help=False)

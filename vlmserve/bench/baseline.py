@@ -26,7 +26,7 @@ def run_baseline(model_path: Path, plan: dict[str, int]) -> dict[str, Any]:
 
     torch.set_num_threads(plan.pop("num_threads"))
     requests = make_requests(plan["count"], side=plan["side"], output_tokens=plan["output_tokens"], seed=plan["seed"])
-    prepare = _Preparation(model_path)
+    prepare = Preparation(model_path)
     inputs = [prepare(request) for request in requests]
     model: Any = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto").eval()
     timings = []
@@ -42,7 +42,7 @@ def run_baseline(model_path: Path, plan: dict[str, int]) -> dict[str, Any]:
     }
 
 
-class _Preparation:
+class Preparation:
     """Requests to model inputs, by our own template and processor (equal to the reference's, as the tests show)."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class _Preparation:
         }
 
 
-def _generate(model: Any, inputs: dict[str, Any], request: BenchRequest, prepare: _Preparation) -> Timing:
+def _generate(model: Any, inputs: dict[str, Any], request: BenchRequest, prepare: Preparation) -> Timing:
     from transformers.generation.streamers import BaseStreamer
 
     class FirstToken(BaseStreamer):

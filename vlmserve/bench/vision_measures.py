@@ -19,12 +19,11 @@ from processors.video_options import VideoKnobs
 from vision.backend import EncoderBackend
 from vision.disk_tier import DiskTier
 from vision.embedding_store import EmbeddingStore
-from vision.process_backend import ProcessBackend
 from vision.temporal_patch import TemporalPatch
 from vision.worker_settings import WorkerSettings
 from vlmserve.bench.interleaved import Timing, in_turns, ratios
 from vlmserve.bench.media import clip
-from vlmserve.bench.vision_reference import ReferenceTower, check_rows
+from vlmserve.bench.vision_reference import ReferenceTower, check_rows, load_reference
 from vlmserve.bench.vision_subject import PLENTY, Subject, settle, take_rows
 from vlmserve.common.tensors import dtype_name
 
@@ -78,7 +77,9 @@ def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
     patches = [patch for medium in media for patch in medium.patches]
     pixels = [torch.from_numpy(np.concatenate([patch.pixels for patch in medium.patches])) for medium in media]
     packed, grids = torch.cat(pixels), [medium.grid_thw for medium in media]
-    reference = ReferenceTower(subject.folder, device=subject.device, dtype=subject.dtype)
+    model = load_reference(subject.folder, dtype=subject.dtype)
+    reference = ReferenceTower(model, device=subject.device, dtype=subject.dtype)
+    del model  # its decoder is not needed
 
     def ours() -> torch.Tensor:
         rows = torch.cat(subject.runner.encode(patches))
@@ -211,6 +212,8 @@ def measure_lookup(subject: Subject, plan: Plan) -> list[Measure]:
 
 def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
     """Two encoder processes of one thread each, beside one, and beside two threads in this process; by the clock."""
+    from vision.process_backend import ProcessBackend  # needs msgspec
+
     patches = [subject.picture(*size, seed=200 + seed).patches[0] for seed, size in enumerate(_PICTURES * 2)]
     with ExitStack() as stack:
         shared = stack.enter_context(

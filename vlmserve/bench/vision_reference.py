@@ -14,18 +14,23 @@ from vlmserve.common.torchvision_shim import make_torchvision_importable
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
+def load_reference(folder: Path, *, dtype: torch.dtype) -> Any:
+    """transformers' model of a checkpoint folder, on the CPU, with sdpa attention."""
+    make_torchvision_importable()
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    load: Callable[..., Any] = AutoModelForImageTextToText.from_pretrained
+    return load(folder, dtype=dtype, attn_implementation="sdpa").eval()
+
+
 class ReferenceTower:
-    """`model.visual` with sdpa attention, as transformers loads it."""
+    """`model.visual` of what `load_reference` gives, moved to a device."""
 
-    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
-        make_torchvision_importable()
-        from transformers import AutoModelForImageTextToText
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        load: Callable[..., Any] = AutoModelForImageTextToText.from_pretrained
-        self._visual: Any = load(folder, dtype=dtype, attn_implementation="sdpa").eval().model.visual.to(device)
+    def __init__(self, model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._visual: Any = model.model.visual.to(device)
         self._device = device
         self._dtype = dtype
 
