@@ -67,7 +67,7 @@ class DiskTier:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="embedding-writer")
         self._done: deque[Done] = deque()
         self._lock = threading.Lock()
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._waiting = 0
         self.saving = 0
         self._saves = 0
         self._closed = False
@@ -86,6 +86,7 @@ class DiskTier:
             fits = not self._waiting_bytes or self._waiting_bytes + rows.nbytes <= self._backlog_limit
             if fits or insist:
                 self._waiting_bytes += rows.nbytes
+                self._waiting += 1
         if fits or insist:
             self._writer.submit(self._save, self._saves, key, HostCopy(rows), pin)
         else:
@@ -108,6 +109,16 @@ class DiskTier:
     def stats(self) -> TierStats:
         """Plain figures."""
         return self.store.tier_stats()
+
+    def flush(self, timeout_s: float) -> int:
+        """Block until all that waits to be written now is, for so long at most; how many rows still wait then. From any
+        thread, before `close`."""
+        try:
+            self._writer.submit(int).result(timeout_s)  # behind them all
+        except TimeoutError:
+            with self._lock:
+                return self._waiting
+        return 0
 
     def close(self) -> None:
         """Write what waits to be written, and end the threads. May be called again."""
@@ -134,6 +145,7 @@ class DiskTier:
             log.exception("an embedding could not be written")
         with self._lock:
             self._waiting_bytes -= rows.nbytes
+            self._waiting -= 1
         self._finish(Saved(number=number, key=key, ok=ok))
 
     def _finish(self, done: Done) -> None:

@@ -249,6 +249,10 @@ class EncoderPool:
         changed |= self._start(urgent)
         return self._take_all() or changed
 
+    def flush(self, timeout_s: float) -> int:
+        """See `DiskTier.flush`; without a disk, there is nothing to be written."""
+        return 0 if self._disk is None else self._disk.flush(timeout_s)
+
     def close(self) -> None:
         """End the workers, and write what waits to be written."""
         self._backend.close()

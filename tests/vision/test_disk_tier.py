@@ -170,3 +170,20 @@ def test_closing_writes_what_waits_to_be_written_and_may_be_done_again(store):
     assert not closing.is_alive()
     assert [key for key, _ in store.written] == [b"a", b"b", b"c"]
     disk.close()
+
+
+def test_flushing_waits_for_what_is_to_be_written_and_says_what_is_not_in_time(store, disk):
+    assert disk.flush(PATIENCE_S) == 0
+    store.go.clear()
+    for name in (b"a", b"b", b"c"):
+        disk.save(name, rows(1))
+    assert disk.flush(0.01) == 3
+    flushed: list[int] = []
+    flushing = threading.Thread(target=lambda: flushed.append(disk.flush(PATIENCE_S)))
+    flushing.start()
+    store.go.set()
+    flushing.join(PATIENCE_S)
+    assert flushed == [0]
+    assert [key for key, _ in store.written] == [b"a", b"b", b"c"]
+    disk.save(b"d", rows(1))
+    assert len(wait_for(disk, 4)) == 4, "it goes on"

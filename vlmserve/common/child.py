@@ -40,15 +40,23 @@ class ChildProcess:
 
     name: its name in log lines. title: what errors call it ("the scheduler process"). main: its work, called as
     `main(parent, *args)` in a fresh interpreter, where it must be importable by name; it calls `parent.ready` once and
-    never returns. pipe: this end of the pipe.
+    never returns. stop_patience_s: how long it may take to end when it is told to. pipe: this end of the pipe.
     """
 
     def __init__(
-        self, name: str, main: Callable[..., None], args: tuple[object, ...], *, title: str, log_level: str
+        self,
+        name: str,
+        main: Callable[..., None],
+        args: tuple[object, ...],
+        *,
+        title: str,
+        log_level: str,
+        stop_patience_s: float = STOP_PATIENCE_S,
     ) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would take along the parent's threads and sockets
         self.name = name
         self.title = title
+        self._stop_patience_s = stop_patience_s
         self.pipe, theirs = context.Pipe(duplex=True)
         self._process = context.Process(
             target=_run_child, name=name, args=(name, main, args, theirs, log_level, os.getpid())
@@ -101,7 +109,7 @@ class ChildProcess:
     def stop(self) -> None:
         """End the child now, in order if it can, by force if not, and let go of it. No other thread may use it."""
         self.pipe.close()
-        self._process.join(timeout=STOP_PATIENCE_S)
+        self._process.join(timeout=self._stop_patience_s)
         if self._process.is_alive():
             logger.warning("%s does not stop: killing it", self.title)
             self._process.kill()
@@ -110,12 +118,17 @@ class ChildProcess:
 
 
 class Parent:
-    """The child's end of the pipe."""
+    """The child's end of the pipe.
+
+    before_end: called once the parent has stopped this process or is gone, in another thread than `main`'s, which goes
+    on; the process ends when it returns, and should before the parent's `stop_patience_s` are over.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.was_told = False
+        self.before_end: Callable[[], None] = lambda: None
 
     def ready(self, info: Mapping[str, Any]) -> None:
         """Report readiness, once; info must fit into JSON."""
@@ -142,6 +155,10 @@ class Parent:
             while True:
                 self._inbox.put(self._pipe.recv_bytes())
         except (EOFError, OSError):
+            try:
+                self.before_end()
+            except Exception:
+                logger.exception("something was left undone at the end")
             os._exit(0)
 
     def _report(self, report: Mapping[str, Any]) -> None:

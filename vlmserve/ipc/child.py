@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import TypeAlias
 
-from vlmserve.common.child import ChildProcess, Parent
+from vlmserve.common.child import STOP_PATIENCE_S, ChildProcess, Parent
 from vlmserve.common.errors import EngineError
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
 
 ChildMain: TypeAlias = Callable[[EngineArgs, Channels, Ready], None]
 """A child's work: calls `ready` once, then never returns. Must be importable by name in a fresh interpreter."""
@@ -20,7 +20,14 @@ ChildMain: TypeAlias = Callable[[EngineArgs, Channels, Ready], None]
 
 def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels, *, log_level: str) -> ChildProcess:
     """Start a process of the server; see `ChildProcess` for how."""
-    return ChildProcess(name, _run, (main, args, channels), title=f"the {name} process", log_level=log_level)
+    return ChildProcess(
+        name,
+        _run,
+        (main, args, channels),
+        title=f"the {name} process",
+        log_level=log_level,
+        stop_patience_s=FINISH_S + STOP_PATIENCE_S,
+    )
 
 
 def wait_until_ready(children: Sequence[ChildProcess], timeout_s: float) -> dict[str, ReadyInfo]:
@@ -40,4 +47,9 @@ def wait_until_ready(children: Sequence[ChildProcess], timeout_s: float) -> dict
 
 
 def _run(parent: Parent, main: ChildMain, args: EngineArgs, channels: Channels) -> None:
-    main(args, channels, lambda info: parent.ready(dataclasses.asdict(info)))
+    def ready(info: ReadyInfo, *, before_end: Callable[[], None] | None = None) -> None:
+        if before_end is not None:
+            parent.before_end = before_end
+        parent.ready(dataclasses.asdict(info))
+
+    main(args, channels, ready)

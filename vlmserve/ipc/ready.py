@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol
+
+FINISH_S = 5.0
+"""How long a process of the server may go on after it was stopped, to finish what would be lost otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,4 +21,10 @@ class ReadyInfo:
     max_total_tokens: int = 0
 
 
-Ready: TypeAlias = Callable[[ReadyInfo], None]
+class Ready(Protocol):
+    """Reports readiness, once.
+
+    before_end: called when the launcher stops this process, in another thread, before it ends; for `FINISH_S` at most.
+    """
+
+    def __call__(self, info: ReadyInfo, *, before_end: Callable[[], None] | None = None) -> None: ...

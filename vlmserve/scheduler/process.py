@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.messages import (
     BatchTokenizedGenerateReqInput,
@@ -16,6 +18,9 @@ from vlmserve.messages import (
     GetStatsReq,
     SchedulerInput,
 )
+from vlmserve.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 
 def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
@@ -27,7 +32,10 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
     scheduler = build_scheduler(args, runner, info, to_detokenizer.send, shared_dir=Path(channels.shared_dir))
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
-    ready(ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens))
+    ready(
+        ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens),
+        before_end=partial(_finish, scheduler),
+    )
     busy = False
     while True:
         for message in receiver.drain(timeout_s=0.0 if busy else None, wake=scheduler.wait_handles()):
@@ -39,3 +47,9 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
             else:
                 scheduler.handle(message)
         busy = scheduler.step()
+
+
+def _finish(scheduler: Scheduler) -> None:
+    lost = scheduler.flush(FINISH_S)
+    if lost:
+        log.warning("%d embeddings were not on disk %g s after the end, and are lost", lost, FINISH_S)

@@ -446,6 +446,10 @@ class Scheduler:
         """Forget every cached prefix that no request uses."""
         self.kv.prefix_cache.reset()
 
+    def flush(self, timeout_s: float) -> int:
+        """See `EncoderPool.flush`."""
+        return self._encoder.flush(timeout_s)
+
     def close(self) -> None:
         """End the encoder's workers, and write what waits to be written to the disk."""
         self._encoder.close()

@@ -1,0 +1,42 @@
+"""A whole server with a slow disk: `python -m tests.vlmserve.slow_disk_server MODEL_FOLDER CACHE_DIR [ENCODERS]`.
+
+Each embedding's write waits for a byte from the pipe $GO. It says "finishing" when the scheduler is told to end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from vision.embedding_store import EmbeddingStore
+from vlmserve.engine_args import EngineArgs
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.launch import launch_server
+from vlmserve.scheduler import process
+from vlmserve.settings import load_settings
+
+
+def slow_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+    put = EmbeddingStore.put
+
+    def slow_put(*words: object, **options: object) -> bool:
+        go = os.open(os.environ["GO"], os.O_RDONLY)
+        os.read(go, 1)
+        os.close(go)
+        return put(*words, **options)
+
+    def say_when_told(info: ReadyInfo, *, before_end: Callable[[], None]) -> None:
+        ready(info, before_end=lambda: (print("finishing", file=sys.stderr, flush=True), before_end()))
+
+    EmbeddingStore.put = slow_put
+    process.FINISH_S = float(os.environ.get("FINISH_S", process.FINISH_S))
+    process.run_scheduler(args, channels, say_when_told)
+
+
+if __name__ == "__main__":
+    model, cache, *flags = sys.argv[1:]
+    settings = {"model": model, "embedding_cache_dir": cache, "port": 0, "num_threads": 1, "max_total_tokens": 4096}
+    more = {} if not flags else {"encoder_dp_size": flags[0]}
+    sys.exit(launch_server(load_settings(settings | more), scheduler=slow_scheduler))

@@ -1,0 +1,105 @@
+"""A server that is stopped while embeddings are still on their way to the disk."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+
+from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess
+from vlmserve.tiny_model import write_tiny_model
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """A server with embeddings in `tmp_path`/cache that are written when there is something in the pipe `tmp_path`/go.
+    It was asked about a picture, and has answered."""
+    servers: list[ServerProcess] = []
+    (tmp_path / "model").mkdir()
+    write_tiny_model(tmp_path / "model")
+    os.mkfifo(tmp_path / "go")
+
+    def make(*words: str, **environment: str) -> ServerProcess:
+        command = [sys.executable, "-m", "tests.vlmserve.slow_disk_server", str(tmp_path / "model")]
+        server = ServerProcess(
+            [*command, str(tmp_path / "cache"), *words], tmp_path / "run", GO=str(tmp_path / "go"), **environment
+        )
+        servers.append(server)
+        ask(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.end()
+
+
+def ask(server: ServerProcess) -> None:
+    picture = base64.b64encode((ROOT / "assets" / "samples" / "shapes.png").read_bytes()).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [image]}], "max_tokens": 1}
+    url = f"http://127.0.0.1:{server.port()}/v1"
+    with urllib.request.urlopen(f"{url}/models", timeout=PATIENCE_S) as response:
+        body["model"] = json.load(response)["data"][0]["id"]
+    request = urllib.request.Request(
+        f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == 1
+
+
+def entries(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.safetensors"))
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def end(server: ServerProcess, number: int) -> list[int]:
+    """Send a signal to all processes, as a terminal does; their file descriptors."""
+    pids = descendants(server.process.pid)
+    watched = [os.pidfd_open(pid) for pid in pids]
+    os.killpg(server.process.pid, number)
+    return watched
+
+
+def assert_nothing_is_left(server: ServerProcess, watched: list[int]) -> None:
+    assert server.wait() == 0
+    for fd in watched:
+        assert wait([fd], PATIENCE_S), "a process outlives the server"
+        os.close(fd)
+    assert list(server.runtime.iterdir()) == []
+    assert "does not stop" not in "".join(server.log)
+
+
+def test_a_server_that_is_stopped_writes_what_waits_for_the_disk(start, tmp_path):
+    server = start()
+    assert entries(tmp_path / "cache") == []
+    watched = end(server, signal.SIGINT)
+    assert len(watched) >= 2
+    server.await_log("finishing")
+    go = os.open(tmp_path / "go", os.O_RDWR)
+    os.write(go, b"1")
+    assert_nothing_is_left(server, watched)
+    os.close(go)
+    [entry] = entries(tmp_path / "cache")
+    assert entry.stat().st_size > 10_000
+    assert "lost" not in "".join(server.log)
+
+
+def test_what_takes_too_long_is_lost_and_counted(start, tmp_path):
+    server = start("1", FINISH_S="0.2")
+    watched = end(server, signal.SIGTERM)
+    assert len(watched) >= 3, "an encoder process"
+    assert_nothing_is_left(server, watched)
+    server.await_log(r"1 embeddings were not on disk 0\.2 s after the end, and are lost")
+    assert entries(tmp_path / "cache") == []
