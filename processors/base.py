@@ -20,11 +20,12 @@ from processors.embeds import GridLimits, check_embeds
 from processors.hashing import embeds_digest, media_digest, patch_digest
 from processors.image_sizes import ImageSizes
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
-from processors.knobs import Clamp, ImageKnobs
+from processors.knobs import ImageKnobs
 from processors.mrope import MediaSpan, mrope_positions
+from processors.processed import ProcessedImage, ProcessedMedium, ProcessedVideo
 from processors.processor_kwargs import RequestKnobs, parse_processor_kwargs
-from processors.resize import frames_to_patches, planes, resize_frames
-from processors.video import ProcessedVideo, VideoProcessor
+from processors.resize import Allocate, frames_to_patches, planes, resize_frames
+from processors.video import VideoProcessor
 from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
 from processors.video_rules import SHARED_RULES, RuleSettings, VideoRules
 from vlmserve.common.errors import BadRequestError
@@ -54,29 +55,6 @@ class ProcessorLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessedImage:
-    """One picture, ready for the vision tower.
-
-    digest, patch_digests, grid_thw, feature, encoded: as in `MultimodalDataItem`; feature is read-only, for requests
-    may share it.
-    num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
-    clamps: what the server's limits changed of its knobs.
-    """
-
-    digest: bytes
-    patch_digests: tuple[bytes, ...]
-    grid_thw: tuple[int, int, int]
-    feature: np.ndarray
-    num_tokens: int
-    source_size: tuple[int, int]
-    clamps: tuple[Clamp, ...] = ()
-    encoded: bool = False
-
-
-ProcessedMedium: TypeAlias = ProcessedImage | ProcessedVideo
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class VideoBlock:
     """A video's place in a prompt. ids: of the prompt from the medium before up to the video's end.
 
@@ -100,15 +78,22 @@ class MultimodalProcessor(ABC):
     """Pictures, videos and prompts of one checkpoint. Stateless, so any number of threads may use it.
 
     continue_text: the checkpoint's tokenizer, which a family needs that writes the time into a video's tokens.
+    allocate: makes the arrays that patches are written to.
     """
 
     coordinates: ClassVar[Coordinates]
 
     def __init__(
-        self, config: ProcessorConfig, limits: ProcessorLimits, continue_text: ContinueText | None = None
+        self,
+        config: ProcessorConfig,
+        limits: ProcessorLimits,
+        continue_text: ContinueText | None = None,
+        *,
+        allocate: Allocate = np.empty,
     ) -> None:
         self.config = config
         self.limits = limits
+        self._allocate = allocate
         self._continue_text = continue_text
         self.sizes = ImageSizes(
             factor=config.patches.factor,
@@ -118,7 +103,7 @@ class MultimodalProcessor(ABC):
             low_detail_tokens=limits.low_detail_tokens,
         )
         self._rules = self._make_rules()
-        self._video = VideoProcessor(self._rules, config.video_patches, limits.video)
+        self._video = VideoProcessor(self._rules, config.video_patches, limits.video, allocate)
 
     @staticmethod
     @abstractmethod
@@ -153,7 +138,9 @@ class MultimodalProcessor(ABC):
         height, width, clamps = self.sizes.fit(rgb.height, rgb.width, knobs or ImageKnobs())
         patches = self.config.patches
         pixels = planes(resize_frames(np.array(rgb)[None], height, width, patches.resample))
-        feature, grid = frames_to_patches(pixels.transpose(0, 2, 3, 1), patches)
+        count = height * width // patches.patch_size**2
+        out = self._allocate((count, patches.patch_elements), np.float32)
+        feature, grid = frames_to_patches(pixels.transpose(0, 2, 3, 1), patches, out)
         feature.flags.writeable = False
         digests = (patch_digest(grid[1:], pixels, patches),)
         return ProcessedImage(

@@ -28,9 +28,9 @@ class Clamp:
     """
 
     knob: str
-    asked: float
-    used: float
-    limit: float
+    asked: int | float  # a message to another process keeps which of them it is
+    used: int | float
+    limit: int | float
     setting: str
 
     def __str__(self) -> str:

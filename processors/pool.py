@@ -15,21 +15,24 @@ import asyncio
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from PIL import Image
 
 from processors.base import ImageKnobs, MultimodalProcessor, ProcessedImage, ProcessedMedium
 from processors.cache import CacheStats, ProcessorCache
-from processors.decoding import decode_image
 from processors.embeds import parse_embeds
+from processors.fatal_media import FatalMedia
 from processors.fetching import MediaFetcher, is_remote
-from processors.frame_lists import FetchedFrame, Frame, FrameLists
+from processors.frame_lists import Frame, FrameLists
 from processors.in_flight import InFlight
 from processors.inputs import Modality
+from processors.knobs import check_image_knobs
+from processors.making import DirectMaker, FatalMediumError, MediaMaker, closing_error
 from processors.media_file import MediaFile
 from processors.video import ProcessedVideo
 from processors.video_options import VideoKnobs, check_knobs
@@ -87,10 +90,22 @@ class PoolSettings:
 
 
 class ProcessorPool:
-    """Loads pictures and videos for `processor`. Thread-safe. Close it when done: it closes the fetcher, too."""
+    """Loads pictures and videos for `processor`. Thread-safe. Close it when done: it closes fetcher and maker, too.
 
-    def __init__(self, processor: MultimodalProcessor, fetcher: MediaFetcher, settings: PoolSettings) -> None:
+    maker: makes patches of files; by default the pool's threads do. What comes as Pillow pictures stays with them.
+    """
+
+    def __init__(
+        self,
+        processor: MultimodalProcessor,
+        fetcher: MediaFetcher,
+        settings: PoolSettings,
+        maker: MediaMaker | None = None,
+    ) -> None:
         self._processor = processor
+        self._direct = DirectMaker(processor)
+        self._maker = maker or self._direct
+        self._fatal = FatalMedia()
         self._fetcher = fetcher
         self._frame_lists = FrameLists(
             fetcher, max_frames=processor.limits.video.max_frames, at_a_time=settings.max_frame_downloads
@@ -149,6 +164,7 @@ class ProcessorPool:
         self._fetcher.close()
         for executor in (self._downloads, self._workers):
             executor.shutdown(wait=False, cancel_futures=True)
+        self._maker.close()
         for executor in (self._downloads, self._workers):
             executor.shutdown(wait=True)
 
@@ -179,7 +195,9 @@ class ProcessorPool:
             if isinstance(request, VideoRequest):
                 # Before anything is fetched. What needs the clip is checked with it.
                 check_knobs(request.knobs or VideoKnobs())
-            elif isinstance(request, EmbedsRequest):
+            elif isinstance(request, ImageRequest):
+                check_image_knobs(request.knobs or ImageKnobs())
+            else:
                 self._processor.check_embeds_allowed()
             if any(map(_is_remote, source if isinstance(source, tuple) else (source,))):
                 return self._downloads.submit(self._download, request)
@@ -188,7 +206,7 @@ class ProcessorPool:
             error.param = error.param or request.param
             raise
         except RuntimeError:  # an executor after its shutdown
-            raise _closing() from None
+            raise closing_error() from None
 
     def _download(self, request: MediaRequest) -> ProcessedMedium:
         source = request.source
@@ -201,11 +219,11 @@ class ProcessorPool:
         try:
             future = self._workers.submit(self._process, request)
         except RuntimeError:
-            raise _closing() from None
+            raise closing_error() from None
         try:
             return future.result()
         except CancelledError:
-            raise _closing() from None
+            raise closing_error() from None
 
     def _fetch(self, source: str | MediaFile, param: str | None, modality: Modality) -> bytes:
         if isinstance(source, str):
@@ -233,10 +251,7 @@ class ProcessorPool:
             raise
 
     def _process_file(self, data: bytes, knobs: ImageKnobs) -> ProcessedImage:
-        def make() -> ProcessedImage:
-            return self._processor.process_image(decode_image(data, self._processor.limits.decode), knobs)
-
-        found = self._once(self._cache.key([data], knobs), make)
+        found = self._once(self._cache.key([data], knobs), partial(self._maker.picture, data, knobs))
         assert isinstance(found, ProcessedImage)
         return found
 
@@ -246,7 +261,12 @@ class ProcessorPool:
         def find_or_make() -> ProcessedMedium:
             found = self._cache.get(key)
             if found is None:
-                found = make()
+                self._fatal.check(key)
+                try:
+                    found = make()
+                except FatalMediumError as error:
+                    self._fatal.add(key, error)
+                    raise
                 self._cache.put(key, found)
             return found
 
@@ -265,38 +285,18 @@ class ProcessorPool:
             source = tuple(f"data:image/jpeg;base64,{part}" for part in match.string[match.end() :].split(","))
         elif isinstance(source, str | MediaFile):
             source = self._fetch(source, request.param, Modality.VIDEO)
-        if isinstance(source, tuple):
-            source = self._frame_lists.fetch(source, request.param)
-            files = [frame for frame in source if isinstance(frame, bytes)]
-            cacheable = len(files) == len(source)
+        if isinstance(source, bytes):
+            files, make = [source], partial(self._maker.clip, source, knobs)
         else:
-            files, cacheable = [source], True
-
-        def make() -> ProcessedVideo:
-            if isinstance(source, bytes):
-                return self._processor.process_video(source, knobs)
-            return self._processor.process_frames(self._frames(source), len(source), knobs)
-
-        if not cacheable:
-            return make()
+            fetched = self._frame_lists.fetch(source, request.param)
+            files = [frame for frame in fetched if isinstance(frame, bytes)]
+            if len(files) < len(fetched):
+                return self._direct.frames(fetched, knobs)
+            make = partial(self._maker.frames, files, knobs)
         found = self._once(self._cache.key(files, (type(source).__name__, knobs)), make)
         assert isinstance(found, ProcessedVideo)
         return found
 
-    def _frames(self, frames: tuple[FetchedFrame, ...]) -> Iterator[Image.Image]:
-        """Decoded one at a time: memory never holds them all at full size."""
-        limits = self._processor.limits.decode
-        for place, frame in enumerate(frames):
-            try:
-                yield decode_image(frame, limits) if isinstance(frame, bytes) else frame
-            except BadRequestError as error:
-                what = f"frame {place} of the video: {error.message}"
-                raise BadRequestError(what, code=error.code, status=error.status) from error
-
 
 def _is_remote(source: object) -> bool:
     return isinstance(source, MediaFile) or (isinstance(source, str) and is_remote(source))
-
-
-def _closing() -> BadRequestError:
-    return BadRequestError("the server is shutting down", code="shutting_down", status=503)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from processors.base import ContinueText, MultimodalProcessor, ProcessorLimits
 from processors.config import ProcessorConfig
 from processors.inputs import Modality, MultimodalDataItem
+from processors.resize import Allocate
 from processors.video_rules import qwen2_rules
 from vlmserve.common.errors import CheckpointError
 
@@ -16,9 +19,14 @@ class Qwen2_5VLProcessor(MultimodalProcessor):
     coordinates = "absolute"
 
     def __init__(
-        self, config: ProcessorConfig, limits: ProcessorLimits, continue_text: ContinueText | None = None
+        self,
+        config: ProcessorConfig,
+        limits: ProcessorLimits,
+        continue_text: ContinueText | None = None,
+        *,
+        allocate: Allocate = np.empty,
     ) -> None:
-        super().__init__(config, limits, continue_text)
+        super().__init__(config, limits, continue_text, allocate=allocate)
         if config.tokens_per_second is None:
             raise CheckpointError("config.json: vision_config lacks tokens_per_second, which Qwen2.5-VL needs")
         self._tokens_per_second = config.tokens_per_second

@@ -7,7 +7,9 @@ resizing of 8-bit pictures is `torch.nn.functional.interpolate`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +17,9 @@ import torch
 from vlmserve.common.errors import BadRequestError
 
 MAX_ASPECT_RATIO = 200
+
+Allocate: TypeAlias = Callable[[tuple[int, ...], Any], np.ndarray]
+"""As `np.empty`: makes the arrays that patches are written to."""
 
 RESAMPLING = {2: "bilinear", 3: "bicubic"}
 """Pillow's resampling numbers, as preprocessor_config.json has them, to `interpolate` modes."""
@@ -40,6 +45,11 @@ class PatchConfig:
     def factor(self) -> int:
         """Both sides of a resized picture are multiples of this, in pixels."""
         return self.patch_size * self.merge_size
+
+    @property
+    def patch_elements(self) -> int:
+        """Values in a patch, of 3 channels."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
     def identity(self) -> str:

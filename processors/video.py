@@ -19,8 +19,9 @@ from processors.ahead import ahead
 from processors.frame_choice import FrameChoice
 from processors.hashing import media_digest, patch_digest
 from processors.inputs import Modality
-from processors.knobs import Clamp, named
-from processors.resize import PatchConfig, frames_to_patches, planes, resize_frames
+from processors.knobs import named
+from processors.processed import ProcessedVideo
+from processors.resize import Allocate, PatchConfig, frames_to_patches, planes, resize_frames
 from processors.video_options import VideoKnobs, VideoLimits, check_knobs
 from processors.video_rules import VideoRules
 from vlmserve.common.errors import BadRequestError
@@ -29,35 +30,6 @@ _CODE = "invalid_value"
 # qwen_vl_utils' rate of frames that come as a list, where nothing is said
 _LIST_FPS = 2.0
 _OF_FILES = ("num_frames", "min_frames", "max_frames", "do_sample_frames", "video_start", "video_end")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessedVideo:
-    """One clip, ready for the vision tower.
-
-    digest, patch_digests, grid_thw, feature, second_per_grid_t: as in `MultimodalDataItem`; feature is read-only.
-    num_tokens: pad tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices,
-    frame_times: the frames used, by number and in seconds. patch_times: the mean time of each temporal patch.
-    source_fps, source_frames: frames a second and in all, as it came. sampling: the rule that chose frames; sample_fps:
-    how many of them a second. clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
-    """
-
-    digest: bytes
-    patch_digests: tuple[bytes, ...]
-    grid_thw: tuple[int, int, int]
-    feature: np.ndarray
-    num_tokens: int
-    source_size: tuple[int, int]
-    frame_indices: tuple[int, ...]
-    frame_times: tuple[float, ...]
-    patch_times: tuple[float, ...]
-    second_per_grid_t: float
-    source_fps: float
-    source_frames: int
-    sampling: str
-    sample_fps: float
-    clamps: tuple[Clamp, ...] = ()
-    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +44,11 @@ class _Source:
 class VideoProcessor:
     """Clips of one checkpoint. Stateless, so any number of threads may use it."""
 
-    def __init__(self, rules: VideoRules, patches: PatchConfig, limits: VideoLimits) -> None:
+    def __init__(
+        self, rules: VideoRules, patches: PatchConfig, limits: VideoLimits, allocate: Allocate = np.empty
+    ) -> None:
         self.limits = limits
+        self._allocate = allocate
         self._rules = rules
         self._patches = patches
 
@@ -155,7 +130,7 @@ class VideoProcessor:
         config = self._patches
         depth, patch = config.temporal_patch_size, config.patch_size
         grid = (t, height // patch, width // patch)
-        feature = np.empty((t, grid[1] * grid[2], 3 * depth * patch**2), np.float32)
+        feature = self._allocate((t, grid[1] * grid[2], config.patch_elements), np.float32)
         group = np.empty((depth, 3, height, width), np.uint8)
         digests: list[bytes] = []
         resized = self._resized(frames, height, width)

@@ -87,7 +87,7 @@ class VideoKnobs:
     at. defaults: what the request says about all its videos.
     """
 
-    fps: float | None = None
+    fps: int | float | None = None
     num_frames: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None
@@ -96,8 +96,8 @@ class VideoKnobs:
     total_pixels: int | None = None
     resized_height: int | None = None
     resized_width: int | None = None
-    video_start: float | None = None
-    video_end: float | None = None
+    video_start: int | float | None = None
+    video_end: int | float | None = None
     do_sample_frames: bool | None = None
     defaults: VideoDefaults | None = None
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 import numpy as np
 
+from vlmserve.common import message_channel as common
 from vlmserve.common.shm import SharedArrays
-from vlmserve.common.wire import Frame, WireCodec
+from vlmserve.common.wire import Frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,32 +81,9 @@ class RowsTaken:
 Message: TypeAlias = EncodeWork | EncodeDone | RowsOffer | RowsAnswer | RowsTaken
 
 
-class MessageChannel:
-    """One end of a two-way channel over a pipe: a message is a pipe message with the number of its frames, and them.
-
-    Large arrays go through shared memory. One thread may encode and send while another receives.
-    """
+class MessageChannel(common.MessageChannel):
+    """See `vlmserve.common.message_channel`."""
 
     def __init__(self, send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays) -> None:
-        self._send = send
-        self._receive = receive
-        self._encoder, self._decoder = (WireCodec(get_args(Message), shared) for _ in range(2))
-
-    def encode(self, message: Message) -> list[Frame]:
-        """A message's frames, to be sent or discarded. WireError for arrays that cannot travel."""
-        return self._encoder.encode(message)
-
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Send an encoded message; blocks while the pipe is full. Raises what the pipe raises."""
-        self._send(len(frames).to_bytes(4, "little"))
-        for frame in frames:
-            self._send(frame)
-
-    def discard(self, frames: Sequence[Frame]) -> None:
-        """Free the shared memory of an encoded message (its first two frames will do) that was not received."""
-        self._encoder.discard(frames)
-
-    def receive(self) -> Any:
-        """The next message; blocks. Raises what the pipe raises, and WireError."""
-        count = int.from_bytes(self._receive(), "little")
-        return self._decoder.decode([self._receive() for _ in range(count)])
+        types = get_args(Message)
+        super().__init__(send, receive, send_types=types, receive_types=types, shared=shared)

@@ -62,6 +62,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("video_fps", "above 0, or left out")
     if not args.embedding_cache_gib > 0:
         refuse("embedding_cache_gib", "above 0")
+    if args.media_processes < 0:
+        refuse("media_processes", "0 (threads do the work) or more")
     if args.encoder_dp_size < 0:
         refuse("encoder_dp_size", "0 (none beside the engine) or more")
     devices = args.encoder_devices.split(",") if args.encoder_devices is not None else []

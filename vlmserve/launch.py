@@ -63,13 +63,17 @@ class Frontend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendInputs:
-    """What a frontend is made from. settings.engine.model is a folder; model_name is what clients call it."""
+    """What a frontend is made from. settings.engine.model is a folder; model_name is what clients call it.
+
+    shared_dir: the private directory for large arrays that `send` and `prepare` use.
+    """
 
     settings: ServerSettings
     info: ReadyInfo
     model_name: str
     send: Callable[[SchedulerInput], None]
     prepare: Callable[[SchedulerInput], Prepared]
+    shared_dir: Path
 
 
 MakeFrontend: TypeAlias = Callable[[FrontendInputs], Frontend]
@@ -171,6 +175,7 @@ class _Serving:
                     model_name=self._model_name,
                     send=sender.send,
                     prepare=sender.prepare,
+                    shared_dir=shared.directory,
                 )
             )
             stack.push_async_callback(frontend.close)
@@ -280,6 +285,7 @@ def _http_frontend() -> MakeFrontend:
         model_name=inputs.model_name,
         send=inputs.send,
         prepare=inputs.prepare,
+        shared_dir=inputs.shared_dir,
     )
 
 

@@ -83,12 +83,13 @@ class LLM:
         check_engine_args(args)
         self.args = args = replace(args, model=str(resolve_model(model)))
         self._runner, self.info = build_runner(args)
-        # for arrays that go to and from encoder processes, where there are any
-        self._shared = PrivateDirectory(shared_memory_base()) if args.num_encoders else None
+        # for arrays that go to and from encoder and media processes, where there are any
+        processes = args.num_encoders + args.media_processes
+        self._shared = PrivateDirectory(shared_memory_base()) if processes else None
         shared_dir = None if self._shared is None else self._shared.path
         self._scheduler = build_scheduler(args, self._runner, self.info, self._take, shared_dir=shared_dir)
         limits = StageLimits(fetch=fetch or FetchSettings())
-        stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len)
+        stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, shared_dir=shared_dir)
         self._media, self.builder = stage.media, stage.builder
         self._detokenizer = DetokenizerManager(stage.tokenizer)
         self._pending: dict[str, _Pending] = {}

@@ -113,6 +113,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "low_detail_tokens",
         "max_queued_media",
         "max_mm_workers",
+        "media_processes",
         "enable_mm_embeds",
         "processor_cache_mib",
     ),

@@ -106,6 +106,11 @@ class ChildProcess:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
+    def kill(self) -> None:
+        """End the child by force, from any thread; it is still to be stopped."""
+        with contextlib.suppress(ValueError):  # it was
+            self._process.kill()
+
     def stop(self) -> None:
         """End the child now, in order if it can, by force if not, and let go of it. No other thread may use it."""
         self.pipe.close()

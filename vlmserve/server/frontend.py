@@ -52,14 +52,16 @@ def make_frontend(
     model_name: str,
     send: Callable[[SchedulerInput], None],
     prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
+    shared_dir: Path | None = None,
 ) -> ApiFrontend:
     """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
+    shared_dir: where large arrays go, which media processes need.
 
     Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
     of uploaded files that another server uses.
     """
     engine = settings.engine
-    stage = make_tokenizer_stage(engine, stage_limits(settings), max_model_len=max_model_len)
+    stage = make_tokenizer_stage(engine, stage_limits(settings), max_model_len=max_model_len, shared_dir=shared_dir)
     manager = TokenizerManager(
         builder=stage.builder,
         media=stage.media,

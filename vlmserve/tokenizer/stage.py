@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processors.base import ContinueText, ProcessorLimits
+from processors.base import ContinueText, MultimodalProcessor, ProcessorLimits
 from processors.decoding import DecodeLimits
 from processors.fetching import FetchSettings, MediaFetcher
+from processors.making import MediaMaker
 from processors.pool import PoolSettings, ProcessorPool
 from processors.registry import make_processor
 from processors.video_options import VideoLimits, VideoOptions
@@ -19,6 +21,8 @@ from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.request_builder import RequestBuilder, RequestLimits
 from vlmserve.tokenizer.sampling import load_sampling_defaults
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer, read_json
+
+_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +50,20 @@ class TokenizerStage:
     builder: RequestBuilder
 
 
-def make_tokenizer_stage(args: EngineArgs, limits: StageLimits, *, max_model_len: int) -> TokenizerStage:
+def make_tokenizer_stage(
+    args: EngineArgs, limits: StageLimits, *, max_model_len: int, shared_dir: Path | None = None
+) -> TokenizerStage:
     """args.model: the checkpoint folder; max_model_len: prompt and answer of one request together, in tokens.
 
-    Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor.
+    shared_dir: as of `make_request_media`. Raises CheckpointError for a folder that lacks a tokenizer, a chat template
+    or a processor, EngineError for media processes that cannot be started.
     """
     folder = Path(args.model)
     config = read_json(folder / "config.json")
     tokenizer = load_text_tokenizer(folder)
-    media = make_request_media(args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text)
+    media = make_request_media(
+        args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text, shared_dir=shared_dir
+    )
     # the model's vocabulary may be padded beyond the tokenizer's
     vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids
     builder = RequestBuilder(
@@ -72,20 +81,30 @@ def make_tokenizer_stage(args: EngineArgs, limits: StageLimits, *, max_model_len
 
 
 def make_request_media(
-    args: EngineArgs, limits: StageLimits, *, max_model_len: int, continue_text: ContinueText | None = None
+    args: EngineArgs,
+    limits: StageLimits,
+    *,
+    max_model_len: int,
+    continue_text: ContinueText | None = None,
+    shared_dir: Path | None = None,
 ) -> RequestMedia:
     """The part of the stage that loads media. continue_text: the tokenizer's, which only expanding prompts needs.
 
-    Raises CheckpointError for a folder that lacks a processor.
+    shared_dir: a private directory for large arrays, which media processes need. Raises CheckpointError for a folder
+    that lacks a processor, EngineError for media processes that cannot be started.
     """
     folder = Path(args.model)
     processor = make_processor(
         folder, read_json(folder / "config.json"), _processor_limits(args, limits, max_model_len), continue_text
     )
     pool = PoolSettings(
-        max_workers=args.max_mm_workers, max_queued=args.max_queued_media, cache_mib=args.processor_cache_mib
+        # a thread waits for each process
+        max_workers=args.max_mm_workers + args.media_processes,
+        max_queued=args.max_queued_media,
+        cache_mib=args.processor_cache_mib,
     )
-    return RequestMedia(processor, ProcessorPool(processor, MediaFetcher(limits.fetch), pool))
+    maker = _start_processes(args, limits, processor, shared_dir) if args.media_processes else None
+    return RequestMedia(processor, ProcessorPool(processor, MediaFetcher(limits.fetch), pool, maker))
 
 
 def stage_limits(settings: ServerSettings) -> StageLimits:
@@ -105,6 +124,30 @@ def stage_limits(settings: ServerSettings) -> StageLimits:
         max_video_decode_s=settings.max_video_decode_s,
         max_video_frame_pixels=settings.max_video_frame_pixels,
     )
+
+
+def _start_processes(
+    args: EngineArgs, limits: StageLimits, processor: MultimodalProcessor, shared_dir: Path | None
+) -> MediaMaker:
+    assert shared_dir is not None, "media processes need a directory for arrays"
+    # Only who has such processes needs what they talk with.
+    module = importlib.import_module("processors.process_maker")
+    processes = module.ProcessMaker(
+        processor,
+        module.ProcessSettings(
+            count=args.media_processes,
+            shared_dir=shared_dir,
+            # a clip that takes too long to decode is refused by the worker itself
+            max_work_s=limits.max_video_decode_s + _GRACE_S,
+        ),
+    )
+    try:
+        processes.wait_ready()
+    except BaseException:
+        processes.close()
+        raise
+    maker: MediaMaker = processes
+    return maker
 
 
 def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int) -> ProcessorLimits:

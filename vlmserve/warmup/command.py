@@ -97,7 +97,8 @@ def _parser() -> CommandParser:
         "--concurrency",
         type=int,
         metavar="N",
-        help="media, or requests of a .jsonl file, in work at a time; default: 4 with --url, else --max-mm-workers + 1",
+        help="media, or requests of a .jsonl file, in work at a time; "
+        "default: 4 with --url, else workers for media plus one",
     )
     parser.add_argument("--pin", action="store_true", help="never evict what is encoded or found")
     parser.add_argument(
@@ -132,7 +133,7 @@ def _read(argv: Sequence[str]) -> _Command:
         raise SettingsError("with --url, the server's own model and --embedding-cache-dir are used: name none here")
     concurrency = args["concurrency"]
     if concurrency is None:
-        concurrency = 4 if url is not None else engine.max_mm_workers + 1
+        concurrency = 4 if url is not None else engine.max_mm_workers + engine.media_processes + 1
     if concurrency < 1:
         raise SettingsError(f"--concurrency is {concurrency}; it must be 1 or more")
     return _Command(

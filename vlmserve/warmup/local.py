@@ -45,9 +45,11 @@ class LocalTarget:
         self._counts = limits.counts
         with ExitStack() as stack:
             max_len = args.max_model_len or load_config(folder).max_position_embeddings
-            self._media = make_request_media(args, limits, max_model_len=max_len)
+            processes = args.num_encoders + args.media_processes
+            shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
+            shared_dir = None if shared is None else shared.path
+            self._media = make_request_media(args, limits, max_model_len=max_len, shared_dir=shared_dir)
             stack.callback(self._media.close)
-            shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if args.num_encoders else None
             dtype = dtype_setting(args.dtype)
             if args.num_encoders:
                 tower = outline_tower(folder, dtype=dtype)
@@ -58,7 +60,7 @@ class LocalTarget:
                 tower,
                 dtype=next(tower.parameters()).dtype,
                 device=device,
-                shared_dir=None if shared is None else shared.path,
+                shared_dir=shared_dir,
             )
             self._encoder = EncoderThread(
                 self._pool, max_patches=resolve_warmup_patches(args, device), num_threads=num_threads

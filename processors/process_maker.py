@@ -1,0 +1,311 @@
+"""Media in worker processes: a file that crashes a decoder, or never lets go of it, harms its own request only.
+
+Whoever has a medium borrows a worker, hands it the bytes and waits; patches come back in shared memory. One thread for
+each worker starts it, sees its end, and starts another one. An end is handled in this order: whoever borrowed the
+worker gives it back, it is reaped, its blocks of shared memory are freed, and the next one is started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from processors.base import MultimodalProcessor, ProcessedImage
+from processors.knobs import ImageKnobs
+from processors.making import FatalMediumError, closing_error
+from processors.video import ProcessedVideo
+from processors.video_options import VideoKnobs
+from processors.worker_messages import (
+    ANSWER_MESSAGES,
+    WORK_MESSAGES,
+    ClipWork,
+    FramesWork,
+    MediaWork,
+    PictureWork,
+    WorkBegun,
+    WorkFailed,
+    WorkRefused,
+)
+from processors.worker_start import MediaWorkerSettings, start_worker
+from vlmserve.common.child import ChildProcess, Parent, stop_signals_held
+from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.common.message_channel import MessageChannel
+from vlmserve.common.shm import SharedArrays
+from vlmserve.common.wake_up import WakeUp
+from vlmserve.common.wire import WireError
+
+logger = logging.getLogger(__name__)
+
+WorkerMain: TypeAlias = Callable[[Parent, MediaWorkerSettings], None]
+"""A worker's work; see `processors.worker_start`."""
+
+_Processed = TypeVar("_Processed", ProcessedImage, ProcessedVideo)
+_MAX_TRIES = 3
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSettings:
+    """count: worker processes. shared_dir: an existing private directory for `SharedArrays`, on tmpfs.
+
+    max_work_s: seconds that one medium may take, then its worker is killed; max_work_setting: what to say moves that.
+    startup_timeout_s: for a worker's start. first_pause_s: between a start that failed and the next one; it doubles.
+    """
+
+    count: int
+    shared_dir: Path
+    max_work_s: float = 330.0
+    max_work_setting: str = "--max-video-decode-s"
+    startup_timeout_s: float = 120.0
+    first_pause_s: float = 1.0
+    log_level: str = "info"
+
+
+class ProcessMaker:
+    """See `MediaMaker`. Its workers start when it is made; one that dies is replaced. The medium that it had in work
+    fails with a `FatalMediumError`, others wait. Close it when done.
+
+    main: what a worker runs.
+    """
+
+    def __init__(
+        self, processor: MultimodalProcessor, settings: ProcessSettings, main: WorkerMain = start_worker
+    ) -> None:
+        self._settings = settings
+        self._main = main
+        plain = pickle.dumps((type(processor), processor.config, processor.limits))
+        self._worker_settings = MediaWorkerSettings(processor=plain, shared_dir=settings.shared_dir)
+        self._shared = SharedArrays(settings.shared_dir, mapped=True)
+        self._changed = threading.Condition()
+        self._idle: list[_Worker] = []
+        self._started: set[int] = set()  # numbers of workers that have been ready once
+        self._troubles: dict[int, str] = {}  # why the last start failed, by number
+        self._closing = False
+        self._wake_up = WakeUp()
+        atexit.register(self.close)  # or multiprocessing would wait for the workers for ever
+        self._threads = [
+            threading.Thread(target=self._keep, args=(number,), name=f"media-keeper-{number}", daemon=True)
+            for number in range(settings.count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self) -> None:
+        """Block until all workers are ready for the first time. EngineError if one cannot start; still to be closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or self._troubles or len(self._started) == self._settings.count
+            )
+            for trouble in self._troubles.values():
+                raise EngineError(trouble)
+
+    def picture(self, data: bytes, knobs: ImageKnobs) -> ProcessedImage:
+        """See `MediaMaker`."""
+        return self._make(PictureWork(data=_array(data), knobs=knobs), "picture", ProcessedImage)
+
+    def clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
+        """See `MediaMaker`."""
+        return self._make(ClipWork(data=_array(data), knobs=knobs), "video", ProcessedVideo)
+
+    def frames(self, files: Sequence[bytes], knobs: VideoKnobs) -> ProcessedVideo:
+        """See `MediaMaker`."""
+        work = FramesWork(data=_array(b"".join(files)), sizes=tuple(map(len, files)), knobs=knobs)
+        return self._make(work, "video", ProcessedVideo)
+
+    def close(self) -> None:
+        """End the workers, whatever they do, by force after 2 s. Work under way fails with status 503."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._wake_up.call()
+        for thread in self._threads:
+            thread.join()
+        self._wake_up.close()
+        atexit.unregister(self.close)
+
+    def _make(self, work: MediaWork, what: str, kind: type[_Processed]) -> _Processed:
+        for _ in range(_MAX_TRIES):
+            worker = self._borrow()
+            try:
+                made = worker.make(work, what, self._settings)
+            except _NotBegunError as error:  # it died of something else, such as a signal while it was idle
+                reason = str(error)
+            except BadRequestError:
+                if self._closing:
+                    raise closing_error() from None
+                raise
+            else:
+                if not isinstance(made, kind):
+                    raise EngineError(f"{worker.child.title} made a {type(made).__name__} of a {what}")
+                made.feature.flags.writeable = False
+                return made
+            finally:
+                self._give_back(worker)
+        raise EngineError(f"no media worker takes the {what}: {reason}")
+
+    def _borrow(self) -> _Worker:
+        """A worker that waits for work; blocks until there is one."""
+
+        def settled() -> bool:
+            return bool(self._closing or self._idle or len(self._troubles) == self._settings.count)
+
+        with self._changed:
+            self._changed.wait_for(settled)
+            if self._closing:
+                raise closing_error()
+            if not self._idle:
+                raise EngineError(next(iter(self._troubles.values())))
+            worker = self._idle.pop()
+            worker.borrowed = True
+            return worker
+
+    def _give_back(self, worker: _Worker) -> None:
+        with self._changed:
+            worker.borrowed = False
+            if not worker.broken:
+                self._idle.append(worker)
+            self._changed.notify_all()
+
+    def _keep(self, number: int) -> None:
+        """One worker after the other."""
+        pause_s = self._settings.first_pause_s
+        while not self._closing:
+            try:
+                self._live(number)
+                pause_s = self._settings.first_pause_s
+            except Exception as error:
+                expected = isinstance(error, EngineError)
+                trouble = str(error) if expected else f"media worker {number} cannot be started: {error!r}"
+                with self._changed:
+                    if self._closing:
+                        return
+                    self._troubles[number] = trouble
+                    self._changed.notify_all()
+                    logger.error("%s: the next try in %g s", trouble, pause_s, exc_info=not expected)
+                    self._changed.wait_for(lambda: self._closing, pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _live(self, number: int) -> None:
+        """One life of a worker, of which nothing is left. EngineError if it does not get ready."""
+        with stop_signals_held():
+            child = ChildProcess(
+                f"media-{number}",
+                self._main,
+                (self._worker_settings,),
+                title=f"media worker {number}",
+                log_level=self._settings.log_level,
+            )
+        worker = _Worker(child, self._shared)
+        try:
+            self._await_start(child)
+            with self._changed:
+                self._troubles.pop(number, None)
+                self._started.add(number)
+                self._idle.append(worker)
+                self._changed.notify_all()
+            wait([child.sentinel, self._wake_up.fd])
+            child.hang_up()
+            with self._changed:
+                worker.broken = True
+                if worker in self._idle:
+                    self._idle.remove(worker)
+                self._changed.wait_for(lambda: not worker.borrowed)
+            if not self._closing:
+                logger.warning("%s: another one is started", child.how_it_died())
+        finally:
+            child.stop()
+            self._shared.discard_of(child.pid)
+
+    def _await_start(self, child: ChildProcess) -> None:
+        patience_s = self._settings.startup_timeout_s
+        ready = wait([child.pipe, self._wake_up.fd], patience_s)
+        if child.pipe not in ready:
+            raise EngineError(f"{child.title} is not ready after {patience_s:g} s")
+        child.take_report()
+
+
+class _NotBegunError(Exception):
+    """A worker died before it looked at its work."""
+
+
+class _Worker:
+    """A process that is ready. One thread at a time may use it."""
+
+    def __init__(self, child: ChildProcess, shared: SharedArrays) -> None:
+        self.child = child
+        self.borrowed = False
+        self.broken = False
+        self._channel = MessageChannel(
+            child.pipe.send_bytes,
+            child.pipe.recv_bytes,
+            send_types=WORK_MESSAGES,
+            receive_types=ANSWER_MESSAGES,
+            shared=shared,
+        )
+
+    def make(self, work: MediaWork, what: str, settings: ProcessSettings) -> object:
+        """What becomes of a medium. `what` errors call it."""
+        frames = self._channel.encode(work)
+        begun = False
+        deadline = time.monotonic() + settings.max_work_s
+        try:
+            self._channel.send(frames)
+            while True:
+                if not self.child.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    self._kill()
+                    raise _too_slow(what, settings)
+                answer = self._channel.receive()
+                if not isinstance(answer, WorkBegun):
+                    break
+                begun = True
+        except (EOFError, OSError):
+            self._kill()
+            reason = self.child.how_it_died()
+            if not begun:
+                raise _NotBegunError(reason) from None
+            raise _crashed(what, reason) from None
+        except WireError as error:
+            self._kill()
+            raise EngineError(f"{self.child.title} sent what cannot be used: {error}") from error
+        finally:
+            self._channel.discard(frames[:2])
+        if isinstance(answer, WorkRefused):
+            raise BadRequestError(answer.message, code=answer.code, status=answer.status)
+        if isinstance(answer, WorkFailed):
+            raise EngineError(answer.message)
+        return answer
+
+    def _kill(self) -> None:
+        self.broken = True
+        self.child.kill()
+
+
+def _array(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+def _crashed(what: str, reason: str) -> FatalMediumError:
+    return FatalMediumError(
+        f"the {what} ended the process that decoded it ({reason}): it is broken, or takes more memory than there is",
+        code="media_crash",
+    )
+
+
+def _too_slow(what: str, settings: ProcessSettings) -> FatalMediumError:
+    return FatalMediumError(
+        f"the {what} took longer than {settings.max_work_s:g} s (setting {settings.max_work_setting}): its process was "
+        "ended",
+        code="media_too_costly",
+    )

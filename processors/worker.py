@@ -1,0 +1,79 @@
+"""A media worker: a process that makes patches of one medium after the other, right where its parent will see them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from processors.base import MultimodalProcessor, ProcessedMedium
+from processors.making import DirectMaker, MediaMaker
+from processors.worker_messages import (
+    ANSWER_MESSAGES,
+    WORK_MESSAGES,
+    ClipWork,
+    MediaWork,
+    PictureWork,
+    WorkBegun,
+    WorkFailed,
+    WorkRefused,
+)
+from processors.worker_start import MediaWorkerSettings
+from vlmserve.common.child import Parent
+from vlmserve.common.errors import BadRequestError
+from vlmserve.common.message_channel import MessageChannel
+from vlmserve.common.shm import SPARE_BYTES, SharedArrays
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(
+    parent: Parent,
+    settings: MediaWorkerSettings,
+    make_maker: Callable[[MultimodalProcessor], MediaMaker] = DirectMaker,
+) -> None:
+    """Say that it is ready, and process what comes; the process ends with its parent (see `vlmserve.common.child`)."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(OSError):  # when memory is short, this process goes first
+        Path("/proc/self/oom_score_adj").write_text("500")
+    shared = SharedArrays(settings.shared_dir, spare_bytes=SPARE_BYTES)
+    processor_class, config, limits = pickle.loads(settings.processor)
+    maker = make_maker(processor_class(config, limits, allocate=shared.empty))
+    channel = MessageChannel(
+        parent.send, parent.receive, send_types=ANSWER_MESSAGES, receive_types=WORK_MESSAGES, shared=shared
+    )
+    parent.ready({})
+    while True:
+        _answer_next(maker, channel)
+
+
+def _answer_next(maker: MediaMaker, channel: MessageChannel) -> None:
+    work = channel.receive()
+    channel.send(channel.encode(WorkBegun()))
+    channel.send(channel.encode(_answer(maker, work)))
+
+
+def _answer(maker: MediaMaker, work: MediaWork) -> ProcessedMedium | WorkRefused | WorkFailed:
+    try:
+        return _make(maker, work)
+    except BadRequestError as error:
+        return WorkRefused(message=error.message, code=error.code, status=error.status)
+    except Exception as error:
+        logger.exception("a medium could not be processed")
+        return WorkFailed(message=f"{type(error).__name__}: {error}")
+
+
+def _make(maker: MediaMaker, work: MediaWork) -> ProcessedMedium:
+    data = work.data.tobytes()
+    if isinstance(work, PictureWork):
+        return maker.picture(data, work.knobs)
+    if isinstance(work, ClipWork):
+        return maker.clip(data, work.knobs)
+    ends = np.cumsum((0, *work.sizes)).tolist()
+    return maker.frames([data[start:end] for start, end in pairwise(ends)], work.knobs)

@@ -1,0 +1,301 @@
+"""Media in worker processes that live and die: the same results as in threads, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from processors.base import ImageKnobs
+from processors.fetching import FetchSettings, MediaFetcher
+from processors.making import FatalMediumError
+from processors.pool import ImageRequest, PoolSettings, ProcessorPool, VideoRequest
+from processors.process_maker import ProcessMaker, ProcessSettings, WorkerMain
+from processors.video_options import VideoKnobs
+from processors.worker_start import start_worker
+from tests.processors.clips import jpeg, make_clip
+from tests.processors.fake_media_worker import CRASH, EARLY, EXIT, FAIL, PAUSE, fake_worker
+from tests.processors.helpers import encoded, picture, tiny_processor
+from tests.vlmserve.server_process import PATIENCE_S, gone
+from vlmserve.common.child import STOP_PATIENCE_S
+from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.common.shm import MAPPED_FROM_BYTES, SharedArrays
+from vlmserve.common.shm_block import block_of
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+
+GOOD = encoded(picture(60, 60))
+
+
+class Fakes:
+    """A pool over worker processes, of the real kind or of that which can be told to die."""
+
+    def __init__(self, main: WorkerMain, *, plan: str = "ok", count: int = 1, **more: object) -> None:
+        self._private = PrivateDirectory(shared_memory_base(), "vlmserve-test")
+        self.folder = folder = self._private.path
+        self.shared_dir = folder / "shared"
+        self.shared_dir.mkdir()
+        (folder / "plan").write_text(plan)
+        self.processor = tiny_processor(folder, "qwen3_vl", max_pixels=10**6)
+        given = {"first_pause_s": 0.01, "max_work_s": PATIENCE_S, **more}
+        self.maker = ProcessMaker(
+            self.processor, ProcessSettings(count=count, shared_dir=self.shared_dir, **given), main
+        )
+        self.pool = self.make_pool(self.maker)
+
+    def make_pool(self, maker: ProcessMaker | None = None, **more: int) -> ProcessorPool:
+        fetcher = MediaFetcher(FetchSettings())
+        return ProcessorPool(self.processor, fetcher, PoolSettings(max_workers=4, **more), maker)
+
+    def notes(self, name: str) -> list[str]:
+        file = self.folder / name
+        return file.read_text().splitlines() if file.exists() else []
+
+    def pids(self) -> list[int]:
+        return [int(line) for line in self.notes("pids")]
+
+    def load(self, data: bytes) -> object:
+        return self.pool.load_sync([ImageRequest(source=data, param="here")])[0]
+
+    def check_works(self) -> None:
+        assert bytes(self.maker.picture(GOOD, ImageKnobs()).feature[0, : len(GOOD)]) == GOOD
+
+    def finish(self) -> None:
+        self.pool.close()
+        assert all(gone(pid) for pid in self.pids())
+        del self.pool  # and its cache
+        gc.collect()
+        left = list(self.shared_dir.iterdir())
+        self._private.close()
+        assert left == []
+
+
+def fds() -> set[str]:
+    return {f"{fd.name} {os.readlink(fd)}" for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
+
+
+@pytest.fixture
+def fakes() -> Iterator[object]:
+    """Makes one; afterwards nothing of it may be left."""
+    made: list[Fakes] = []
+    resource_tracker.ensure_running()
+    before, threads = fds(), set(threading.enumerate())
+
+    def make(**settings: object) -> Fakes:
+        made.append(Fakes(fake_worker, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.finish()
+    assert not [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("media-")]
+    assert fds() == before
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[ProcessorPool, ProcessorPool]]:
+    """(threads, two processes): pools without caches."""
+    one = Fakes(start_worker, count=2)
+    threads, processes = one.make_pool(cache_mib=0), one.make_pool(one.maker, cache_mib=0)
+    yield threads, processes
+    threads.close()
+    processes.close()
+    one.finish()
+
+
+def outcome(pool: ProcessorPool, request: object) -> object:
+    """All that can be said about what becomes of a medium; the bits of patches, too."""
+    try:
+        [made] = pool.load_sync([request])
+    except BadRequestError as error:
+        return type(error), error.message, error.code, error.status, error.param
+    assert not made.feature.flags.writeable
+    facts = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    feature = facts.pop("feature")
+    return type(made), repr(facts), feature.dtype, feature.shape, feature.tobytes()
+
+
+CLIP, FRAMES = make_clip(12), tuple(jpeg(number) for number in range(3))
+CASES = {
+    "picture": ImageRequest(source=GOOD),
+    "large": ImageRequest(source=encoded(picture(900, 700), "JPEG")),
+    "knobs": ImageRequest(source=GOOD, knobs=ImageKnobs(max_pixels=4 * 32 * 32)),
+    "clamped": ImageRequest(source=GOOD, knobs=ImageKnobs(max_pixels=10**9)),
+    "bad-knobs": ImageRequest(source=GOOD, knobs=ImageKnobs(max_pixels="x"), param="p"),
+    "no-picture": ImageRequest(source=b"no picture", param="messages[0].content[1]"),
+    "cut-off": ImageRequest(source=GOOD[:-30], param="p"),
+    "empty": ImageRequest(source=b"", param="p"),
+    "pillow": ImageRequest(source=picture(70, 50)),
+    "ratio": ImageRequest(source=encoded(picture(401, 2)), param="p"),
+    "clip": VideoRequest(source=CLIP),
+    "clip-whole-fps": VideoRequest(source=CLIP, knobs=VideoKnobs(fps=3)),
+    "clip-fps": VideoRequest(source=CLIP, knobs=VideoKnobs(fps=2.5, max_pixels=10**9, video_start=0, video_end=1)),
+    "clip-frames": VideoRequest(source=CLIP, knobs=VideoKnobs(num_frames=6)),
+    "clip-cut-off": VideoRequest(source=CLIP[: len(CLIP) // 2], param="p"),
+    "clip-bad-knobs": VideoRequest(source=CLIP, knobs=VideoKnobs(fps=-1), param="p"),
+    "clip-empty": VideoRequest(source=b"", param="p"),
+    "frames": VideoRequest(source=FRAMES),
+    "frames-fps": VideoRequest(source=FRAMES, knobs=VideoKnobs(fps=4, max_frames=9)),
+    "frames-broken": VideoRequest(source=(FRAMES[0], FRAMES[1][:99], FRAMES[2]), param="p"),
+    "frames-empty": VideoRequest(source=(), param="p"),
+    "frames-of-two-sizes": VideoRequest(source=(FRAMES[0], GOOD), param="p"),
+    "frames-pillow": VideoRequest(source=(FRAMES[0], Image.open(io.BytesIO(FRAMES[1])))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_threads_and_processes_agree_about_everything(both, name):
+    threads, processes = (outcome(pool, CASES[name]) for pool in both)
+    assert processes == threads
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(names=st.lists(st.sampled_from(sorted(CASES)), min_size=1, max_size=8))
+def test_any_mix_at_once_gives_what_threads_give(both, names):
+    async def play(pool: ProcessorPool) -> list[object]:
+        calls = (asyncio.to_thread(outcome, pool, CASES[name]) for name in names)
+        return await asyncio.gather(*calls)
+
+    threads, processes = (asyncio.run(play(pool)) for pool in both)
+    assert processes == threads
+
+
+def test_patches_lie_where_the_worker_wrote_them_and_are_handed_on_as_they_are(both):
+    [made] = both[1].load_sync([CASES["large"]])
+    assert made.feature.nbytes >= MAPPED_FROM_BYTES
+    block = block_of(made.feature)
+    assert block is not None
+    shared = SharedArrays(block.path.parent)
+    name = shared.put(made.feature)
+    assert os.stat(shared.directory / name).st_ino == os.stat(block.path).st_ino
+    shared.discard(name)
+
+
+def test_a_file_that_kills_its_worker_fails_alone_and_once(fakes, caplog):
+    fake = fakes()
+    fake.maker.wait_ready()
+    good, bad = ImageRequest(source=GOOD), ImageRequest(source=CRASH, param="here")
+
+    async def play() -> list[object]:
+        return await asyncio.gather(*(fake.pool.load([one]) for one in (bad, good, bad, bad)), return_exceptions=True)
+
+    first, fine, *others = asyncio.run(play())
+    assert fine[0].digest == GOOD[:9]
+    for error in (first, *others):
+        assert isinstance(error, BadRequestError)
+        assert (error.status, error.code, error.param) == (400, "media_crash", "here")
+        assert "(media worker 0 was killed by SIGSEGV)" in error.message
+    assert fake.notes("tried") == ["CRASH"], "it is not tried again"
+    with pytest.raises(BadRequestError, match="it is not tried again"):
+        fake.load(CRASH)
+    assert len(fake.pids()) == 2
+    assert "media worker 0 was killed by SIGSEGV: another one is started" in caplog.text
+    dead = fake.pids()[0]
+    assert not [path for path in fake.shared_dir.iterdir() if path.name.startswith(f"{dead}-")]
+    with pytest.raises(FatalMediumError, match="ended with status 7"):
+        fake.maker.picture(EXIT, ImageKnobs())
+    fake.check_works()
+
+
+def test_a_worker_that_does_not_come_back_is_killed_while_the_event_loop_goes_on(fakes):
+    fake = fakes(max_work_s=1.0)
+
+    async def play() -> BaseException:
+        loading = asyncio.create_task(fake.pool.load([ImageRequest(source=PAUSE, param="here")]))
+        turns = 0
+        while not loading.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 100
+        return loading.exception()
+
+    error = asyncio.run(play())
+    assert (error.status, error.code, error.param) == (400, "media_too_costly", "here")
+    assert "took longer than 1 s (setting --max-video-decode-s)" in error.message
+    fake.check_works()
+    assert len(fake.pids()) == 2
+
+
+def test_a_worker_killed_while_idle_harms_nobody(fakes):
+    fake = fakes()
+    fake.check_works()
+    os.kill(fake.pids()[0], signal.SIGKILL)
+    fake.check_works()  # whether or not the death is known by now
+    assert len(fake.pids()) == 2
+
+
+def test_what_kills_one_worker_after_the_other_before_they_look_at_it_is_given_up(fakes):
+    fake = fakes()
+    with pytest.raises(EngineError, match="no media worker takes the picture: media worker 0 ended with status 3"):
+        fake.load(EARLY)
+    fake.check_works()
+    assert len(fake.pids()) == 4
+
+
+def test_a_bug_is_not_the_client_s_fault(fakes):
+    fake = fakes()
+    for _ in range(2):  # it may be tried again
+        with pytest.raises(EngineError, match="RuntimeError: a bug"):
+            fake.load(FAIL)
+    fake.check_works()
+    assert len(fake.pids()) == 1
+
+
+def test_a_worker_that_cannot_start_is_tried_again_and_waiting_tells(fakes):
+    fake = fakes(plan="die error ok")
+    with pytest.raises(EngineError, match=r"^media worker 0 was killed by SIGKILL while starting$"):
+        fake.maker.wait_ready()
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with contextlib.suppress(EngineError):  # with the reason, for as long as there is no worker
+            fake.check_works()
+            break
+        assert time.monotonic() < deadline
+    assert len(fake.pids()) == 3
+
+
+def test_while_no_worker_can_be_started_requests_fail_with_the_reason(fakes):
+    fake = fakes(plan="error")
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^no processor in there$"):
+            fake.load(GOOD)
+
+
+def test_closing_ends_workers_whatever_they_do(fakes):
+    fake = fakes(count=2)
+    fake.maker.wait_ready()
+    errors = []
+
+    def load() -> None:
+        with pytest.raises(BadRequestError) as caught:
+            fake.load(PAUSE)
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    while not fake.notes("tried"):
+        time.sleep(0.01)
+    began = time.monotonic()
+    fake.pool.close()
+    assert time.monotonic() - began < STOP_PATIENCE_S
+    thread.join()
+    assert [(error.status, error.code) for error in errors] == [(503, "shutting_down")]
+    with pytest.raises(BadRequestError, match="shutting down"):
+        fake.maker.picture(GOOD, ImageKnobs())
+
+
+def test_closing_while_workers_start(fakes):
+    fakes(count=2).pool.close()
