@@ -1,0 +1,125 @@
+"""A server whose media are decoded in processes of their own, one of which is killed."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.processors.clips import make_clip
+from tests.processors.helpers import encoded, picture
+from tests.vlmserve.server_process import ROOT, ServerProcess, gone
+from vlmserve.common.shm import SharedArrays
+from vlmserve.tiny_model import write_tiny_model
+
+FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Any]:
+    """Starts a server with more flags."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tiny_model(model)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
+    made: list[ServerProcess] = []
+
+    def start(*flags: str) -> ServerProcess:
+        words = [sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split(), *flags]
+        made.append(ServerProcess(words, tmp_path / f"run{len(made)}", **environment))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.end()
+
+
+def part(kind: str, data: bytes) -> dict[str, Any]:
+    url = f"data:{'image/png' if kind == 'image' else 'video/mp4'};base64,{base64.b64encode(data).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+def ask(client: openai.OpenAI, *parts: dict[str, Any]) -> Any:
+    content = [*parts, {"type": "text", "text": "What is there?"}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
+    )
+    return answer.choices[0].message.content, answer.usage.prompt_tokens, getattr(answer, "mm_report", None)
+
+
+def connect(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port()}/v1", api_key="none", max_retries=0)
+
+
+def workers(server: ServerProcess) -> set[int]:
+    """Pids of children that came behind the scheduler and the detokenizer (each thread has its own)."""
+    pids = set()
+    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
+        if task.name != str(server.process.pid):
+            pids |= set(map(int, (task / "children").read_text().split()))
+    return pids
+
+
+def await_work(pids: set[int], under_way: Future[Any]) -> int:
+    """The first of these processes that has taken some CPU time."""
+
+    def used(pid: int) -> float:
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) / 100
+
+    before = {pid: used(pid) for pid in pids}
+    while not under_way.done():
+        for pid in pids:
+            if used(pid) > before[pid] + 0.05:
+                return pid
+    raise AssertionError(f"too quick: {under_way.exception()}")
+
+
+def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_request(serve: Any) -> None:
+    clip, shapes = make_clip(24), (ROOT / "assets" / "samples" / "shapes.png").read_bytes()
+    large = encoded(picture(1200, 900), "PNG")
+    asked = [[part("image", shapes)], [part("video", clip)], [part("image", large), part("video", clip)]]
+    threads, processes = serve(), serve("--media-processes", "2", "--processor-cache-mib", "16")
+    with connect(threads) as client:
+        want = [ask(client, *parts) for parts in asked]
+    threads.end()
+    with connect(processes) as client, ThreadPoolExecutor(8) as others:
+        assert [ask(client, *parts) for parts in asked] == want
+        with pytest.raises(openai.BadRequestError, match="the video is broken or cut off") as caught:
+            ask(client, part("video", clip[: len(clip) // 2]))
+        assert caught.value.param == "messages[0].content[0]"
+
+        first = workers(processes)
+        assert len(first) == 2
+        huge = encoded(Image.new("RGB", (8000, 7900)))  # takes a second or more
+        doomed = others.submit(ask, client, part("image", huge))
+        victim = await_work(first, doomed)
+        answers = [others.submit(ask, client, *parts) for parts in asked]
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(openai.BadRequestError, match="was killed by SIGKILL") as caught:
+            doomed.result()
+        assert (caught.value.code, caught.value.param) == ("media_crash", "messages[0].content[0]")
+        assert [answer.result() for answer in answers] == want
+        processes.await_log(r"media worker \d was killed by SIGKILL: another one is started")
+        with pytest.raises(openai.BadRequestError, match="it is not tried again"):
+            ask(client, part("image", huge))
+        assert [ask(client, *parts) for parts in asked] == want
+
+    children = {*processes.children().values(), *workers(processes)}
+    [shared] = (SharedArrays(path) for path in processes.directories() if "/shm/" in str(path))
+    assert shared.outstanding() == 0
+    directories = processes.directories()
+    processes.process.send_signal(signal.SIGINT)
+    assert processes.wait() == 0
+    assert all(gone(pid) for pid in children)
+    assert not any(path.exists() for path in directories)
+    assert not re.search("Traceback", "".join(processes.log))
