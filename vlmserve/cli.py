@@ -21,6 +21,7 @@ _TOOLS = {
     ("bench", "serve"): "vlmserve.bench.serve",
     ("bench", "vision"): "vlmserve.bench.vision",
     ("cache",): "vlmserve.cache.command",
+    ("demo",): "vlmserve.demo.command",
     ("verify",): "vlmserve.verify.command",
     ("warmup",): "vlmserve.warmup.command",
 }
@@ -33,6 +34,7 @@ examples:
   vlmserve warmup FOLDER --embedding-cache-dir DIR   encode pictures and videos ahead of time
   vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it
+  vlmserve demo                                      a page to chat with the built-in model
 """
 _SERVE_ABOUT = """\
 Serve a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint behind an OpenAI-compatible API.
@@ -75,6 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     cache.add_argument("rest", nargs=argparse.REMAINDER)
     warmup = commands.add_parser("warmup", help="encode pictures and videos ahead of time", add_help=False)
     warmup.add_argument("rest", nargs=argparse.REMAINDER)
+    demo = commands.add_parser("demo", help="a page to chat with a model", add_help=False)
+    demo.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")
     return parser
 

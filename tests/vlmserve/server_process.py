@@ -88,11 +88,16 @@ class ServerProcess:
 
     def directories(self) -> list[Path]:
         """The private directories that the launcher holds open: for sockets, shared memory and uploaded files."""
-        targets = []
-        for fd in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # a connection that was closed meanwhile
-                targets.append(Path(os.readlink(fd)))
-        return [target for target in targets if target.name.startswith("vlmserve-") and target.is_dir()]
+        return private_directories(self.process.pid)
+
+
+def private_directories(pid: int) -> list[Path]:
+    """The directories of its own that a server's process holds open, and removes at the end."""
+    targets = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a connection that was closed meanwhile
+            targets.append(Path(os.readlink(fd)))
+    return [target for target in targets if target.name.startswith("vlmserve-") and target.is_dir()]
 
 
 def gone(pid: int) -> bool:

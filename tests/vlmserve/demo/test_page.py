@@ -1,0 +1,184 @@
+"""The page over HTTP, as a browser's and Gradio's own client use it, with the real server and no model behind it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gradio_client
+import httpx2
+import pytest
+
+from tests.vlmserve.server.fake_engine import (
+    MODEL,
+    WAIT_S,
+    Served,
+    make_served,
+    real_server,
+    write_checkpoint_folder,
+)
+from vlmserve.demo.chat import Chat
+from vlmserve.demo.client import ChatClient
+from vlmserve.demo.command import keep_gradio_to_itself
+from vlmserve.demo.conversation import ERROR_TITLE
+from vlmserve.demo.samples import FOLDER, load_samples
+from vlmserve.listening import listen
+
+PICTURE = FOLDER / "red-circle.png"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return make_served(write_checkpoint_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def url(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        keep_gradio_to_itself(str(tmp_path_factory.mktemp("gradio")), patch.setenv)
+        from vlmserve.demo.page import Page
+
+        with real_server(served.app) as port:
+            with closing(listen("127.0.0.1", 0)) as free:
+                page_port = free.getsockname()[1]
+            page = Page(Chat(ChatClient(f"http://127.0.0.1:{port}"), MODEL), load_samples())
+            yield page.launch("127.0.0.1", page_port, share=False, allowed_paths=[FOLDER])
+            page.close()
+    served.assert_idle()
+
+
+@pytest.fixture
+def client(url: str, tmp_path: Path) -> Iterator[gradio_client.Client]:
+    client = gradio_client.Client(url, download_files=False, verbose=False, analytics_enabled=False)
+    yield client
+    client.close()
+
+
+@pytest.fixture(autouse=True)
+def _as_before(served: Served) -> None:
+    served.scheduler.pause_after = None
+    served.scheduler.say("red")
+
+
+def message(text: str, *files: Path) -> dict[str, Any]:
+    return {"text": text, "files": [gradio_client.handle_file(str(file)) for file in files]}
+
+
+def said(history: list[dict[str, Any]]) -> str:
+    return history[-1]["content"][0]["text"]
+
+
+def call(url: str, name: str, body: dict[str, Any]) -> str:
+    """The events of one call, as text, without a client that uploads anything."""
+    with httpx2.Client(base_url=url, timeout=WAIT_S) as http:
+        event = http.post(f"/gradio_api/call/{name}", json=body)
+        return http.get(f"/gradio_api/call/{name}/{event.json()['event_id']}").text
+
+
+def test_a_conversation_with_a_picture(client: gradio_client.Client, served: Served) -> None:
+    before = len(served.scheduler.requests)
+    _, history, status, image, rows = client.predict(message("What is it?", PICTURE), [], 40, api_name="/ask")
+    assert said(history) == "red"
+    assert " of images" in status
+    assert image is None
+    assert rows["data"] == []
+    _, history, *_ = client.predict(message("And now?"), history, 40, api_name="/ask")
+    assert [entry["role"] for entry in history] == ["user", "assistant"] * 2
+    one, two = served.scheduler.requests[before:]
+    assert len(one.mm_inputs.items) == len(two.mm_inputs.items) == 1
+    assert two.sampling_params.max_new_tokens == 40
+
+
+def test_settings_reach_the_server(client: gradio_client.Client, served: Served) -> None:
+    settings = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.25, "seed": 3, "max_pixels": 3136, "detail": "low"}
+    client.predict(message("?", PICTURE), [], api_name="/ask", **settings)
+    request = served.scheduler.requests[-1]
+    params = request.sampling_params
+    assert (params.max_new_tokens, params.temperature, params.top_p, params.seed) == (7, 0.5, 0.25, 3)
+    height, width = request.mm_inputs.items[0].grid_thw[1:]
+    assert height * width * 14 * 14 <= 3136
+
+
+def test_boxes_are_drawn(client: gradio_client.Client, served: Served, url: str) -> None:
+    served.scheduler.say('[{"bbox_2d": [0, 0, 500, 500], "label": "it"}]')
+    _, _, _, image, rows = client.predict(message("Where?", PICTURE), [], 60, api_name="/ask")
+    assert rows["data"][0][:2] == [1, "it"]
+    assert httpx2.get(image["url"]).content.startswith(b"\x89PNG")
+
+
+def test_an_error_stands_in_the_chat(client: gradio_client.Client) -> None:
+    _, history, status, *_ = client.predict(message("?"), [], temperature=-1, api_name="/ask")
+    assert "temperature is -1" in said(history)
+    assert history[-1]["metadata"]["title"] == ERROR_TITLE
+    assert status == ""
+
+
+def test_stop_cancels_on_the_server(client: gradio_client.Client, served: Served) -> None:
+    served.scheduler.pause_after = 2
+    requests, aborts = len(served.scheduler.requests), len(served.scheduler.aborts)
+    job = client.submit(message("?", PICTURE), [], 40, api_name="/ask")
+    served.scheduler.wait_until(lambda: len(served.scheduler.requests) > requests)
+    job.cancel()
+    served.scheduler.wait_until(lambda: len(served.scheduler.aborts) > aborts)
+    served.assert_idle()
+
+
+@pytest.mark.parametrize("place", ["message", "history"])
+def test_files_of_this_machine_are_not_to_be_had(url: str, served: Served, tmp_path: Path, place: str) -> None:
+    """A caller may name what was uploaded, and nothing else."""
+    before = len(served.scheduler.requests)
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(PICTURE.read_bytes())
+    file = {"path": str(secret), "meta": {"_type": "gradio.FileData"}}
+    asked = {"text": "What is it?", "files": [file] if place == "message" else []}
+    earlier = [
+        {"role": "user", "content": [{"type": "file", "file": file}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A secret."}]},
+    ]
+    events = call(url, "ask", {"data": [asked, earlier if place == "history" else []]})
+    assert "event: error" in events
+    assert len(served.scheduler.requests) == before
+
+
+def test_the_page_fetches_nothing_from_elsewhere(url: str) -> None:
+    page = httpx2.get(url).text
+    fetched = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?://[^"]*)"', page)
+    assert fetched == []
+    theme = httpx2.get(url + "theme.css").text
+    assert "https://" not in theme
+
+
+def test_all_samples_are_offered(url: str) -> None:
+    config = httpx2.get(url + "config").json()
+    [chatbot] = [part for part in config["components"] if part["type"] == "chatbot"]
+    examples = chatbot["props"]["examples"]
+    assert [example["text"] for example in examples] == [sample.text for sample in load_samples()]
+    for example in examples:
+        for file in example["files"]:
+            assert httpx2.get(f"{url}gradio_api/file={file['path']}").status_code == 200
+    assert not config["analytics_enabled"]
+
+
+def test_a_sample_that_is_clicked_is_asked(url: str, served: Served) -> None:
+    config = httpx2.get(url + "config").json()
+    [number] = [d["id"] for d in config["dependencies"] if any(t[1] == "example_select" for t in d["targets"])]
+    before = len(served.scheduler.requests)
+    body = {
+        "data": [None] * 8,
+        "event_data": {"index": 14, "value": {"text": "Which picture has a star?"}},
+        "fn_index": number,
+        "session_hash": "one",
+        "trigger_id": None,
+    }
+    with httpx2.Client(base_url=url, timeout=WAIT_S) as http:
+        http.post("/gradio_api/queue/join", json=body).raise_for_status()
+        with http.stream("GET", "/gradio_api/queue/data?session_hash=one") as events:
+            for line in events.iter_lines():
+                if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
+                    break
+    [request] = served.scheduler.requests[before:]
+    assert len(request.mm_inputs.items) == 2  # the album

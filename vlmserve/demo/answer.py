@@ -1,0 +1,88 @@
+"""An answer as it comes: its text, and in the end what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+    """ttft_s, total_s: seconds from sending the request to the first text and to the end. Tokens otherwise;
+    media_tokens: by kind ("image", "video"), of the whole prompt."""
+
+    ttft_s: float
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    media_tokens: Mapping[str, int]
+
+    def line(self) -> str:
+        """For people."""
+        seconds = self.total_s - self.ttft_s
+        words = [f"first token after {self.ttft_s:.2f} s"]
+        if self.completion_tokens > 1 and seconds > 0:
+            words.append(f"{(self.completion_tokens - 1) / seconds:.1f} tokens/s")
+        media = "".join(f", {count} of {kind}s" for kind, count in self.media_tokens.items())
+        words.append(f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} cached{media})")
+        words.append(f"answer {self.completion_tokens} tokens")
+        return " · ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """An answer so far. stats: None until it is whole.
+
+    media: the server's report on each medium of the prompt, in order. notes: what the user should know, in sentences.
+    """
+
+    text: str
+    stats: Stats | None = None
+    media: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+async def read_answer(
+    chunks: AsyncIterator[Mapping[str, Any]], clock: Callable[[], float] = time.perf_counter
+) -> AsyncGenerator[Answer, None]:
+    """The answer after each piece of text, and in the end the whole one.
+
+    chunks: of a request that is sent just now, with usage. clock: seconds.
+    """
+    started = clock()
+    first_s: float | None = None
+    text = ""
+    finish: str | None = None
+    last: Mapping[str, Any] = {}
+    async for chunk in chunks:
+        last = chunk
+        for choice in chunk["choices"]:
+            finish = choice.get("finish_reason") or finish
+            piece = choice["delta"].get("content")
+            if piece:
+                first_s = clock() - started if first_s is None else first_s
+                text += piece
+                yield Answer(text=text)
+    total_s = clock() - started
+    media = tuple((last.get("mm_report") or {}).get("media", ()))
+    usage = last.get("usage") or {}
+    stats = Stats(
+        ttft_s=total_s if first_s is None else first_s,
+        total_s=total_s,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        completion_tokens=usage.get("completion_tokens", 0),
+        media_tokens=_tokens_by_kind(media),
+    )
+    notes = ["the answer is cut off at the most tokens allowed"] if finish == "length" else []
+    yield Answer(text=text, stats=stats, media=media, notes=(*notes, *last.get("warnings", ())))
+
+
+def _tokens_by_kind(media: tuple[Mapping[str, Any], ...]) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for medium in media:
+        tokens[medium["kind"]] = tokens.get(medium["kind"], 0) + medium["tokens"]
+    return tokens

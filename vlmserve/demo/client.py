@@ -1,0 +1,77 @@
+"""The server's API, as far as a chat needs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+
+from vlmserve.common.errors import VlmserveError
+
+_CONNECT_TIMEOUT_S = 10.0
+_TIMEOUT = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)  # how long an answer takes is the server's affair
+
+
+class ServerError(VlmserveError):
+    """The server refuses, fails or cannot be reached; the message is its own where there is one."""
+
+
+class ChatClient:
+    """Talks to one server. url: http://host:port, with or without /v1. Used from any number of event loops."""
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def model(self) -> str:
+        """The name of the (first) model served there. Raises ServerError."""
+        async with self._request("GET", "/models") as response:
+            content = await response.aread()
+        try:
+            name = json.loads(content)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{self._url}/models does not answer as OpenAI's API does") from None
+        return str(name)
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed answer. Raises ServerError. Closing it ends the request on the server, too."""
+        async with self._request("POST", "/chat/completions", body) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise ServerError(_told(chunk) or "the answer broke off")
+                yield chunk
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[httpx2.Response]:
+        try:
+            async with (
+                httpx2.AsyncClient(timeout=_TIMEOUT, headers=self._headers) as client,
+                client.stream(method, self._url + path, json=body) as response,
+            ):
+                if response.status_code != 200:
+                    raise ServerError(_refusal(response.status_code, await response.aread()))
+                yield response
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ServerError(f"no answer from {self._url}: {str(error) or type(error).__name__}") from None
+
+
+def _refusal(status: int, content: bytes) -> str:
+    try:
+        message = _told(json.loads(content))
+    except ValueError:
+        message = None
+    return message or f"the server answers with HTTP status {status}"
+
+
+def _told(answer: Any) -> str | None:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else None

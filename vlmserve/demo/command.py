@@ -1,0 +1,156 @@
+"""The command line of `vlmserve demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from vlmserve.common.child import STOP_SIGNALS
+from vlmserve.common.errors import EngineError, VlmserveError
+from vlmserve.flags import CommandParser
+from vlmserve.settings import ENV_PREFIX
+
+USAGE_ERROR = 2
+_API_KEY = ENV_PREFIX + "API_KEY"
+_ABOUT = """\
+A page to chat with a model about pictures and videos.
+
+Without --url, the model is served for it here, by a `vlmserve serve` that ends with this command. MODEL and all other
+options go to that (`vlmserve serve --help` lists them); without a MODEL it is the small built-in one.
+"""
+_EPILOG = """\
+examples:
+  vlmserve demo
+  vlmserve demo Qwen/Qwen3-VL-2B-Instruct --dtype bfloat16 --port 0
+  vlmserve demo --url http://127.0.0.1:8000/v1 --api-key KEY
+"""
+
+
+class DemoError(VlmserveError):
+    """The demo cannot run; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    url: str | None
+    api_key: str | None
+    host: str
+    port: int
+    share: bool
+    serve: tuple[str, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the page until SIGINT or SIGTERM; returns the exit status.
+
+    Raises VlmserveError or OSError, with a message fit for the user, if it cannot be, or if the model's server ends.
+    """
+    command = _read(argv)
+    if importlib.util.find_spec("gradio") is None:
+        raise DemoError("the demo needs Gradio: pip install 'vlmserve[demo]'")
+    with ExitStack() as stack:
+        stack.enter_context(_stop_signals_raise())
+        try:
+            _run(command, stack)
+        except _StopRequested:
+            return 0
+        finally:
+            for number in STOP_SIGNALS:  # from here on everything is short, and must be done
+                signal.signal(number, signal.SIG_IGN)
+    return 0
+
+
+class _StopRequested(BaseException):
+    """SIGINT or SIGTERM."""
+
+
+def _run(command: _Command, stack: ExitStack) -> None:
+    """Never returns. What it starts, the stack ends."""
+    from vlmserve.listening import listen
+
+    with closing(listen(command.host, command.port)) as free:  # a taken port is known before a model is loaded
+        port = free.getsockname()[1]
+    keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
+
+    from vlmserve.demo.chat import Chat
+    from vlmserve.demo.client import ChatClient
+    from vlmserve.own_server import OwnServer
+
+    if command.url is None:
+        key = secrets.token_urlsafe()  # nobody else is to use it
+        words = ("--log-level", "warning", "--shutdown-timeout-s", "0", *command.serve)
+        server = stack.enter_context(OwnServer(words, {_API_KEY: key}))
+        client = ChatClient(server.base_url, api_key=key)
+    else:
+        server = None
+        client = ChatClient(command.url, api_key=command.api_key)
+    chat = Chat(client, asyncio.run(client.model()))
+
+    from vlmserve.demo.page import Page
+    from vlmserve.demo.samples import FOLDER, load_samples
+
+    page = Page(chat, load_samples())
+    stack.callback(page.close)
+    url = page.launch(command.host, port, share=command.share, allowed_paths=[FOLDER])
+    print(f"vlmserve demo: {chat.model} at {url}", flush=True)
+    while server is None:
+        signal.pause()
+    raise EngineError(f"the model's server ended with status {server.wait()}")
+
+
+def _read(argv: Sequence[str]) -> _Command:
+    parser = CommandParser(prog="vlmserve demo", usage="%(prog)s [MODEL] [options]", description=_ABOUT, epilog=_EPILOG)
+    parser.add_argument("--url", metavar="URL", help="use the server at http://host:port/v1, and load no model")
+    parser.add_argument("--api-key", metavar="KEY", help=f"of that server [env: {_API_KEY}]")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of the page; 0.0.0.0 for all: whoever reaches it may ask"
+    )
+    parser.add_argument(
+        "--port", type=int, default=7860, help="port of the page; 0 lets the system choose [default: 7860]"
+    )
+    parser.add_argument("--share", action="store_true", help="have Gradio make a public address for the page")
+    args, rest = parser.parse_known_args(argv)
+    if args.url is not None and rest:
+        parser.error(f"with --url, the server's own model and settings are used: {rest[0]!r} has no place here")
+    if args.url is None and args.api_key is not None:
+        parser.error("--api-key goes with --url; a server of the demo's own takes nobody else's requests")
+    if not 0 <= args.port <= 65535:
+        parser.error(f"--port is {args.port}; it must be between 0 and 65535")
+    return _Command(
+        url=args.url,
+        api_key=args.api_key or os.environ.get(_API_KEY) or None,
+        host=args.host,
+        port=args.port,
+        share=args.share,
+        serve=tuple(rest),
+    )
+
+
+def keep_gradio_to_itself(folder: str, set_variable: Callable[[str, str], None] = os.environ.__setitem__) -> None:
+    """Before Gradio is imported: keep its files in `folder`, its reports unsent, its way to this machine direct."""
+    set_variable("GRADIO_ANALYTICS_ENABLED", "False")
+    set_variable("GRADIO_TEMP_DIR", folder)
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    for name in ("no_proxy", "NO_PROXY"):
+        set_variable(name, ",".join(filter(None, (direct, "127.0.0.1", "localhost"))))
+
+
+@contextlib.contextmanager
+def _stop_signals_raise() -> Iterator[None]:
+    def stop(number: int, frame: object) -> None:
+        raise _StopRequested(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
