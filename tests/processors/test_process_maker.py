@@ -102,7 +102,7 @@ def fakes() -> Iterator[object]:
     for one in made:
         one.finish()
     assert not [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("media-")]
-    assert fds() == before
+    assert fds() <= before  # others' may be closed meanwhile
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def fakes(tmp_path: Path) -> Iterator[object]:
         assert (one.backend.collect(), list(one.backend.wait_handles())) == ([], [])
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("encoder-")]
     gc.collect()
-    assert fds() == before
+    assert fds() <= before
 
 
 def fds() -> set[str]:
