@@ -8,9 +8,9 @@ prompt delays nobody for longer than one chunk.
 from __future__ import annotations
 
 import logging
-import select
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Protocol
 
 import numpy as np
@@ -224,7 +224,7 @@ class Scheduler:
     def step_or_wait(self) -> None:
         """`step`, for those who have no messages to attend to: if requests wait for the encoder, wait with them."""
         if not self.step() and not self.is_idle():
-            select.select(self.wait_handles(), [], [])
+            wait(self.wait_handles())
 
     def _encode(self) -> bool:
         """Let the encoder get on; whether it did. Inline it takes time, and does not come between two decode steps

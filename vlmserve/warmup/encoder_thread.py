@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import select
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from multiprocessing.connection import wait
 
 import torch
 
@@ -72,7 +72,7 @@ class EncoderThread:
 
     def _wait(self, handles: Sequence[int]) -> None:
         if not self._stopping:  # its wake-up may have been taken with those of messages
-            select.select([self._wake_up.fd, *handles], [], [])
+            wait([self._wake_up.fd, *handles])
 
     def _take_messages(self) -> None:
         self._wake_up.take()
