@@ -42,11 +42,12 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """number: of the save. ok: the rows are on the disk and stay there through a crash."""
+    """number: of the save. ok: the rows are on the disk and stay there through a crash. new: they were not before."""
 
     number: int
     key: bytes
     ok: bool
+    new: bool = False
 
 
 Done: TypeAlias = Loaded | Saved
@@ -138,15 +139,16 @@ class DiskTier:
         self._finish(Loaded(key=key, rows=rows))
 
     def _save(self, number: int, key: bytes, rows: HostCopy, pin: bool) -> None:
-        ok = False
+        ok = new = False
         try:
+            new = key not in self.store
             ok = self.store.put(key, rows.take(), pin=pin)
         except Exception:
             log.exception("an embedding could not be written")
         with self._lock:
             self._waiting_bytes -= rows.nbytes
             self._waiting -= 1
-        self._finish(Saved(number=number, key=key, ok=ok))
+        self._finish(Saved(number=number, key=key, ok=ok, new=new and ok))
 
     def _finish(self, done: Done) -> None:
         self._done.append(done)

@@ -197,8 +197,10 @@ class EncoderPool:
         return None if self._disk is None else self._disk.store
 
     def save(self, keys: Iterable[bytes], *, pin: bool = False) -> None:
-        """Have the rows of held keys that are ready on the disk, whatever waits to be written. Needs a disk tier."""
+        """Have the rows of held keys that are ready on the disk, whatever waits to be written. Needs a disk tier, and
+        rows that were made here: those that came encoded are somebody's own."""
         for key in keys:
+            assert not self._entries[key].patch.encoded, "rows that came encoded are not kept"
             self._save(self._entries[key], self.cache.rows(key), insist=True, pin=pin)
 
     def is_saved(self, key: bytes) -> bool | None:
@@ -295,7 +297,8 @@ class EncoderPool:
             self._forget_if_free(entry)
 
     def _take_saved(self, done: Saved) -> None:
-        self._counts["saved" if done.ok else "save_failures"] += 1
+        self._counts["saved"] += done.new
+        self._counts["save_failures"] += not done.ok
         entry = self._entries.get(done.key)
         if entry is not None and entry.last_save == done.number:
             entry.saved = done.ok

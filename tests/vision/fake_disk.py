@@ -39,10 +39,11 @@ class FakeDisk:
 
     def finish_save(self) -> None:
         number, key, rows, _, pin = self.saves.popleft()
+        new = not self.broken and key not in self.rows
         if not self.broken:
             self.rows[key] = rows
             self.pinned |= {key} if pin else set()
-        self._done.append(Saved(number=number, key=key, ok=not self.broken))
+        self._done.append(Saved(number=number, key=key, ok=not self.broken, new=new))
 
     def finish_all(self) -> None:
         while self.loads:

@@ -25,6 +25,9 @@ class Store:
         self.go = threading.Event()
         self.go.set()
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.kept
+
     def get(self, key: bytes) -> torch.Tensor | None:
         if self.broken:
             raise RuntimeError("a broken store")
@@ -88,7 +91,7 @@ def test_a_load_wakes_who_waits_and_brings_the_rows_or_none(store, disk):
 def test_a_save_wakes_who_waits_and_says_which_it_was_and_how_it_went(store, disk):
     number = disk.save(b"a", rows(2))
     assert disk.saving == 1
-    assert wait_for(disk, 1) == [Saved(number=number, key=b"a", ok=True)]
+    assert wait_for(disk, 1) == [Saved(number=number, key=b"a", ok=True, new=True)]
     assert disk.saving == 0
     assert torch.equal(store.kept[b"a"], rows(2))
     store.refuses = True
@@ -108,6 +111,9 @@ def test_saves_are_written_in_order_and_a_load_does_not_wait_for_them(store, dis
     assert disk.saving == 3
     store.go.set()
     assert [one.number for one in wait_for(disk, 3)] == numbers
+    disk.save(b"b", rows(1), pin=True)
+    assert [(one.ok, one.new) for one in wait_for(disk, 1)] == [(True, False)], "it was there"
+    store.written.pop()
     assert [key for key, _ in store.written] == [b"a", b"b", b"c"]
 
 

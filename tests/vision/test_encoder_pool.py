@@ -701,6 +701,30 @@ def test_saving_to_order_is_insisted_on_and_what_was_saved_of_itself_is_no_answe
     assert (pool.stats().saved, pool.stats().save_failures) == (1, 2)
 
 
+def test_what_is_saved_of_itself_and_then_pinned_is_counted_once():
+    backend, disk = FakeBackend(), FakeDisk()
+    pool = make_pool(backend, disk=disk)
+    keys = pool.submit(contents("a"), order=0)
+    pool.advance()
+    disk.finish_all()
+    pool.advance()
+    pool.save(keys, pin=True)
+    disk.finish_all()
+    pool.advance()
+    assert disk.pinned == set(keys)
+    assert pool.stats().saved == 1
+
+
+def test_rows_that_came_encoded_are_never_written():
+    disk = FakeDisk()
+    pool = make_pool(FakeBackend(), disk=disk)
+    keys = pool.submit([came_encoded("a")], order=0)
+    pool.advance()
+    with pytest.raises(AssertionError, match="came encoded"):
+        pool.save(keys, pin=True)
+    assert (list(disk.saves), list(disk.loads), disk.saving) == ([], [], 0)
+
+
 def test_a_write_that_outlives_its_entry():
     backend, disk = FakeBackend(), FakeDisk()
     pool = make_pool(backend, disk=disk)

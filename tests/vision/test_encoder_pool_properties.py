@@ -200,7 +200,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), pin=st.booleans())
     def save(self, data, pin):
         request = data.draw(st.sampled_from(self.requests))
-        keys = [key for key in request.keys if self.pool.is_ready(key)]
+        wanted = zip(request.keys, request.patches[request.start :], strict=True)
+        keys = [key for key, patch in wanted if self.pool.is_ready(key) and not patch.encoded]
         self.pool.save(keys, pin=pin)
         assert all(self.pool.is_saved(key) is None for key in keys)
 
