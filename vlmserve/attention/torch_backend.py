@@ -45,14 +45,19 @@ class TorchAttentionBackend(AttentionBackend):
         self._plan: list[_Row] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Find every request's runs; a row of one token includes its own slot, written before it is read."""
+        """Find every request's runs; a row of one token includes its own slot, written before it is read. The table is
+        read at once: on a GPU each reading waits for all that was asked of it before."""
         table = forward_batch.req_to_token_pool.req_to_token
+        lengths = forward_batch.extend_lens
+        cached = [
+            prefix + 1 if length == 1 else prefix
+            for prefix, length in zip(forward_batch.prefix_lens, lengths, strict=True)
+        ]
+        host = table[forward_batch.req_pool_indices, : max(cached, default=0)].cpu().numpy()
         self._plan = []
         start = 0
-        rows = zip(forward_batch.rows, forward_batch.prefix_lens, forward_batch.extend_lens, strict=True)
-        for row, prefix_len, length in rows:
-            cached = prefix_len + 1 if length == 1 else prefix_len
-            self._plan.append(_Row(start, length, _history(table[row, :cached])))
+        for slots, row, length, count in zip(host, forward_batch.rows, lengths, cached, strict=True):
+            self._plan.append(_Row(start, length, _history(slots[:count], table[row, :count])))
             start += length
 
     def forward_extend(
@@ -84,9 +89,8 @@ class TorchAttentionBackend(AttentionBackend):
         return self.forward_extend(q, k, v, layer, forward_batch)
 
 
-def _history(slots: torch.Tensor) -> _History:
-    """slots int [n] -> its contiguous runs, or itself where these are many and short."""
-    host = slots.cpu().numpy()
+def _history(host: np.ndarray, slots: torch.Tensor) -> _History:
+    """slots int [n], and the same on the host -> its contiguous runs, or itself where these are many and short."""
     if not len(host):
         return _History(())
     breaks = np.flatnonzero(np.diff(host) != 1) + 1

@@ -39,10 +39,11 @@ def test_equals_attention_written_out(kind, dtype, lengths):
     cache = KVCache(num_slots=SLOTS, num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, device=CPU)
     pool = ReqToTokenPool(len(lengths), 128, CPU)
     histories, queries, keys, values, slots = [], [], [], [], []
+    rows = list(range(len(lengths)))[::-1]
     for row, (prefix, extend) in enumerate(lengths):
         total = prefix + extend
         where = layout(kind, 1 + 130 * row, total, gen)
-        pool.write(row, 0, where)
+        pool.write(rows[row], 0, where)
         k, v = (torch.randn(total, KV_HEADS, DIM, generator=gen).to(dtype) for _ in range(2))
         cache.write(1, where[:prefix], k[:prefix], v[:prefix])
         q = torch.randn(extend, HEADS, DIM, generator=gen).to(dtype)
@@ -57,8 +58,8 @@ def test_equals_attention_written_out(kind, dtype, lengths):
         forward_mode=ForwardMode.DECODE if all_decode else ForwardMode.MIXED,
         input_ids=torch.zeros(0),
         positions=torch.zeros(0),
-        req_pool_indices=torch.arange(len(lengths)),
-        rows=list(range(len(lengths))),
+        req_pool_indices=torch.tensor(rows),
+        rows=rows,
         seq_lens=[p + e for p, e in lengths],
         prefix_lens=[p for p, _ in lengths],
         extend_lens=[e for _, e in lengths],
@@ -84,7 +85,7 @@ def test_a_history_in_few_runs_is_read_where_it_lies():
         (torch.cat([torch.arange(50, 60), torch.arange(5, 20)]), False),
         (torch.arange(0, 4 * MAX_RUNS, 2), True),
     ):
-        history = torch_backend._history(slots)
+        history = torch_backend._history(slots.numpy(), slots)
         past = torch_backend._past(history, cache, cache)
         assert sum(len(k) for k, _ in past) == len(slots)
         shared = all(k.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr() for k, _ in past)
