@@ -23,7 +23,8 @@ class PoolStats:
     """Totals since the start, in temporal patches, but for `queued` and `under_way`, which are there now.
 
     encoded, patches_encoded: and in vision patches. coalesced: came while equal content was queued or under way.
-    failed: given up after a retry. saved: came to be on the disk. save_failures: writes that failed. host, disk: None where there is no tier.
+    failed: given up after a retry. saved: came to be on the disk. save_failures: writes that failed. host,
+    disk: None where there is no tier.
     """
 
     encoded: int = 0
