@@ -20,15 +20,17 @@ class Timing:
         return statistics.median(self.cpu), statistics.median(self.wall)
 
 
-def in_turns(alternatives: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Call each alternative once to warm up, then all of them in every round."""
+def in_turns(
+    alternatives: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, Timing]:
+    """Call each alternative once to warm up, then all of them in every round. clock: of CPU time, in seconds."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in alternatives}
     for number in range(-1, rounds):
         for name, function in alternatives.items():
-            cpu, wall = time.process_time(), time.perf_counter()
+            cpu, wall = clock(), time.perf_counter()
             function()
             if number >= 0:
-                taken[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+                taken[name].append((clock() - cpu, time.perf_counter() - wall))
     return {
         name: Timing(cpu=tuple(cpu for cpu, _ in times), wall=tuple(wall for _, wall in times))
         for name, times in taken.items()

@@ -10,18 +10,15 @@ import argparse
 import asyncio
 import base64
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,13 +27,16 @@ from processors.base import MultimodalProcessor
 from processors.decoding import decode_image
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.pool import ImageRequest, PoolSettings, ProcessorPool
+from processors.process_maker import ProcessMaker, ProcessSettings
 from processors.video_options import VideoLimits
 from vlmserve.bench.interleaved import in_turns, ratios, shown
 from vlmserve.bench.media import clip, jpeg
+from vlmserve.bench.processes import children_of, cpu_time
 from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
 from vlmserve.bench.stalls import longest_hold, longest_stall
 from vlmserve.common.cpus import available_cpus
-from vlmserve.common.shm import SharedArrays
+from vlmserve.common.shm import SPARE_BYTES, SharedArrays
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 
 PARTS = ("picture", "clip", "wait", "loop", "pool")
 _MEASURES = {"cpu": "CPU time", "wall": "by the clock"}
@@ -112,13 +112,13 @@ def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
     """How long the event loop stands still while threads, or processes, do the same work; and Python's lock's part."""
     pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
     stalls: dict[str, list[float]] = {"nothing": [], "strangers": [], "threads": [], "processes": []}
-    with _Processes(args) as processes, _threads(args) as threads:
+    with _shared_folder() as folder, _processes(args, folder) as processes, _threads(args) as threads:
         for _ in range(args.rounds):
             stalls["nothing"].append(asyncio.run(longest_stall(asyncio.sleep(1.0))))
             with _strangers(args.workers):
                 stalls["strangers"].append(asyncio.run(longest_stall(asyncio.sleep(2.0))))
             stalls["threads"].append(asyncio.run(longest_stall(threads.load(_requests(pictures)))))
-            stalls["processes"].append(asyncio.run(longest_stall(processes.load(pictures))))
+            stalls["processes"].append(asyncio.run(longest_stall(processes.load(_requests(pictures)))))
     print(f"\nevent loop's longest stall, ms, while {args.pictures} pictures of 1080p are processed by {args.workers}")
     print("(strangers: as many processes that only count; what the machine alone is to blame for)")
     for name, values in stalls.items():
@@ -137,33 +137,34 @@ def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
-    """Threads against processes that hand their patches over in shared memory."""
+    """Threads against processes, from files to patches in the hands of another process (which does not read them)."""
     pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
-    with _Processes(args) as processes, _threads(args) as threads:
+    with _shared_folder() as folder, _processes(args, folder) as processes, _threads(args) as threads:
+        ours, theirs = SharedArrays(folder, spare_bytes=SPARE_BYTES), SharedArrays(folder, mapped=True)
+        pids = [os.getpid(), *children_of(os.getpid())]
 
-        def by_threads() -> None:
+        def by(pool: ProcessorPool) -> None:
             for group in _groups(pictures, args.workers):
-                threads.load_sync(_requests(group))
+                for medium in pool.load_sync(_requests(group)):
+                    feature = medium.feature
+                    theirs.take(ours.put(feature), feature.dtype, feature.shape)
 
-        def by_processes() -> None:
-            for group in _groups(pictures, args.workers):
-                asyncio.run(processes.load(group))
-
-        timings = in_turns({"threads": by_threads, "processes": by_processes}, args.rounds)
-        # what the children took belongs to the processes' rounds (the first one was for warming up)
-        each = np.asarray(processes.cpu).reshape(args.rounds + 1, -1).sum(1)[1:]
-    cpu = {"threads": timings["threads"].cpu, "processes": tuple(timings["processes"].cpu + each)}
+        timings = in_turns(
+            {"threads": partial(by, threads), "processes": partial(by, processes)},
+            args.rounds,
+            lambda: sum(map(cpu_time, pids)),
+        )
     print(f"\n{args.pictures} pictures of 1080p, {args.workers} workers: medians of {args.rounds} rounds")
     for name, timing in timings.items():
         wall = statistics.median(timing.wall)
-        used = statistics.median(cpu[name])
+        used = statistics.median(timing.cpu)
         print(f"{name:12}{args.pictures / wall:8.1f} pictures/s{args.pictures / used:8.1f} per CPU second")
     for what, slow, quick in (
         ("the clock", timings["processes"].wall, timings["threads"].wall),
-        ("CPU time", cpu["processes"], cpu["threads"]),
+        ("CPU time", timings["processes"].cpu, timings["threads"].cpu),
     ):
         print(f"processes take {shown(ratios(slow, quick))} as long by {what}")
-    return {"wall": {name: timing.wall for name, timing in timings.items()}, "cpu": cpu}
+    return {name: {"cpu": timing.cpu, "wall": timing.wall} for name, timing in timings.items()}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -233,6 +234,12 @@ def _strangers(count: int) -> Iterator[None]:
 
 
 @contextmanager
+def _shared_folder() -> Iterator[Path]:
+    with PrivateDirectory(shared_memory_base(), "vlmserve-bench") as private:
+        yield private.path
+
+
+@contextmanager
 def _threads(args: argparse.Namespace) -> Iterator[ProcessorPool]:
     settings = PoolSettings(max_workers=args.workers, cache_mib=0)
     pool = ProcessorPool(our_processor(args.family, threads=1), MediaFetcher(FetchSettings()), settings)
@@ -242,59 +249,14 @@ def _threads(args: argparse.Namespace) -> Iterator[ProcessorPool]:
         pool.close()
 
 
-class _Processes:
-    """The same work in processes. cpu: seconds that each picture took there."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.cpu: list[float] = []
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="vlmserve-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
-        )
-        self._shared = SharedArrays(Path(self._folder.name))
-        self._executor = ProcessPoolExecutor(
-            args.workers,
-            get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(args.family, self._folder.name),
-        )
-
-    async def load(self, pictures: Sequence[bytes]) -> list[np.ndarray]:
-        """The patches, taken from shared memory in threads."""
-        loop = asyncio.get_running_loop()
-
-        async def one(data: bytes) -> np.ndarray:
-            name, dtype, shape, cpu = await loop.run_in_executor(self._executor, _work, data)
-            self.cpu.append(cpu)
-            return await asyncio.to_thread(self._shared.take, name, np.dtype(dtype), shape)
-
-        return list(await asyncio.gather(*map(one, pictures)))
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._executor.shutdown(cancel_futures=True)
-        self._folder.cleanup()
-
-
-_worker: tuple[MultimodalProcessor, SharedArrays]
-
-
-def _start_worker(family: str, folder: str) -> None:
-    """A worker process's beginning; what it needs is made once."""
-    global _worker
-    import torch
-
-    torch.set_num_threads(1)
-    _worker = our_processor(family, threads=1), SharedArrays(Path(folder))
-
-
-def _work(data: bytes) -> tuple[str, str, tuple[int, ...], float]:
-    """The shared block's name, dtype and shape, and the CPU time it took."""
-    started = time.process_time()
-    processor, shared = _worker
-    feature = _picture(processor, data)
-    name = shared.put(feature)
-    return name, feature.dtype.str, feature.shape, time.process_time() - started
+@contextmanager
+def _processes(args: argparse.Namespace, folder: Path) -> Iterator[ProcessorPool]:
+    processor = our_processor(args.family, threads=1)
+    maker = ProcessMaker(processor, ProcessSettings(count=args.workers, shared_dir=folder))
+    settings = PoolSettings(max_workers=args.workers, cache_mib=0)
+    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, maker)
+    try:
+        maker.wait_ready()
+        yield pool
+    finally:
+        pool.close()
