@@ -2,7 +2,7 @@
 
 Order, undone backwards whatever happens: listening socket (a taken port is known before a model is loaded) -> private
 directories -> child processes -> their readiness -> HTTP. The three processes are this one (HTTP, TokenizerManager,
-media), the scheduler (models, GPU) and the detokenizer.
+media, unless those have processes of their own), the scheduler (models, GPU) and the detokenizer.
 """
 
 from __future__ import annotations
