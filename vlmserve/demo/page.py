@@ -17,10 +17,6 @@ from vlmserve.demo.request import RequestSettings
 _SETTINGS = tuple(field.name for field in fields(RequestSettings))
 _HEADERS = ["", "label", "x1", "y1", "x2", "y2"]
 _EMPTY = "empty: as the server has it"
-# Fonts of the reader's own machine: the themes' usual ones are fetched from Google.
-_THEME = gr.themes.Default(
-    font=("ui-sans-serif", "system-ui", "sans-serif"), font_mono=("ui-monospace", "Consolas", "monospace")
-)
 
 
 class Page:
@@ -41,7 +37,6 @@ class Page:
             server_port=port,
             share=share,
             allowed_paths=[str(path) for path in allowed_paths],
-            theme=_THEME,
             prevent_thread_lock=True,
             quiet=True,
             inbrowser=False,

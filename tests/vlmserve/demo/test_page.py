@@ -148,8 +148,10 @@ def test_the_page_fetches_nothing_from_elsewhere(url: str) -> None:
     page = httpx2.get(url).text
     fetched = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?://[^"]*)"', page)
     assert fetched == []
-    theme = httpx2.get(url + "theme.css").text
-    assert "https://" not in theme
+    assert "http" not in "".join(httpx2.get(url + "config").json()["stylesheets"])
+    styles = httpx2.get(url + "theme.css").text
+    assert "font" in styles
+    assert not re.search(r"""(url\(|@import)\s*["']?\s*http""", styles)
 
 
 def test_all_samples_are_offered(url: str) -> None:
