@@ -28,8 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def served(folder: Path) -> Served:
-    return make_served(folder, api_key=KEY)
+def served(folder: Path) -> Iterator[Served]:
+    served = make_served(folder, api_key=KEY)
+    yield served
+    asyncio.run(served.frontend.close())
 
 
 @pytest.fixture

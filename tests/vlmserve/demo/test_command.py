@@ -119,12 +119,15 @@ def test_a_running_server_is_used_and_left_alone(tmp_path: Path) -> None:
             assert demo.process.wait(60) == 0
         finally:
             demo.end()
+        # it is still there
         assert asyncio.run(ChatClient(f"http://127.0.0.1:{port}", api_key="secret").model()) == MODEL
+    asyncio.run(served.frontend.close())
 
 
-def test_an_own_server_ends_even_if_who_started_it_is_killed() -> None:
+def test_an_own_server_ends_even_if_who_started_it_is_killed(tmp_path: Path) -> None:
     words = [sys.executable, "-c", _OWNER, "--num-threads", "1", "--log-level", "warning"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         server = os.pidfd_open(int(owner.stdout.readline()))
         owner.kill()

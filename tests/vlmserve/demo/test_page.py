@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -32,8 +33,10 @@ PICTURE = FOLDER / "red-circle.png"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return make_served(write_checkpoint_folder(tmp_path_factory.mktemp("model")))
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = make_served(write_checkpoint_folder(tmp_path_factory.mktemp("model")))
+    yield served
+    asyncio.run(served.frontend.close())
 
 
 @pytest.fixture(scope="module")
