@@ -137,6 +137,7 @@ class EncoderPool:
         self._entries: dict[bytes, _Entry] = {}
         self._queue: list[tuple[Order, bytes]] = []  # sorted
         self._admitted: dict[bytes, _Entry] = {}  # neither queued nor failed: these have room, and the cache holds them
+        self._used_bytes = 0  # by these
         self._workers: dict[int, _Worker] = {}
         self._batches = 0
         self._new_failures: dict[bytes, str] = {}
@@ -361,13 +362,15 @@ class EncoderPool:
     def _make_room(self, entry: _Entry) -> bool:
         """Whether there is room for an entry: if need be, that of rows that wait for younger requests, the youngest
         first. Where even that is not enough they keep it."""
-        used = sum(other.nbytes for other in self._admitted.values())
+        used, space = self._used_bytes, self._limits.space_bytes
+        if not used or used + entry.nbytes <= space:
+            return True
         younger = sorted(
             (other for other in self._admitted.values() if other.state not in UNDER_WAY and other.order > entry.order),
             key=lambda other: other.order,
         )
         leaving = []
-        while used and used + entry.nbytes > self._limits.space_bytes:
+        while used and used + entry.nbytes > space:
             if not younger:
                 return False
             leaving.append(younger.pop())
@@ -380,6 +383,7 @@ class EncoderPool:
     def _begin(self, entry: _Entry) -> None:
         self._dequeue(entry)
         self._admitted[entry.key] = entry
+        self._used_bytes += entry.nbytes
         self.cache.hold(entry.key)
         if entry.patch.encoded:
             # a copy, for the request's own array may be read-only memory
@@ -395,6 +399,7 @@ class EncoderPool:
 
     def _give_back_room(self, entry: _Entry) -> None:
         del self._admitted[entry.key]
+        self._used_bytes -= entry.nbytes
         if entry.patch.encoded:
             self.cache.drop(entry.key)  # from outside: not kept longer than it is used
         else:

@@ -725,6 +725,22 @@ def test_rows_that_came_encoded_are_never_written():
     assert (list(disk.saves), list(disk.loads), disk.saving) == ([], [], 0)
 
 
+def test_where_there_is_room_nobody_looks_at_all_that_is_there():
+    class Admitted(dict):
+        looks = 0
+
+        def values(self):
+            self.looks += 1
+            return super().values()
+
+    pool = make_pool(FakeBackend(inline=False))
+    pool._admitted = Admitted()
+    keys = pool.submit([content(f"{number}") for number in range(100)], order=0)
+    pool.advance()
+    assert len(pool._admitted) == len(keys)
+    assert pool._admitted.looks <= 2, "to start batches, and no more for each entry"
+
+
 def test_a_write_that_outlives_its_entry():
     backend, disk = FakeBackend(), FakeDisk()
     pool = make_pool(backend, disk=disk)
