@@ -35,6 +35,7 @@ from vlmserve.common.child import STOP_PATIENCE_S
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.common.shm import MAPPED_FROM_BYTES, SharedArrays
 from vlmserve.common.shm_block import block_of
+from vlmserve.common.wire import SHARED_FROM_BYTES
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 
 GOOD = encoded(picture(60, 60))
@@ -235,6 +236,22 @@ def test_a_worker_killed_while_idle_harms_nobody(fakes):
     os.kill(fake.pids()[0], signal.SIGKILL)
     fake.check_works()  # whether or not the death is known by now
     assert len(fake.pids()) == 2
+
+
+def test_a_file_that_a_worker_did_not_take_is_given_to_the_next_one_and_leaves_nothing(fakes):
+    fake = fakes()
+    fake.maker.wait_ready()
+    [pid] = fake.pids()
+    os.kill(pid, signal.SIGSTOP)
+    made = []
+    thread = threading.Thread(target=lambda: made.append(fake.load(bytes(SHARED_FROM_BYTES))))
+    thread.start()
+    while not SharedArrays(fake.shared_dir).outstanding():
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    thread.join()
+    assert made[0].source_size[0] == fake.pids()[1]
+    assert SharedArrays(fake.shared_dir).outstanding() == 0
 
 
 def test_what_kills_one_worker_after_the_other_before_they_look_at_it_is_given_up(fakes):
