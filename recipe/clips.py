@@ -92,7 +92,7 @@ def make_clip(rng: Rng) -> Clip:
     actor = int(rng.integers(len(scene.things)))
     times = sample_times(float(rng.uniform(2, 6)), float(rng.choice([8, 10, 12, 15, 24, 25, 30])))
     share = np.asarray(times) / times[-1]
-    event: Event = [*MOVES, "still", "colour"][int(rng.choice(6, p=[0.13, 0.13, 0.13, 0.13, 0.08, 0.4]))]
+    event: Event = [*MOVES, "still", "colour"][int(rng.choice(6, p=[0.13, 0.13, 0.13, 0.13, 0.14, 0.34]))]
     others = tuple(t for k, t in enumerate(scene.things) if k != actor)
     shape, colour = SHAPES[int(rng.integers(4))], str(rng.choice(COLOURS))
     rgb = pick_colour(colour, rng)

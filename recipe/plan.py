@@ -131,6 +131,19 @@ PLAN = (
         look_every=3,
         looks={"page": 0.85, "clip": 0.15},
     ),
+    # Clips in which nothing happens, and more ways to ask of clips.
+    Stage(
+        name="clips",
+        chances={"scene": 0.3, "print": 0.24, "album": 0.07, "clip": 0.34, "strange": 0.03, "talk": 0.02},
+        steps=300,
+        rate=8e-4,
+        decay=200,
+        last=0.04,
+        hint_weight=0.7,
+        budget=288,
+        look_every=3,
+        looks={"page": 0.85, "clip": 0.15},
+    ),
 )
 
 

@@ -704,7 +704,14 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
             return [_ask(rng, questions, f"{_with_article(thing.name).capitalize()} turns {clip.later_colour}.")]
         return [_ask(rng, questions, "Nothing moves.")]
     if roll < 0.4:
-        questions = (f"What moves in the {video}?", "What moves?", "Which object moves?", "What is moving?")
+        questions = (
+            f"What moves in the {video}?",
+            "What moves?",
+            "Which object moves?",
+            "What is moving?",
+            f"What moves, and which {pick(rng, _COLOUR)} has it?",
+            f"Say which object moves, {pick(rng, _COLOUR)} and all.",
+        )
         return [_ask(rng, questions, f"The {thing.name}." if moves else "Nothing moves.")]
     if roll < 0.62:
         name = (
@@ -719,6 +726,7 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
             f"Which direction is {name} moving in?",
             f"Where to does {name} move?",
             f"{name.capitalize()} goes which way: left, right, up or down?",
+            f"Does {name} go left, right, up or down?",
             f"What is the direction of {name}?",
         )
         return [_ask(rng, questions, f"{clip.event.capitalize()}." if moves else "It does not move.")]
@@ -732,6 +740,7 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
                 f"What {word} does the {thing.shape} turn?",
                 f"What {word} is the {thing.shape} at the end?",
                 f"Which {word} does the {thing.shape} change to?",
+                f"Into which {word} does the {thing.shape} turn?",
                 f"What {word} does it become?",
             )
             return [_ask(rng, questions, f"{clip.later_colour.capitalize()}.")]
@@ -749,7 +758,7 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
 def _at_a_time(clip: Clip, rng: Rng) -> Dialogue:
     """When the colour changes; and what it is at a given time, which teaches to look up the frames of a time."""
     shape, word, roll = clip.thing.shape, pick(rng, _COLOUR), rng.random()
-    if clip.event == "colour" and roll < 0.45:
+    if clip.event == "colour" and roll < 0.5:
         later = clip.later_colour
         questions: tuple[str, ...] = (
             f"When does the {word} change?",
@@ -758,13 +767,14 @@ def _at_a_time(clip: Clip, rng: Rng) -> Dialogue:
             f"At what time does the {shape} turn {later}?",
             f"After how many seconds does the {shape} turn {later}?",
             f"At which second does the {word} of the {shape} change?",
+            f"At how many seconds does the {shape} turn {later}?",
             "After how many seconds does it change?",
         )
         return [_ask(rng, questions, f"At about {clip.change_seen:.1f} seconds.")]
     seen = clip.actor_colours
     at = pick(rng, list(seen))
     colours = [clip.thing.colour, clip.later_colour or pick(rng, COLOURS)]
-    if roll < 0.75:
+    if roll < 0.9:
         questions = (
             f"What {word} is the {shape} at {at} seconds?",
             f"At {at} seconds, what {word} is the {shape}?",
