@@ -12,6 +12,7 @@ names that nobody looks at the last one any more: to get fresh pages of tmpfs ta
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import math
@@ -59,7 +60,7 @@ class SharedArrays:
             return np.empty(shape, dtype)
         try:
             array = self._reuse(nbytes, shape, dtype)
-            return self._make(nbytes).array(shape, dtype) if array is None else array
+            return self._make(nbytes, shape, dtype) if array is None else array
         except OSError:
             return np.empty(shape, dtype)
 
@@ -93,8 +94,9 @@ class SharedArrays:
                     raise ValueError(f"shared block {name!r} does not hold {nbytes} bytes")
                 if self._mapped and nbytes >= MAPPED_FROM_BYTES and self._has_room(0):
                     own = self._own_path()
-                    os.link(path, own)
-                    return Block(own, file.fileno(), nbytes, writable=False).array(shape, dtype)
+                    with contextlib.suppress(OSError):  # no more mappings or names to be had: copied, then
+                        os.link(path, own)
+                        return Block(own, file.fileno(), nbytes, writable=False).array(shape, dtype)
                 array = np.empty(shape, dtype)
                 target = array.reshape(-1).view(np.uint8).data
                 read = 0
@@ -132,12 +134,12 @@ class SharedArrays:
                 return min(fitting, key=lambda block: block.nbytes).array(shape, dtype)
             held = sum(block.nbytes for block in self._kept)
             for block in free:
-                if held + nbytes > self._spare_bytes:
+                if held + nbytes > self._spare_bytes >= nbytes:
                     self._kept.remove(block)
                     held -= block.nbytes
         return None
 
-    def _make(self, nbytes: int) -> Block:
+    def _make(self, nbytes: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if not self._has_room(nbytes):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
         path = self._own_path()
@@ -150,10 +152,11 @@ class SharedArrays:
             raise
         finally:
             os.close(fd)
+        array = block.array(shape, dtype)  # before anyone may see the block, who would think it free
         with self._lock:
             if sum(one.nbytes for one in self._kept) + nbytes <= self._spare_bytes:
                 self._kept.append(block)
-        return block
+        return array
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether half of the file system would still be free."""

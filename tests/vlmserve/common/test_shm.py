@@ -210,3 +210,40 @@ def test_whatever_is_done_in_whatever_order_contents_stay(tmp_path_factory, step
     arrays.clear()
     del maker
     assert not names(folder)
+
+
+def test_a_block_is_in_use_before_others_see_it(tmp_path):
+    free = []
+
+    class Kept(list):
+        def append(self, block):
+            free.append(block.is_free())
+            super().append(block)
+
+    shared = SharedArrays(tmp_path, spare_bytes=2**23)
+    shared._kept = Kept()
+    array = filled(shared, 1)
+    assert free == [False]
+    assert not np.shares_memory(array, filled(shared, 2))
+
+
+def test_an_array_that_cannot_be_kept_drives_nothing_out(tmp_path):
+    shared = SharedArrays(tmp_path, spare_bytes=4 * MAPPED_FROM_BYTES)
+    kept = block_of(filled(shared, 1)).path
+    filled(shared, 2, (5, MAPPED_FROM_BYTES))
+    assert block_of(filled(shared, 3)).path == kept
+
+
+@pytest.mark.parametrize("missing", ["names", "mappings"])
+def test_what_cannot_be_mapped_is_copied(tmp_path, monkeypatch, missing):
+    def fail(*words, **options):
+        raise OSError("none left")
+
+    maker, taker = SharedArrays(tmp_path), SharedArrays(tmp_path, mapped=True)
+    array = filled(maker, 5)
+    name = maker.put(array)
+    monkeypatch.setattr(*{"names": (shm.os, "link"), "mappings": (shm, "Block")}[missing], fail)
+    got = taker.take(name, array.dtype, array.shape)
+    assert (got == 5).all()
+    assert block_of(got) is None
+    assert maker.outstanding() == 0
