@@ -216,7 +216,7 @@ class WorkerKeeper:
         with self._changed:
             del self._sent[done.number]
             self._turn_began_s = self._clock()
-        self._finished_any = True
+        self._finished_any |= not untried
         self._deliver(EncodeResult(number=done.number, rows=rows, error=error, untried=untried))
 
     def _watch(self, child: ChildProcess) -> None:

@@ -77,6 +77,9 @@ class Store:
     def __init__(self) -> None:
         self.kept: dict[bytes, torch.Tensor] = {}
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.kept
+
     def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool:
         self.kept[key] = rows
         return True

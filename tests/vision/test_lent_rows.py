@@ -118,6 +118,16 @@ def test_rows_of_a_worker_that_dies_while_they_are_copied_do_not_count_and_other
     assert lending.borrower.gone == 1
 
 
+def test_a_worker_that_dies_whenever_its_rows_are_copied_is_given_up(lending):
+    assert_done(lending.encode(batch(0)), batch(0))
+    lending.borrower.before = lambda handle: kill(owner(handle))
+    for number in range(1, 9):
+        if not lending.backend.workers():
+            break
+        assert lending.encode(batch(number)).rows is None
+    assert not lending.backend.workers()
+
+
 def kill(pid: int) -> None:
     """Kill a worker; returns when it has died."""
     fd = os.pidfd_open(pid)
