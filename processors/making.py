@@ -16,7 +16,7 @@ from vlmserve.common.errors import BadRequestError
 
 
 class FatalMediumError(BadRequestError):
-    """A medium took the process along that decoded it, or kept it for too long: it is not to be tried again."""
+    """A medium made the process crash that decoded it: it is not to be tried again."""
 
 
 class MediaMaker(Protocol):

@@ -52,6 +52,7 @@ WorkerMain: TypeAlias = Callable[[Parent, MediaWorkerSettings], None]
 _Processed = TypeVar("_Processed", ProcessedImage, ProcessedVideo)
 _MAX_TRIES = 3
 _LONGEST_PAUSE_S = 30.0
+_MANY = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,25 +181,31 @@ class ProcessMaker:
 
     def _keep(self, number: int) -> None:
         """One worker after the other."""
-        pause_s = self._settings.first_pause_s
+        pause_s, idle_deaths = self._settings.first_pause_s, 0
         while not self._closing:
             try:
-                self._live(number)
-                pause_s = self._settings.first_pause_s
+                idle_deaths = 0 if self._live(number) else idle_deaths + 1
+                if idle_deaths < _MANY:  # a few may be accidents
+                    pause_s = self._settings.first_pause_s
+                    continue
+                trouble, expected = f"media worker {number} died {idle_deaths} times before it had done anything", True
             except Exception as error:
                 expected = isinstance(error, EngineError)
                 trouble = str(error) if expected else f"media worker {number} cannot be started: {error!r}"
-                with self._changed:
-                    if self._closing:
-                        return
-                    self._troubles[number] = trouble
-                    self._changed.notify_all()
-                    logger.error("%s: the next try in %g s", trouble, pause_s, exc_info=not expected)
-                    self._changed.wait_for(lambda: self._closing, pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                if not expected:
+                    logger.exception("a media worker cannot be started")
+            with self._changed:
+                if self._closing:
+                    return
+                self._troubles[number] = trouble
+                self._changed.notify_all()
+                logger.error("%s: the next try in %g s", trouble, pause_s)
+                self._changed.wait_for(lambda: self._closing, pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _live(self, number: int) -> None:
-        """One life of a worker, of which nothing is left. EngineError if it does not get ready."""
+    def _live(self, number: int) -> bool:
+        """One life of a worker, of which nothing is left: whether it was of any use. EngineError if it does not get
+        ready."""
         with stop_signals_held():
             child = ChildProcess(
                 f"media-{number}",
@@ -224,6 +231,7 @@ class ProcessMaker:
                 self._changed.wait_for(lambda: not worker.borrowed)
             if not self._closing:
                 logger.warning("%s: another one is started", child.how_it_died())
+            return worker.used
         finally:
             child.stop()
             self._shared.discard_of(child.pid)
@@ -247,6 +255,7 @@ class _Worker:
         self.child = child
         self.borrowed = False
         self.broken = False
+        self.used = False
         self._channel = MessageChannel(
             child.pipe.send_bytes,
             child.pipe.recv_bytes,
@@ -269,13 +278,13 @@ class _Worker:
                 answer = self._channel.receive()
                 if not isinstance(answer, WorkBegun):
                     break
-                begun = True
+                begun = self.used = True
         except (EOFError, OSError):
             self._kill()
             reason = self.child.how_it_died()
             if not begun:
                 raise _NotBegunError(reason) from None
-            raise _crashed(what, reason) from None
+            raise _crashed(what, reason, by_itself=not self.child.was_killed) from None
         except WireError as error:
             self._kill()
             raise EngineError(f"{self.child.title} sent what cannot be used: {error}") from error
@@ -296,15 +305,16 @@ def _array(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
-def _crashed(what: str, reason: str) -> FatalMediumError:
-    return FatalMediumError(
+def _crashed(what: str, reason: str, *, by_itself: bool) -> BadRequestError:
+    error = FatalMediumError if by_itself else BadRequestError  # who is killed may have been in somebody's way
+    return error(
         f"the {what} ended the process that decoded it ({reason}): it is broken, or takes more memory than there is",
         code="media_crash",
     )
 
 
-def _too_slow(what: str, settings: ProcessSettings) -> FatalMediumError:
-    return FatalMediumError(
+def _too_slow(what: str, settings: ProcessSettings) -> BadRequestError:
+    return BadRequestError(
         f"the {what} took longer than {settings.max_work_s:g} s (setting {settings.max_work_setting}): its process was "
         "ended",
         code="media_too_costly",

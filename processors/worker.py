@@ -56,7 +56,13 @@ def run_worker(
 def _answer_next(maker: MediaMaker, channel: MessageChannel) -> None:
     work = channel.receive()
     channel.send(channel.encode(WorkBegun()))
-    channel.send(channel.encode(_answer(maker, work)))
+    answer = _answer(maker, work)
+    try:
+        frames = channel.encode(answer)
+    except Exception as error:  # ours, not the medium's
+        logger.exception("what became of a medium cannot be sent")
+        frames = channel.encode(WorkFailed(message=f"{type(error).__name__}: {error}"))
+    channel.send(frames)
 
 
 def _answer(maker: MediaMaker, work: MediaWork) -> ProcessedMedium | WorkRefused | WorkFailed:

@@ -262,6 +262,37 @@ def test_what_kills_one_worker_after_the_other_before_they_look_at_it_is_given_u
     assert len(fake.pids()) == 4
 
 
+def test_workers_that_die_as_soon_as_they_are_idle_are_started_at_intervals(fakes, caplog):
+    fake = fakes(first_pause_s=PATIENCE_S)
+    fake.maker.wait_ready()
+    for count in range(1, 5):
+        while len(fake.pids()) < count:
+            time.sleep(0.01)
+        worker = fake.maker._borrow()  # blocks until it is ready
+        os.kill(worker.child.pid, signal.SIGKILL)
+        fake.maker._give_back(worker)
+    with pytest.raises(EngineError, match="^media worker 0 died 4 times before it had done anything$"):
+        fake.load(GOOD)
+    assert len(fake.pids()) == 4
+
+
+def test_a_file_whose_worker_was_killed_by_others_may_be_tried_again(fakes):
+    fake = fakes()
+
+    def load() -> None:
+        with pytest.raises(BadRequestError, match="SIGKILL"):
+            fake.load(PAUSE)
+
+    for count in (1, 2):
+        thread = threading.Thread(target=load)
+        thread.start()
+        while len(fake.notes("tried")) < count:
+            time.sleep(0.01)
+        os.kill(fake.pids()[-1], signal.SIGKILL)
+        thread.join()
+    assert fake.notes("tried") == ["PAUSE"] * 2
+
+
 def test_a_bug_is_not_the_client_s_fault(fakes):
     fake = fakes()
     for _ in range(2):  # it may be tried again

@@ -80,6 +80,12 @@ class ChildProcess:
         """Whether the child has not died yet. A process that has ended counts as dead before it was waited for."""
         return not wait([self.sentinel], timeout=0)
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a child that has died was killed by SIGKILL: by somebody, or by the kernel when memory was short."""
+        self._process.join(timeout=1.0)
+        return self._process.exitcode == -signal.SIGKILL
+
     def how_it_died(self) -> str:
         """One clause for a log line."""
         self._process.join(timeout=1.0)

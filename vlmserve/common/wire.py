@@ -107,6 +107,8 @@ class WireCodec:
     def _encode_value(self, value: object) -> object:
         if isinstance(value, np.ndarray):
             return self._encode_array(value)
+        if isinstance(value, np.generic):
+            return value.item()
         # not by isinstance: processes without tensors do without torch
         if type(value).__module__ == "torch":
             import torch

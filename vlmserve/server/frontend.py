@@ -61,14 +61,6 @@ def make_frontend(
     of uploaded files that another server uses.
     """
     engine = settings.engine
-    stage = make_tokenizer_stage(engine, stage_limits(settings), max_model_len=max_model_len, shared_dir=shared_dir)
-    manager = TokenizerManager(
-        builder=stage.builder,
-        media=stage.media,
-        send=send,
-        prepare=prepare,
-        max_pending=engine.max_running_requests + engine.max_queued_requests,
-    )
     api = ApiSettings(
         api_keys=(settings.api_key,) if settings.api_key else (),
         body=BodyLimits(max_bytes=int(settings.max_body_mib * 2**20), stall_s=settings.body_timeout_s),
@@ -76,6 +68,14 @@ def make_frontend(
     )
     with ExitStack() as stack:
         files = _open_files(settings, stack)
+        stage = make_tokenizer_stage(engine, stage_limits(settings), max_model_len=max_model_len, shared_dir=shared_dir)
+        manager = TokenizerManager(
+            builder=stage.builder,
+            media=stage.media,
+            send=send,
+            prepare=prepare,
+            max_pending=engine.max_running_requests + engine.max_queued_requests,
+        )
         app = build_app(manager, [model_name], api, files)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 

@@ -61,6 +61,8 @@ def make_tokenizer_stage(
     folder = Path(args.model)
     config = read_json(folder / "config.json")
     tokenizer = load_text_tokenizer(folder)
+    # before anything is started that would have to be closed
+    template, defaults = load_chat_template(folder), load_sampling_defaults(folder, args.sampling_defaults)
     media = make_request_media(
         args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text, shared_dir=shared_dir
     )
@@ -68,14 +70,14 @@ def make_tokenizer_stage(
     vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids
     builder = RequestBuilder(
         tokenizer=tokenizer,
-        template=load_chat_template(folder),
+        template=template,
         expander=media,
         limits=RequestLimits(
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             counts=limits.counts,
         ),
-        defaults=load_sampling_defaults(folder, args.sampling_defaults),
+        defaults=defaults,
     )
     return TokenizerStage(tokenizer=tokenizer, media=media, builder=builder)
 
