@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -85,11 +86,15 @@ class LLM:
         self._runner, self.info = build_runner(args)
         # for arrays that go to and from encoder and media processes, where there are any
         processes = args.num_encoders + args.media_processes
-        self._shared = PrivateDirectory(shared_memory_base()) if processes else None
-        shared_dir = None if self._shared is None else self._shared.path
-        self._scheduler = build_scheduler(args, self._runner, self.info, self._take, shared_dir=shared_dir)
         limits = StageLimits(fetch=fetch or FetchSettings())
-        stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, shared_dir=shared_dir)
+        with ExitStack() as stack:
+            shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
+            shared_dir = None if shared is None else shared.path
+            self._scheduler = build_scheduler(args, self._runner, self.info, self._take, shared_dir=shared_dir)
+            stack.callback(self._scheduler.close)
+            stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, shared_dir=shared_dir)
+            stack.callback(stage.media.close)
+            self._stack = stack.pop_all()
         self._media, self.builder = stage.media, stage.builder
         self._detokenizer = DetokenizerManager(stage.tokenizer)
         self._pending: dict[str, _Pending] = {}
@@ -146,10 +151,7 @@ class LLM:
 
     def close(self) -> None:
         """End the media threads and the encoder's workers. The model goes with the object."""
-        self._media.close()
-        self._scheduler.close()
-        if self._shared is not None:
-            self._shared.close()
+        self._stack.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -271,7 +271,7 @@ def test_workers_that_die_as_soon_as_they_are_idle_are_started_at_intervals(fake
         worker = fake.maker._borrow()  # blocks until it is ready
         os.kill(worker.child.pid, signal.SIGKILL)
         fake.maker._give_back(worker)
-    with pytest.raises(EngineError, match="^media worker 0 died 4 times before it had done anything$"):
+    with pytest.raises(EngineError, match=r"^media worker 0 died 4 times before it had done anything$"):
         fake.load(GOOD)
     assert len(fake.pids()) == 4
 

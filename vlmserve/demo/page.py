@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.components.chatbot import FileMessage, TextMessage
 
 from vlmserve.demo.chat import Chat, View
 from vlmserve.demo.conversation import Message, Question, last_question
@@ -40,6 +41,7 @@ class Page:
             prevent_thread_lock=True,
             quiet=True,
             inbrowser=False,
+            max_file_size="512mb",
             run_history=False,
             enable_monitoring=False,
             ssr_mode=False,
@@ -64,6 +66,7 @@ class Page:
                         examples=[_example(sample) for sample in self._samples],
                         buttons=["copy"],
                     )
+                    _take_back_little(chatbot)
                     box = gr.MultimodalTextbox(
                         label="question",
                         show_label=False,
@@ -130,6 +133,19 @@ class Page:
                 yield [box, *shown]
                 box = gr.skip()
         yield [_ready(), *shown]  # all of it again: who calls the page's API gets what came last
+
+
+def _take_back_little(chatbot: gr.Chatbot) -> None:
+    """Have it take texts and uploaded files back from the page. Other things that a caller may put into the history
+    would be made of what the caller says, local files too. (Gradio writes a file beside the code for a subclass.)"""
+    preprocess = chatbot._preprocess_content
+
+    def check(message: Any) -> Any:
+        if not isinstance(message, TextMessage | FileMessage):
+            raise gr.Error("a conversation holds texts and files only")
+        return preprocess(message)
+
+    chatbot._preprocess_content = check  # type: ignore[assignment,method-assign]
 
 
 def _settings_inputs() -> dict[str, Any]:

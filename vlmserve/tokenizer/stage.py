@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,10 +132,11 @@ def _start_processes(
 ) -> MediaMaker:
     assert shared_dir is not None, "media processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
-    module = importlib.import_module("processors.process_maker")
-    processes = module.ProcessMaker(
+    from processors.process_maker import ProcessMaker, ProcessSettings
+
+    processes = ProcessMaker(
         processor,
-        module.ProcessSettings(
+        ProcessSettings(
             count=args.media_processes,
             shared_dir=shared_dir,
             # a clip that takes too long to decode is refused by the worker itself
@@ -148,8 +148,7 @@ def _start_processes(
     except BaseException:
         processes.close()
         raise
-    maker: MediaMaker = processes
-    return maker
+    return processes
 
 
 def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int) -> ProcessorLimits:
