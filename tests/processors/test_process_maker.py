@@ -15,17 +15,20 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from processors import worker
 from processors.base import ImageKnobs
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.making import FatalMediumError
 from processors.pool import ImageRequest, PoolSettings, ProcessorPool, VideoRequest
 from processors.process_maker import ProcessMaker, ProcessSettings, WorkerMain
 from processors.video_options import VideoKnobs
+from processors.worker_messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun
 from processors.worker_start import start_worker
 from tests.processors.clips import jpeg, make_clip
 from tests.processors.fake_media_worker import CRASH, EARLY, EXIT, FAIL, PAUSE, fake_worker
@@ -33,6 +36,7 @@ from tests.processors.helpers import encoded, picture, tiny_processor
 from tests.vlmserve.server_process import PATIENCE_S, gone
 from vlmserve.common.child import STOP_PATIENCE_S
 from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.common.message_channel import MessageChannel
 from vlmserve.common.shm import MAPPED_FROM_BYTES, SharedArrays
 from vlmserve.common.shm_block import block_of
 from vlmserve.common.wire import SHARED_FROM_BYTES
@@ -291,6 +295,39 @@ def test_a_file_whose_worker_was_killed_by_others_may_be_tried_again(fakes):
         os.kill(fake.pids()[-1], signal.SIGKILL)
         thread.join()
     assert fake.notes("tried") == ["PAUSE"] * 2
+
+
+class Pipe:
+    """Holds what was sent."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def send(self, frame: bytes) -> None:
+        self.frames.append(bytes(frame))
+
+    def receive(self) -> bytes:
+        return self.frames.pop(0)
+
+
+class OddMaker:
+    def picture(self, data: bytes, knobs: ImageKnobs) -> object:
+        return object()
+
+
+def test_what_cannot_be_sent_is_a_failure_of_the_worker_s(tmp_path, caplog):
+    there, back = Pipe(), Pipe()
+    shared = SharedArrays(tmp_path)
+    ours = MessageChannel(
+        there.send, back.receive, send_types=WORK_MESSAGES, receive_types=ANSWER_MESSAGES, shared=shared
+    )
+    theirs = MessageChannel(
+        back.send, there.receive, send_types=ANSWER_MESSAGES, receive_types=WORK_MESSAGES, shared=shared
+    )
+    ours.send(ours.encode(PictureWork(data=np.zeros(3, np.uint8), knobs=ImageKnobs())))
+    worker._answer_next(OddMaker(), theirs)
+    assert ours.receive() == WorkBegun()
+    assert "object" in ours.receive().message
 
 
 def test_a_bug_is_not_the_client_s_fault(fakes):

@@ -44,6 +44,12 @@ def test_round_trip(shape, dtype, name, data):
         assert np.array_equal(theirs, ours)
 
 
+def test_numbers_of_numpy_arrive_as_plain_ones():
+    codec = WireCodec([Other])
+    back = codec.decode(codec.encode(Other(count=np.int64(3))))
+    assert (back.count, type(back.count)) == (3, int)
+
+
 def test_large_arrays_go_through_shared_memory_and_leave_nothing(tmp_path):
     shared = SharedArrays(tmp_path)
     codec = WireCodec([Note], shared)
