@@ -37,10 +37,11 @@ from processors.worker_messages import (
     WorkRefused,
 )
 from processors.worker_start import MediaWorkerSettings, start_worker
-from vlmserve.common.child import ChildProcess, Parent, stop_signals_held
+from vlmserve.common.child import ChildProcess, Parent
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.common.message_channel import MessageChannel
 from vlmserve.common.shm import SharedArrays
+from vlmserve.common.stop_signals import stop_signals_held
 from vlmserve.common.wake_up import WakeUp
 from vlmserve.common.wire import WireError
 

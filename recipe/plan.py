@@ -119,29 +119,25 @@ PLAN = (
         looks={"page": 0.85, "clip": 0.15},
     ),
     # What a clip shows at which time, from which "when" follows; more boxes.
-    Stage(
+    replace(
+        _MIXED,
         name="times",
         chances={"scene": 0.34, "print": 0.29, "album": 0.08, "clip": 0.25, "strange": 0.02, "talk": 0.02},
         steps=1500,
         rate=1.2e-3,
         decay=900,
         last=0.04,
-        hint_weight=0.7,
-        budget=288,
-        look_every=3,
         looks={"page": 0.85, "clip": 0.15},
     ),
     # Clips in which nothing happens, and more ways to ask of clips.
-    Stage(
+    replace(
+        _MIXED,
         name="clips",
         chances={"scene": 0.3, "print": 0.24, "album": 0.07, "clip": 0.34, "strange": 0.03, "talk": 0.02},
         steps=300,
         rate=8e-4,
         decay=200,
         last=0.04,
-        hint_weight=0.7,
-        budget=288,
-        look_every=3,
         looks={"page": 0.85, "clip": 0.15},
     ),
 )

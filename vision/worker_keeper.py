@@ -30,9 +30,10 @@ from vision.worker_channel import (
     RowsTaken,
 )
 from vision.worker_settings import WorkerSettings
-from vlmserve.common.child import ChildProcess, Parent, stop_signals_held
+from vlmserve.common.child import ChildProcess, Parent
 from vlmserve.common.errors import EngineError
 from vlmserve.common.shm import SharedArrays
+from vlmserve.common.stop_signals import stop_signals_held
 from vlmserve.common.tensors import from_array
 from vlmserve.common.wire import Frame
 

@@ -19,9 +19,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
-from vlmserve.common.child import STOP_SIGNALS, ChildProcess, stop_signals_held
+from vlmserve.common.child import ChildProcess
 from vlmserve.common.logs import configure_logging
 from vlmserve.common.shm import SPARE_BYTES
+from vlmserve.common.stop_signals import (
+    STOP_SIGNALS,
+    StopRequested,
+    ignore_stop_signals,
+    stop_signals_held,
+    stop_signals_raise,
+)
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import ChildMain, start_child, wait_until_ready
@@ -109,7 +116,7 @@ def launch_server(
     if settings.port_file:
         Path(settings.port_file).unlink(missing_ok=True)  # whoever waits for it must not read an older server's
     with ExitStack() as stack:
-        stack.enter_context(_stop_signals_raise())
+        stack.enter_context(stop_signals_raise())
         try:
             listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
             settings, model_name = _settle_model(settings)
@@ -128,16 +135,11 @@ def launch_server(
             reports = wait_until_ready(children, settings.startup_timeout_s)
             serving = _Serving(settings, model_name, channels, children, listener)
             return asyncio.run(serving.run(reports["scheduler"], make_frontend))
-        except _StopRequested as stop:
+        except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
             return 0
         finally:
-            for number in STOP_SIGNALS:  # from here on everything is short, and must be done
-                signal.signal(number, signal.SIG_IGN)
-
-
-class _StopRequested(BaseException):
-    """SIGINT or SIGTERM before the server was ready."""
+            ignore_stop_signals()  # from here on everything is short, and must be done
 
 
 class _Serving:
@@ -304,16 +306,3 @@ def _write_whole(path: Path, text: str) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(text)
     unfinished.replace(path)
-
-
-@contextlib.contextmanager
-def _stop_signals_raise() -> Iterator[None]:
-    def stop(number: int, frame: object) -> None:
-        raise _StopRequested(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -19,17 +19,16 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from vlmserve.common.errors import EngineError, VlmserveError
 from vlmserve.common.logs import configure_logging
+from vlmserve.common.stop_signals import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_PATIENCE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
@@ -177,23 +176,10 @@ class Parent:
         self.send(json.dumps(report).encode())
 
 
-@contextlib.contextmanager
-def stop_signals_held() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM from this thread, and from birth on from the processes that it starts meanwhile: their
-    interpreters must not see them before they ignore them."""
-    resource_tracker.ensure_running()  # starting it inside, as the first child would, lets the signals through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _run_child(
     name: str, main: Callable[..., None], args: tuple[object, ...], pipe: Connection, log_level: str, parent_pid: int
 ) -> None:
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     die_with_parent(parent_pid, signal.SIGKILL)
     parent = Parent(pipe)
     threading.Thread(target=parent.watch, name="parent-watch", daemon=True).start()

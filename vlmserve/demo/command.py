@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from vlmserve.common.child import STOP_SIGNALS
 from vlmserve.common.errors import EngineError, VlmserveError
+from vlmserve.common.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 from vlmserve.flags import CommandParser
 from vlmserve.settings import ENV_PREFIX
 
@@ -57,19 +56,14 @@ def main(argv: Sequence[str]) -> int:
     if importlib.util.find_spec("gradio") is None:
         raise DemoError("the demo needs Gradio: pip install 'vlmserve[demo]'")
     with ExitStack() as stack:
-        stack.enter_context(_stop_signals_raise())
+        stack.enter_context(stop_signals_raise())
         try:
             _run(command, stack)
-        except _StopRequested:
+        except StopRequested:
             return 0
         finally:
-            for number in STOP_SIGNALS:  # from here on everything is short, and must be done
-                signal.signal(number, signal.SIG_IGN)
+            ignore_stop_signals()  # from here on everything is short, and must be done
     return 0
-
-
-class _StopRequested(BaseException):
-    """SIGINT or SIGTERM."""
 
 
 def _run(command: _Command, stack: ExitStack) -> None:
@@ -141,16 +135,3 @@ def keep_gradio_to_itself(folder: str, set_variable: Callable[[str, str], None] 
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     for name in ("no_proxy", "NO_PROXY"):
         set_variable(name, ",".join(filter(None, (direct, "127.0.0.1", "localhost"))))
-
-
-@contextlib.contextmanager
-def _stop_signals_raise() -> Iterator[None]:
-    def stop(number: int, frame: object) -> None:
-        raise _StopRequested(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

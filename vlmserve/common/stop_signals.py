@@ -1,0 +1,47 @@
+"""SIGINT and SIGTERM, by which people and service managers stop a command."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequested(BaseException):
+    """One of them came, while `stop_signals_raise`."""
+
+
+@contextlib.contextmanager
+def stop_signals_raise() -> Iterator[None]:
+    """Have them raise StopRequested in the main thread, where this is to be called."""
+
+    def stop(number: int, frame: object) -> None:
+        raise StopRequested(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def stop_signals_held() -> Iterator[None]:
+    """Keep them from this thread, and from birth on from the processes that it starts meanwhile: their interpreters
+    must not see them before they ignore them."""
+    resource_tracker.ensure_running()  # starting it inside, as the first child would, lets the signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_stop_signals() -> None:
+    """From here on. Call it in the main thread."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
