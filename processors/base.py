@@ -139,7 +139,7 @@ class MultimodalProcessor(ABC):
         patches = self.config.patches
         pixels = planes(resize_frames(np.array(rgb)[None], height, width, patches.resample))
         count = height * width // patches.patch_size**2
-        out = self._allocate((count, patches.patch_elements), np.float32)
+        out = self._allocate((count, patches.row_width(frames=1)), np.uint8)
         feature, grid = frames_to_patches(pixels.transpose(0, 2, 3, 1), patches, out)
         feature.flags.writeable = False
         digests = (patch_digest(grid[1:], pixels, patches),)
@@ -148,6 +148,7 @@ class MultimodalProcessor(ABC):
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
+            scale=patches.scale(frames=1),
             num_tokens=self._num_tokens(grid),
             source_size=rgb.size,
             clamps=clamps,
@@ -305,6 +306,7 @@ def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()
         grid_thw=medium.grid_thw,
         offsets=offsets,
         feature=medium.feature,
+        scale=medium.scale,
         encoded=isinstance(medium, ProcessedImage) and medium.encoded,
         second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from processors.level_scale import LevelScale
+
 
 class Modality(enum.StrEnum):
     IMAGE = "image"
@@ -23,8 +25,9 @@ class MultimodalDataItem:
     grid_thw: patches in time, height and width, before the spatial merge.
     offsets: half-open ranges [start, end) of this item's pad tokens in the expanded `input_ids`; one range for a
         picture (one per temporal patch in a Qwen3-VL video). Their lengths sum to t*h*w / merge_size**2.
-    feature: float32 [t*h*w, in_channels * temporal_patch_size * patch_size**2], rows in the family's patch order.
-    encoded: it came encoded: feature is the vision tower's rows, float32 [num_tokens, row width].
+    feature: uint8 [t*h*w, in_channels * frames * patch_size**2], the pixels' levels in the family's patch order; frames
+        is 1 for a picture, else temporal_patch_size. scale: makes values of them (see `processors.patch_values`).
+    encoded: it came encoded: feature is the vision tower's rows, float32 [num_tokens, row width], and has no scale.
     second_per_grid_t: seconds between temporal patches (Qwen2.5-VL video), else 0.
     """
 
@@ -34,6 +37,7 @@ class MultimodalDataItem:
     grid_thw: tuple[int, int, int]
     offsets: tuple[tuple[int, int], ...]
     feature: np.ndarray
+    scale: LevelScale | None = None
     encoded: bool = False
     second_per_grid_t: float = 0.0
 

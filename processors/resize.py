@@ -1,7 +1,7 @@
-"""Picture to patches: `smart_resize`, bicubic resampling, normalisation and the patch order of the Qwen-VL towers.
+"""Picture to patches: `smart_resize`, bicubic resampling and the patch order of the Qwen-VL towers.
 
-Equal, bit for bit, to transformers' `Qwen2VLImageProcessor` (its torchvision backend), without torchvision: that one's
-resizing of 8-bit pictures is `torch.nn.functional.interpolate`.
+Equal, bit for bit and once `processors.patch_values` has normalised them, to transformers' `Qwen2VLImageProcessor` (its
+torchvision backend), without torchvision: that one's resizing of 8-bit pictures is `torch.nn.functional.interpolate`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from processors.level_scale import LevelScale
 from vlmserve.common.errors import BadRequestError
 
 MAX_ASPECT_RATIO = 200
@@ -46,10 +47,16 @@ class PatchConfig:
         """Both sides of a resized picture are multiples of this, in pixels."""
         return self.patch_size * self.merge_size
 
-    @property
-    def patch_elements(self) -> int:
-        """Values in a patch, of 3 channels."""
-        return 3 * self.temporal_patch_size * self.patch_size**2
+    def row_width(self, frames: int) -> int:
+        """Levels in a patch of so many frames, of 3 channels."""
+        return 3 * frames * self.patch_size**2
+
+    def scale(self, frames: int) -> LevelScale:
+        """Makes values of the levels of patches of so many frames."""
+        # Rescaling folded into mean and standard deviation, in float32: transformers does the same, in this order.
+        rescale = np.float32(1.0 / self.rescale_factor)
+        mean, std = ((np.asarray(part, np.float32) * rescale).tolist() for part in (self.mean, self.std))
+        return LevelScale(mean=tuple(mean), std=tuple(std), repeat=self.temporal_patch_size // frames)
 
     @property
     def identity(self) -> str:
@@ -148,36 +155,24 @@ def planes(frames: np.ndarray) -> np.ndarray:
 def frames_to_patches(
     frames: np.ndarray, config: PatchConfig, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """uint8 [T, H, W, C] -> float32 [t*h*w, C * temporal_patch_size * patch_size**2], and (t, h, w) in patches.
+    """uint8 [T, H, W, C] -> uint8 [t*h*w, C * depth * patch_size**2], and (t, h, w) in patches.
 
-    H and W are multiples of `config.factor`; T is a multiple of temporal_patch_size, or 1 for a picture, which is
-    repeated to fill one temporal patch. Rows: temporal patch, then merge windows row by row, then the patches of a
-    window; within a row: channel, frame, y, x (`patchify` of transformers' Qwen2VLImageProcessor). out: where to write
-    them, contiguous.
+    H and W are multiples of `config.factor`; T is a multiple of temporal_patch_size, which then is the depth, or 1 for
+    a picture, whose depth is 1. Rows: temporal patch, then merge windows row by row, then the patches of a window;
+    within a row: channel, frame, y, x (`patchify` of transformers' Qwen2VLImageProcessor). out: where to write them,
+    contiguous.
     """
     count, height, width, channels = frames.shape
-    patch, merge, depth = config.patch_size, config.merge_size, config.temporal_patch_size
-    grid = (max(1, count // depth), height // patch, width // patch)
-    together = count // grid[0]
+    patch, merge = config.patch_size, config.merge_size
+    grid = (max(1, count // config.temporal_patch_size), height // patch, width // patch)
+    depth = count // grid[0]
     if out is None:
-        out = np.empty((math.prod(grid), channels * depth * patch**2), np.float32)
-
-    # Rescaling folded into mean and standard deviation, in float32: transformers does the same, in this order.
-    scale = np.float32(1.0 / config.rescale_factor)
-    mean = (np.asarray(config.mean, np.float32) * scale)[:, None, None]
-    std = (np.asarray(config.std, np.float32) * scale)[:, None, None]
-
+        out = np.empty((math.prod(grid), channels * depth * patch**2), np.uint8)
     # A row of windows at a time, which the processor's cache can hold. One line of a patch is moved as one thing.
-    line = f"V{4 * patch}"
-    rows, columns = grid[1] // merge, grid[2] // merge
+    line, rows, columns = f"V{patch}", grid[1] // merge, grid[2] // merge
     target = out.reshape(grid[0], rows, columns, merge, merge, channels, depth, patch, patch).view(line)[..., 0]
-    source = planes(frames).reshape(grid[0], together, channels, rows, merge * patch, width)
-    band = np.empty((together, channels, merge * patch, width), np.float32)
-    lines = band.view(line).reshape(together, channels, merge, patch, columns, merge).transpose(4, 2, 5, 1, 0, 3)
+    source = planes(frames).view(line).reshape(grid[0], depth, channels, rows, merge, patch, columns, merge)
     for t in range(grid[0]):
         for row in range(rows):
-            band[:] = source[t, :, :, row]
-            np.subtract(band, mean, out=band)
-            np.divide(band, std, out=band)
-            target[t, row] = lines  # a single frame is broadcast over the depth
+            target[t, row] = source[t, :, :, row].transpose(4, 2, 5, 1, 0, 3)
     return out, grid

@@ -1,17 +1,19 @@
 """One clip, or list of frames, to patches.
 
 Frames are resized and cut into patches one temporal patch after the other, so that memory holds the result and two
-frames of full size, not the clip.
+frames of full size for each thread that does so, not the clip.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from processors.inputs import Modality
 from processors.knobs import named
 from processors.processed import ProcessedVideo
 from processors.resize import Allocate, PatchConfig, frames_to_patches, planes, resize_frames
+from processors.side_by_side import side_by_side
 from processors.video_options import VideoKnobs, VideoLimits, check_knobs
 from processors.video_rules import VideoRules
 from vlmserve.common.errors import BadRequestError
@@ -39,6 +42,30 @@ class _Source:
     size: tuple[int, int]
     fps: float
     num_frames: int
+
+
+class _Clip(Protocol):
+    """What is needed here of `processors.video_decoding.Clip`, which brings PyAV along."""
+
+    def stretches(self, indices: Sequence[int], multiple: int) -> list[range]: ...
+    def read(self, indices: Sequence[int], threads: int) -> Generator[np.ndarray, None, None]: ...
+    def call_off(self) -> None: ...
+
+
+_Frames: TypeAlias = AbstractContextManager[Iterable[np.ndarray]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reading:
+    """Frames [H, W, 3] to be read, in stretches side by side.
+
+    opens: makes each stretch's frames, one after the other. starts: the temporal patch at which each stretch begins.
+    call_off: tells those under way that nobody wants their frames any more.
+    """
+
+    opens: Sequence[Callable[[], _Frames]]
+    starts: Sequence[int] = (0,)
+    call_off: Callable[[], None] = lambda: None
 
 
 class VideoProcessor:
@@ -60,8 +87,7 @@ class VideoProcessor:
         info = clip.info
         choice = self._rules.choose(info.times, info.rate, knobs)
         source = _Source(size=(info.width, info.height), fps=info.rate, num_frames=info.num_frames)
-        with contextlib.closing(ahead(clip.read(choice.indices))) as frames:
-            return self._process(frames, choice, source, knobs)
+        return self._process(self._reading(clip, choice.indices), choice, source, knobs)
 
     def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
         """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
@@ -81,11 +107,19 @@ class VideoProcessor:
         )
         height, width = first.shape[:2]
         source = _Source(size=(width, height), fps=fps, num_frames=count)
-        return self._process(chain([first], _of_size(frames, height, width)), choice, source, knobs)
+        every = chain([first], _of_size(frames, height, width))
+        return self._process(_Reading(opens=[lambda: nullcontext(every)]), choice, source, knobs)
 
-    def _process(
-        self, frames: Iterable[np.ndarray], choice: FrameChoice, source: _Source, knobs: VideoKnobs
-    ) -> ProcessedVideo:
+    def _reading(self, clip: _Clip, indices: Sequence[int]) -> _Reading:
+        depth = self._patches.temporal_patch_size
+        parts = clip.stretches(indices, depth)
+        if len(parts) == 1:
+            threads = self.limits.decode_threads
+            return _Reading(opens=[lambda: closing(ahead(clip.read(indices, threads)))])
+        opens = [partial(_open, clip, indices[part.start : part.stop]) for part in parts]
+        return _Reading(opens=opens, starts=[part.start // depth for part in parts], call_off=clip.call_off)
+
+    def _process(self, reading: _Reading, choice: FrameChoice, source: _Source, knobs: VideoKnobs) -> ProcessedVideo:
         depth, factor = self._patches.temporal_patch_size, self._patches.factor
         count = len(choice.indices)
         if count > self.limits.max_frames:
@@ -100,13 +134,14 @@ class VideoProcessor:
                 f"{limit} (setting --max-model-len): ask for less by fps, max_frames, max_pixels or total_pixels",
                 code="context_length_exceeded",
             )
-        grid, feature, digests = self._cut(frames, t, height, width)
+        grid, feature, digests = self._cut(reading, t, height, width)
         times = [*choice.times, *repeat(choice.times[-1], t * depth - count)]
         return ProcessedVideo(
             digest=media_digest(Modality.VIDEO, grid, digests),
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
+            scale=self._patches.scale(frames=depth),
             num_tokens=num_tokens,
             source_size=source.size,
             frame_indices=choice.indices,
@@ -123,32 +158,53 @@ class VideoProcessor:
         )
 
     def _cut(
-        self, frames: Iterable[np.ndarray], t: int, height: int, width: int
+        self, reading: _Reading, t: int, height: int, width: int
     ) -> tuple[tuple[int, int, int], np.ndarray, tuple[bytes, ...]]:
         """Grid, read-only feature and digests of t temporal patches; the last frame is repeated to fill the last
         one."""
         config = self._patches
-        depth, patch = config.temporal_patch_size, config.patch_size
-        grid = (t, height // patch, width // patch)
-        feature = self._allocate((t, grid[1] * grid[2], config.patch_elements), np.float32)
-        group = np.empty((depth, 3, height, width), np.uint8)
-        digests: list[bytes] = []
-        resized = self._resized(frames, height, width)
-        for place in range(t):
-            for at in range(depth):
-                # a filled up frame stays as it is from the place before
-                group[at] = next(resized, group[at - 1])
-            frames_to_patches(group.transpose(0, 2, 3, 1), config, out=feature[place])
-            digests.append(patch_digest(grid[1:], group, config))
-        rows = feature.reshape(-1, feature.shape[-1])
+        grid = (t, height // config.patch_size, width // config.patch_size)
+        row_width = config.row_width(config.temporal_patch_size)
+        feature = self._allocate((t, grid[1] * grid[2], row_width), np.uint8)
+        ends = [*reading.starts[1:], t]
+        calls = [
+            partial(self._cut_stretch, opened, feature[start:end], height, width)
+            for opened, start, end in zip(reading.opens, reading.starts, ends, strict=True)
+        ]
+        if len(calls) == 1:
+            digests = calls[0]()
+        else:
+            found = dict(side_by_side(calls, len(calls), reading.call_off))
+            digests = [digest for place in sorted(found) for digest in found[place]]
+        rows = feature.reshape(-1, row_width)
         rows.flags.writeable = False
         return grid, rows, tuple(digests)
+
+    def _cut_stretch(self, opened: Callable[[], _Frames], feature: np.ndarray, height: int, width: int) -> list[bytes]:
+        """Fill feature [t, h*w, row width]; the digests."""
+        config = self._patches
+        group = np.empty((config.temporal_patch_size, 3, height, width), np.uint8)
+        grid = (height // config.patch_size, width // config.patch_size)
+        digests: list[bytes] = []
+        with opened() as frames:
+            resized = self._resized(frames, height, width)
+            for place in feature:
+                for at in range(len(group)):
+                    # a filled up frame stays as it is from the place before
+                    group[at] = next(resized, group[at - 1])
+                frames_to_patches(group.transpose(0, 2, 3, 1), config, out=place)
+                digests.append(patch_digest(grid, group, config))
+        return digests
 
     def _resized(self, frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
         """uint8 [3, height, width] each."""
         in_float = self._rules.resize_in_float
         for frame in frames:
             yield planes(resize_frames(frame[None], height, width, self._patches.resample, in_float=in_float))[0]
+
+
+def _open(clip: _Clip, indices: Sequence[int]) -> _Frames:
+    return closing(clip.read(indices, threads=1))
 
 
 def _of_size(frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:

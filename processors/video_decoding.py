@@ -1,7 +1,8 @@
 """Video bytes to the RGB frames that are used, through PyAV. The content decides the format.
 
 A clip is read twice: once without decoding, for the times of all its frames and its keyframes, and once decoding what
-the chosen frames need. Frames come one at a time, so memory holds a few of them however long the clip is.
+the chosen frames need, in stretches side by side where that is worth it. Frames come one at a time, so memory holds a
+few of them however long the clip is.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
 from processors import h264
+from processors.clip_stretches import SEEK_GAP, stretches
 from processors.video_formats import video_format
 from processors.video_options import VideoLimits
 from vlmserve.common.errors import BadRequestError
 
 _CODE = "invalid_video"
 _MAX_RATE = 240  # frames a second of the fastest clip: together with its duration it bounds the list of frames
-_SEEK_GAP = 8  # frames: to decode that many is about as quick as to seek
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +60,9 @@ class Clip:
         self._limits = limits
         self._clock = clock
         self._deadline = clock() + limits.max_decode_s
+        self._called_off = False
         self._format = _format_of(data)
-        with self._open() as (container, stream):
+        with self._open(limits.decode_threads) as (container, stream):
             self._pts, self._keys, rate, seconds_per_tick, first = self._scan(container, stream)
         # Sizes and rotation are believed from here: headers may say anything.
         check_frame_size(first.width, first.height, limits)
@@ -75,40 +77,53 @@ class Clip:
             times=tuple((pts - start) * seconds_per_tick for pts in self._pts),
         )
 
-    def read(self, indices: Sequence[int]) -> Generator[np.ndarray, None, None]:
+    def stretches(self, indices: Sequence[int], multiple: int) -> list[range]:
+        """Ranges of places in `indices` (ascending) that are worth decoding side by side, in order; all but the last
+        hold a multiple of `multiple`."""
+        # Each decoder keeps up to 16 frames: two of the largest allowed, or more of smaller ones.
+        room = 2 * self._limits.max_frame_pixels // (self.info.width * self.info.height)
+        keys = [bisect.bisect_left(self._pts, key) for key in self._keys]
+        return stretches(indices, keys, multiple=multiple, most=min(self._limits.decode_threads, room))
+
+    def read(self, indices: Sequence[int], threads: int = 1) -> Generator[np.ndarray, None, None]:
         """The frames of these indices (ascending): uint8 [height, width, 3], upright, each for as long as it is used.
 
-        Raises BadRequestError at the first that cannot be decoded.
+        threads: that decode. Raises BadRequestError at the first that cannot be decoded. Several threads may read at a
+        time.
         """
         wanted = sorted(set(indices))
         reformatter = VideoReformatter()  # making one takes as long as reformatting a frame of 720p
-        pictures = self._walk([self._pts[index] for index in wanted])
+        pictures = self._walk([self._pts[index] for index in wanted], threads)
         at, picture = -1, None
         for index in indices:
             if picture is None or index != at:
                 at, picture = index, self._to_rgb(next(pictures), reformatter)
             yield picture
 
-    def _walk(self, targets: list[int]) -> Iterator[VideoFrame]:
+    def call_off(self) -> None:
+        """Whatever is being read ends soon, with an error."""
+        self._called_off = True
+
+    def _walk(self, targets: list[int], threads: int) -> Iterator[VideoFrame]:
         """One frame for each time in `targets`, seeking where that saves work."""
         done = 0
         try:
-            for frame in self._decode(targets, seek=True):
+            for frame in self._decode(targets, threads, seek=True):
                 yield frame
                 done += 1
         except _LostError:
             # A file whose index leads astray: all frames up to the last one, then.
-            yield from self._decode(targets[done:], seek=False)
+            yield from self._decode(targets[done:], threads, seek=False)
 
-    def _decode(self, targets: list[int], *, seek: bool) -> Iterator[VideoFrame]:
-        with self._open() as (container, stream):
+    def _decode(self, targets: list[int], threads: int, *, seek: bool) -> Iterator[VideoFrame]:
+        with self._open(threads) as (container, stream):
             wanted = frozenset(targets)
             frames = self._frames(container, stream, wanted)
             reached = -1  # index of the latest frame decoded
             for target in targets:
                 index = bisect.bisect_left(self._pts, target)
                 key = self._keys[bisect.bisect_right(self._keys, target) - 1]
-                if seek and bisect.bisect_left(self._pts, key) > reached + _SEEK_GAP:
+                if seek and bisect.bisect_left(self._pts, key) > reached + SEEK_GAP:
                     container.seek(key, stream=stream, backward=True, any_frame=False)
                     frames = self._frames(container, stream, wanted)
                 found = next((frame for frame in frames if frame.pts is not None and frame.pts >= target), None)
@@ -131,6 +146,8 @@ class Clip:
                 yield from packet.decode()
 
     def _check_time(self) -> None:
+        if self._called_off:
+            raise _CalledOffError
         if self._clock() > self._deadline:
             raise BadRequestError(
                 f"decoding the video takes longer than {self._limits.max_decode_s:g} s, the limit (setting "
@@ -152,7 +169,7 @@ class Clip:
         return np.ascontiguousarray(np.rot90(rgb, _turns(frame)))
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[tuple[InputContainer, VideoStream]]:
+    def _open(self, threads: int) -> Iterator[tuple[InputContainer, VideoStream]]:
         # max_pixels makes FFmpeg refuse frames before it allocates them.
         options = {"max_pixels": str(self._limits.max_frame_pixels)}
         try:
@@ -165,7 +182,7 @@ class Clip:
                 check_frame_size(stream.width, stream.height, self._limits)
                 stream.codec_context.options = options
                 stream.thread_type = "AUTO"
-                stream.codec_context.thread_count = self._limits.decode_threads
+                stream.codec_context.thread_count = threads
                 yield container, stream
         except av.error.ArgumentError as error:  # what FFmpeg says of frames above max_pixels
             raise BadRequestError(
@@ -232,6 +249,10 @@ class Clip:
 
 class _LostError(Exception):
     """A seek did not lead to the frame looked for."""
+
+
+class _CalledOffError(Exception):
+    """Nobody wants the frames any more."""
 
 
 def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from processors.knobs import check_count, check_number, check_pair, check_ranges, laid_over
+from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import BadRequestError
 
 Sampling = Literal["transformers", "qwen-vl-utils", "time-grid"]
@@ -17,7 +18,7 @@ class VideoLimits:
     """max_duration_s: seconds of the longest clip. max_frames: most frames used of one clip.
 
     max_frame_pixels: the largest frame (width * height) of a file. max_tokens: most pad tokens of one clip, None for no
-    limit. max_decode_s: seconds that decoding one clip may take. decode_threads: threads that decode one clip.
+    limit. max_decode_s: seconds that decoding one clip may take. decode_threads: the most that decode one clip.
     """
 
     max_duration_s: float = 7200.0
@@ -25,7 +26,7 @@ class VideoLimits:
     max_frame_pixels: int = 4096 * 4096
     max_tokens: int | None = None
     max_decode_s: float = 300.0
-    decode_threads: int = 2
+    decode_threads: int = field(default_factory=lambda: min(4, available_cpus()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

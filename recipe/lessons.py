@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+import torch
 from PIL import Image, ImageChops, ImageDraw
 from tokenizers import Tokenizer
 
 from processors.mrope import MediaSpan, mrope_positions
+from processors.patch_values import patch_values
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
 from recipe.clips import MOVES, Clip, make_clip
 from recipe.paint import font, paint, strange, wear
@@ -97,8 +99,8 @@ def see(picture: Image.Image, scene: Scene | None, min_pixels: int = MIN_PIXELS,
         picture.height, picture.width, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels
     )
     pixels = resize_frames(np.array(picture)[None], height, width, "bicubic")
-    patches, grid = frames_to_patches(pixels, PATCHES)
-    return Seen(patches=patches.astype(np.float16), grid=grid, hints=hints(scene, grid))
+    patches, grid = _cut(pixels)
+    return Seen(patches=patches, grid=grid, hints=hints(scene, grid))
 
 
 def watch(clip: Clip, rng: Rng) -> list[Seen]:
@@ -120,10 +122,17 @@ def watch(clip: Clip, rng: Rng) -> list[Seen]:
     seen = []
     motion = clip.event if clip.event in MOTIONS else None
     for k, seconds in zip(range(0, total, TEMPORAL_PATCH), clip.label_times, strict=True):
-        patches, grid = frames_to_patches(pixels[k : k + TEMPORAL_PATCH], PATCHES)
+        patches, grid = _cut(pixels[k : k + TEMPORAL_PATCH])
         told = hints(clip.frames[k], grid, motion)
-        seen.append(Seen(patches=patches.astype(np.float16), grid=grid, hints=told, seconds=seconds))
+        seen.append(Seen(patches=patches, grid=grid, hints=told, seconds=seconds))
     return seen
+
+
+def _cut(frames: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """One frame or a temporal patch's, uint8 [T, H, W, 3] -> float16 patches, and their grid."""
+    levels, grid = frames_to_patches(frames, PATCHES)
+    values = patch_values(torch.from_numpy(levels), PATCHES.scale(len(frames)))
+    return values.numpy().astype(np.float16), grid
 
 
 def hints(scene: Scene | None, grid: tuple[int, int, int], motion: str | None = None) -> Hints:

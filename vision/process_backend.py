@@ -65,7 +65,7 @@ class ProcessBackend:
         return [number for number, keeper in enumerate(self._keepers) if keeper.usable]
 
     def start(self, worker: int, batch: EncodeBatch) -> None:
-        """See `EncoderBackend`. Packing and copying pixels is left to a thread. Ignored after `close`."""
+        """See `EncoderBackend`. Copying pixels is left to a thread. Ignored after `close`."""
         if not self._closed:
             self._keepers[worker].submit(batch)
 

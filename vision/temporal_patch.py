@@ -8,6 +8,7 @@ import blake3
 import numpy as np
 
 from processors.inputs import MultimodalDataItem
+from processors.level_scale import LevelScale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,13 +18,15 @@ class TemporalPatch:
     Attention, windows, position embeddings and DeepStack never cross a temporal patch, so a video's rows are those of
     its temporal patches, one after the other.
 
-    digest: 32 bytes over its pixels, grid and patch settings. grid: (height, width) in patches. pixels: float32
-    [h * w, patch elements], in the processor's patch order. encoded: it came encoded, and pixels are its rows.
+    digest: 32 bytes over its pixels, grid and patch settings. grid: (height, width) in patches. pixels: uint8 [h * w,
+    levels of a patch], in the processor's patch order, which `scale` makes values of; without one, float32 values as
+    towers take them. encoded: it came encoded, and pixels are its rows.
     """
 
     digest: bytes
     grid: tuple[int, int]
     pixels: np.ndarray
+    scale: LevelScale | None = None
     encoded: bool = False
 
     @property
@@ -36,7 +39,7 @@ def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
     """A picture's one, or a video's in order; their pixels are views of the item's."""
     parts = np.split(item.feature, len(item.patch_digests))
     return tuple(
-        TemporalPatch(digest=digest, grid=item.grid_thw[1:], pixels=part, encoded=item.encoded)
+        TemporalPatch(digest=digest, grid=item.grid_thw[1:], pixels=part, scale=item.scale, encoded=item.encoded)
         for digest, part in zip(item.patch_digests, parts, strict=True)
     )
 

@@ -1,14 +1,15 @@
-"""Runs a tower on its device: packed temporal patches in, rows out. Keeps nothing."""
+"""Runs a tower on its device: temporal patches in, rows out. Keeps nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
+from processors.patch_values import patch_values
 from vision.blocks import VisionTower
 from vision.temporal_patch import TemporalPatch
+from vlmserve.common.tensors import from_array
 
 
 class TowerRunner:
@@ -21,30 +22,46 @@ class TowerRunner:
     def encode(self, patches: Sequence[TemporalPatch]) -> tuple[torch.Tensor, ...]:
         """Rows of each temporal patch [h * w / merge**2, row width] in the tower's dtype, from one call of the tower.
 
-        Each has memory of its own, so that dropping one frees it. ValueError for pixels and grids that do not fit.
+        Each has memory of its own, so that dropping one frees it. Raises as `encode_packed` does.
         """
-        pixels, grids = pack(patches)
-        packed = self.encode_packed(torch.from_numpy(pixels), grids)
+        packed = self.encode_packed(patches)
         if len(patches) == 1:
             return (packed,)
-        return tuple(rows.clone() for rows in packed.split(self.row_counts(grids)))
+        return tuple(rows.clone() for rows in packed.split(self.row_counts(patches)))
 
     @torch.inference_mode()
-    def encode_packed(self, pixels: torch.Tensor, grids: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """pixels float32 [P, patch elements] of temporal patches one behind the other, grids (height, width) of each ->
-        all their rows [P / merge**2, row width] on the tower's device. See `VisionTower.forward` for errors."""
-        return self._tower(pixels.to(self._device), [(1, h, w) for h, w in grids])
+    def encode_packed(self, patches: Sequence[TemporalPatch]) -> torch.Tensor:
+        """Rows of temporal patches (one at least), one behind the other: [sum of h * w / merge**2, row width] on the
+        tower's device. ValueError as `pixel_values` and `VisionTower.forward` raise it."""
+        return self._tower(pixel_values(patches, self._device), [(1, *patch.grid) for patch in patches])
 
-    def row_counts(self, grids: Sequence[tuple[int, int]]) -> list[int]:
+    def row_counts(self, patches: Sequence[TemporalPatch]) -> list[int]:
         """How many rows temporal patches have."""
-        return [h * w // self._tower.spatial_merge_size**2 for h, w in grids]
+        return [patch.num_patches // self._tower.spatial_merge_size**2 for patch in patches]
 
 
-def pack(patches: Sequence[TemporalPatch]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """The pixels of temporal patches (one at least) in one new array, and their grids. ValueError for pixels that
-    are not those of their grid, or not as wide as the others'."""
+def pixel_values(patches: Sequence[TemporalPatch], device: torch.device) -> torch.Tensor:
+    """What a tower takes, made of temporal patches (one at least): float32 [P, patch elements], theirs one behind the
+    other. ValueError for pixels that are not those of their grid, or not as wide as the others'."""
+    widths = {_width(patch) for patch in patches}
+    if len(widths) > 1:
+        raise ValueError(f"the patches of a batch have {sorted(widths)} values: they are not of one tower")
     for patch in patches:
-        h, w = patch.grid
-        if len(patch.pixels) != h * w:
-            raise ValueError(f"a temporal patch of grid {patch.grid} has {h * w} patches, not {len(patch.pixels)}")
-    return np.concatenate([patch.pixels for patch in patches]), [patch.grid for patch in patches]
+        if len(patch.pixels) != patch.num_patches:
+            raise ValueError(
+                f"a temporal patch of grid {patch.grid} has {patch.num_patches} patches, not {len(patch.pixels)}"
+            )
+    counts = [patch.num_patches for patch in patches]
+    values = torch.empty(sum(counts), widths.pop(), device=device)
+    for patch, part in zip(patches, values.split(counts), strict=True):
+        # Levels are moved, not values: they are a fraction of the bytes.
+        pixels = from_array(patch.pixels, patch.pixels.dtype.name).to(device)
+        if patch.scale is None:
+            part.copy_(pixels)
+        else:
+            patch_values(pixels, patch.scale, part)
+    return values
+
+
+def _width(patch: TemporalPatch) -> int:
+    return int(patch.pixels.shape[1]) * (1 if patch.scale is None else patch.scale.repeat)

@@ -15,7 +15,7 @@ from vision.worker_settings import WorkerSettings
 from vlmserve.common.child import Parent
 from vlmserve.common.hf_config import read_hf_config
 from vlmserve.common.shm import SharedArrays
-from vlmserve.common.tensors import dtype_setting, from_array, to_array
+from vlmserve.common.tensors import dtype_setting, to_array
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
@@ -48,8 +48,8 @@ def _answer_next(runner: TowerRunner, channel: MessageChannel, lent: LentRows[to
 
 
 def _encode(runner: TowerRunner, work: EncodeWork, lent: LentRows[torch.Tensor]) -> EncodeDone:
-    packed = runner.encode_packed(from_array(work.pixels, work.pixels.dtype.name), work.grids)
-    row_counts = runner.row_counts(work.grids)
+    packed = runner.encode_packed(work.patches)
+    row_counts = runner.row_counts(work.patches)
     if lent.agreed:
         rows = packed if packed.untyped_storage().nbytes() == packed.nbytes else packed.clone()
         return EncodeDone(number=work.number, lent=lent.lend(work.number, rows, row_counts))

@@ -8,6 +8,7 @@ from typing import TypeAlias, get_args
 
 import numpy as np
 
+from vision.temporal_patch import TemporalPatch
 from vlmserve.common import message_channel as common
 from vlmserve.common.shm import SharedArrays
 from vlmserve.common.wire import Frame
@@ -15,11 +16,10 @@ from vlmserve.common.wire import Frame
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeWork:
-    """A batch. grids: (height, width) of its temporal patches; pixels: float32 [P, patch elements], theirs in order."""
+    """A batch."""
 
     number: int
-    grids: tuple[tuple[int, int], ...]
-    pixels: np.ndarray
+    patches: tuple[TemporalPatch, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,6 @@ from typing import TypeAlias
 
 from vision.backend import EncodeBatch, EncodeResult, attempt
 from vision.cuda_rows import RowsBorrower, try_out
-from vision.tower_runner import pack
 from vision.worker_channel import (
     EncodeDone,
     EncodeWork,
@@ -251,7 +250,7 @@ class WorkerKeeper:
         if taken is not None:
             channel.send(channel.encode(RowsTaken(number=taken)))
             return True
-        frames, error = attempt(lambda: channel.encode(_work(batch)))
+        frames, error = attempt(lambda: channel.encode(EncodeWork(number=batch.number, patches=batch.patches)))
         if frames is None:
             with self._changed:
                 del self._sent[batch.number]
@@ -275,8 +274,3 @@ class WorkerKeeper:
             logger.warning("%s: starting it again; %d batches fail", reason, len(sent) + len(unsent))
         for number in (*sent, *unsent):
             self._deliver(EncodeResult(number=number, rows=None, error=reason, untried=number not in sent[:1]))
-
-
-def _work(batch: EncodeBatch) -> EncodeWork:
-    pixels, grids = pack(batch.patches)
-    return EncodeWork(number=batch.number, grids=tuple(grids), pixels=pixels)

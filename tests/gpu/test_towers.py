@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from tests.vision.patches import GRIDS, random_patches
+from tests.vision.patches import GRIDS, make_patch, random_patches
 from tests.vision.test_towers import reference_rows
 from vision.loading import load_tower
-from vision.tower_runner import TowerRunner, pack
+from vision.tower_runner import TowerRunner, pixel_values
 from vlmserve.bench.vision_reference import check_rows
 
 
@@ -32,7 +31,7 @@ def truth(folder: Path) -> Truth:
     tower = load_tower(folder)
     patches = random_patches(tower)
     visual = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval().model.visual
-    pixels = torch.from_numpy(np.concatenate([patch.pixels for patch in patches]))
+    pixels = pixel_values(patches, torch.device("cpu"))
     theirs = reference_rows(visual, pixels, [(1, *grid) for grid in GRIDS])
     return Truth(patches, torch.cat(TowerRunner(tower, torch.device("cpu")).encode(patches)), theirs)
 
@@ -42,6 +41,8 @@ def test_rows_in_float32(folder, device, truth):
     rows = runner.encode(truth.patches)
     assert {part.device.type for part in rows} == {device.type}
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in rows), "memory of its own"
+    values = pixel_values(truth.patches, device).cpu()
+    assert torch.equal(values, pixel_values(truth.patches, torch.device("cpu"))), "bit for bit"
     packed = torch.cat(rows).cpu()
     torch.testing.assert_close(packed, truth.ours, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(packed, truth.theirs, rtol=1e-4, atol=1e-4)
@@ -63,7 +64,7 @@ def test_rows_in_16_bits_are_near(folder, device, truth, dtype):
 
 def test_grids_that_do_not_fit_leave_the_device_usable(folder, device, truth):
     runner = TowerRunner(load_tower(folder, device=device), device)
-    pixels, grids = pack(truth.patches)
-    with pytest.raises(ValueError, match="the grids have"):
-        runner.encode_packed(torch.from_numpy(pixels[:-1]), grids)
+    odd = make_patch((3, 4), truth.patches[0].pixels.shape[1])
+    with pytest.raises(ValueError, match="multiples of 2"):
+        runner.encode_packed([*truth.patches, odd])
     torch.testing.assert_close(torch.cat(runner.encode(truth.patches)).cpu(), truth.theirs, rtol=1e-4, atol=1e-4)

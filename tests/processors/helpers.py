@@ -7,13 +7,23 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
-from processors.base import MultimodalProcessor, ProcessorLimits
+from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.inputs import MultimodalDataItem
+from processors.patch_values import patch_values
 from processors.registry import make_processor
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 93, 94, 91, 92
+
+
+def values(medium: ProcessedMedium | MultimodalDataItem) -> np.ndarray:
+    """A medium's patches as towers take them."""
+    assert medium.feature.dtype == np.uint8
+    assert medium.scale is not None
+    return patch_values(torch.from_numpy(medium.feature.copy()), medium.scale).numpy()
 
 
 def hf_config(family: str) -> dict:

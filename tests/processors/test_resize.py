@@ -6,12 +6,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from processors.patch_values import patch_values
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
 from tests import hf_env  # noqa: F401
-from tests.processors.helpers import FAMILIES, noise, picture, preprocessor_config, tiny_processor
+from tests.processors.helpers import FAMILIES, noise, picture, preprocessor_config, tiny_processor, values
 from vlmserve.common.errors import BadRequestError
 
 SIDES = st.integers(1, 3000)
@@ -78,8 +80,7 @@ def test_patches_are_bit_equal_to_transformers(family, tmp_path):
         expected = reference(images=[image], return_tensors="pt")
         ours = processor.process_image(image)
         assert list(ours.grid_thw) == expected["image_grid_thw"][0].tolist(), (width, height)
-        assert ours.feature.dtype == np.float32
-        assert np.array_equal(ours.feature, expected["pixel_values"].numpy()), (width, height)
+        assert np.array_equal(values(ours), expected["pixel_values"].numpy()), (width, height)
         assert ours.num_tokens == math.prod(ours.grid_thw) // 4 == processor.num_image_tokens(height, width)
 
 
@@ -89,7 +90,7 @@ def test_pictures_together_are_what_transformers_makes_of_them_together(tmp_path
     images = [picture(100, 80, 1), picture(80, 100, 2), picture(100, 80, 3)]
     expected = Qwen2VLImageProcessor(**preprocessor_config("qwen2_vl"))(images=images, return_tensors="pt")
     processor = tiny_processor(tmp_path, "qwen2_vl")
-    ours = np.concatenate([processor.process_image(image).feature for image in images])
+    ours = np.concatenate([values(processor.process_image(image)) for image in images])
     assert np.array_equal(ours, expected["pixel_values"].numpy())
 
 
@@ -123,7 +124,8 @@ def test_frames_to_patches_is_transformers_video_patchify(frames):
     )
     patches, grid = frames_to_patches(clip, config)
     assert list(grid) == expected["video_grid_thw"][0].tolist()
-    assert np.array_equal(patches, expected["pixel_values_videos"].numpy())
+    made = patch_values(torch.from_numpy(patches), config.scale(frames=2))
+    assert np.array_equal(made.numpy(), expected["pixel_values_videos"].numpy())
 
 
 def test_patch_order_read_back_pixel_by_pixel():
@@ -131,11 +133,14 @@ def test_patch_order_read_back_pixel_by_pixel():
     pixels = noise(8, 4)
     patches, grid = frames_to_patches(pixels[None], config)
     assert grid == (1, 2, 4)
-    for row, patch in enumerate(patches.reshape(-1, 3, 2, 2, 2)):
+    assert patches.dtype == np.uint8
+    for row, patch in enumerate(patches.reshape(-1, 3, 2, 2)):
         window, inside = divmod(row, 4)
         top, left = (inside // 2) * 2, window * 4 + (inside % 2) * 2
-        for frame in range(2):
-            assert np.allclose(patch[:, frame].transpose(1, 2, 0), pixels[top : top + 2, left : left + 2])
+        assert np.array_equal(patch.transpose(1, 2, 0), pixels[top : top + 2, left : left + 2])
+    made = patch_values(torch.from_numpy(patches), config.scale(frames=1)).reshape(-1, 3, 2, 2, 2)
+    for frame in range(2):
+        assert np.array_equal(made[:, :, frame], patches.reshape(-1, 3, 2, 2)), "a picture fills its patches' depth"
 
 
 @pytest.mark.parametrize(("width", "height"), [(300, 200), (31, 90), (224, 224), (1, 1), (640, 23)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -17,11 +18,11 @@ from processors.base import ProcessorLimits
 from processors.inputs import Modality
 from processors.registry import make_processor
 from processors.video import ProcessedVideo
-from processors.video_decoding import Clip
+from processors.video_decoding import Clip, _CalledOffError
 from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, frame, jpeg, make_clip, with_rotation
-from tests.processors.helpers import picture
+from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vlmserve.common.errors import BadRequestError, CheckpointError
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
@@ -109,8 +110,8 @@ def watched(monkeypatch):
     opened = Clip._open
 
     @contextmanager
-    def open_watched(self):
-        with opened(self) as (container, stream):
+    def open_watched(self, threads):
+        with opened(self, threads) as (container, stream):
             yield Watched(container), stream
 
     monkeypatch.setattr(Clip, "_open", open_watched)
@@ -241,7 +242,7 @@ def test_a_clip_is_what_transformers_makes_of_it(folder, made):
     processor, tokenizer = ours(folder, "transformers")
     video = processor.process_video(data)
     assert video.grid_thw == tuple(want["video_grid_thw"][0].tolist())
-    assert np.array_equal(video.feature, want["pixel_values_videos"].numpy())
+    assert np.array_equal(values(video), want["pixel_values_videos"].numpy())
     ids, media = processor.expand(tokenizer.encode(text), [video])
     assert ids.tolist() == want["input_ids"][0].tolist()
     positions, delta = reference_positions(folder, want)
@@ -306,7 +307,7 @@ def test_a_request_may_choose_its_frames(folder, knobs, sampling):
     data = make_clip(60, fps=30)
     want = theirs(folder, TRIPLE, [decode_all(data)], **sampling)
     video = ours(folder)[0].process_video(data, knobs)
-    assert np.array_equal(video.feature, want["pixel_values_videos"].numpy())
+    assert np.array_equal(values(video), want["pixel_values_videos"].numpy())
     if "second_per_grid_ts" in want:
         assert np.float32(video.second_per_grid_t) == float(want["second_per_grid_ts"][0])
 
@@ -316,7 +317,7 @@ def test_the_per_frame_cap_is_the_servers_to_set(folder):
     want = theirs(folder, TRIPLE, [decode_all(data)], cap_pixels_per_frame=True, fps=8)
     video = ours(folder, cap_pixels_per_frame=True)[0].process_video(data, VideoKnobs(fps=8))
     assert video.grid_thw == tuple(want["video_grid_thw"][0].tolist())
-    assert np.array_equal(video.feature, want["pixel_values_videos"].numpy())
+    assert np.array_equal(values(video), want["pixel_values_videos"].numpy())
 
 
 def test_a_one_frame_clip_is_shown_twice(folder):
@@ -374,6 +375,95 @@ def test_grid_clips_of_one_file_share_their_patches(folder):
     assert part.second_per_grid_t == 1.0
 
 
+# ---------------------------------------------------------------- side by side
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"frames": 301, "gop": 30, "fps": 10},
+        {"frames": 301, "gop": 47, "fps": 10, "codec": "libx264"},
+        {"frames": 200, "gop": 25, "fps": 10, "codec": "libvpx-vp9", "container": "webm", "width": 60, "height": 60},
+    ],
+    ids=str,
+)
+def test_a_clip_decoded_side_by_side_is_the_same(folder, made):
+    """Though no stretch begins with the clip, nor need one at a keyframe that is used."""
+    data = make_clip(**made)
+    alone, *others = (ours(folder, limits=VideoLimits(decode_threads=threads))[0] for threads in (1, 2, 4))
+    knobs = VideoKnobs(video_start=0.3, fps=9.0)
+    want = alone.process_video(data, knobs)
+    for threads, processor in zip((2, 4), others, strict=True):
+        parts = Clip(data, VideoLimits(decode_threads=threads)).stretches(want.frame_indices, 2)
+        assert 1 < len(parts) <= threads
+        got = processor.process_video(data, knobs)
+        assert np.array_equal(got.feature, want.feature)
+        assert got.patch_digests == want.patch_digests
+
+
+class Picked(Clip):
+    """A clip some of whose frames cannot be had."""
+
+    bad: tuple[int, ...] = ()
+    waits_for: threading.Event | None = None
+
+    def read(self, indices, threads=1):
+        for index, got in zip(indices, super().read(indices, threads), strict=True):
+            if index in self.bad:
+                raise BadRequestError(f"frame {index} is bad")
+            if indices[0] > 0 and self.waits_for is not None:
+                assert self.waits_for.wait(20)
+            yield got
+
+
+@pytest.fixture
+def picked(monkeypatch):
+    monkeypatch.setattr("processors.video_decoding.Clip", Picked)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("bad", "first"), [((20,), 20), ((280,), 280), ((20, 160), 20), ((280, 290), 280)])
+def test_the_first_frame_that_cannot_be_decoded_is_named_whoever_meets_it(folder, picked, bad, first):
+    picked.setattr(Picked, "bad", bad)
+    processor, _ = ours(folder, limits=VideoLimits(decode_threads=2))
+    before = threading.active_count()
+    with pytest.raises(BadRequestError, match=f"frame {first} is bad"):
+        processor.process_video(make_clip(300, gop=30, fps=10), VideoKnobs(fps=10.0))
+    assert threading.active_count() == before
+
+
+def test_what_comes_after_a_failure_is_called_off(folder, picked):
+    called_off = threading.Event()
+
+    def call_off(self):
+        Clip.call_off(self)
+        called_off.set()
+
+    picked.setattr(Picked, "bad", (20,))
+    picked.setattr(Picked, "waits_for", called_off)  # the second stretch does not come to an end by itself
+    picked.setattr(Picked, "call_off", call_off)
+    processor, _ = ours(folder, limits=VideoLimits(decode_threads=2))
+    with pytest.raises(BadRequestError, match="frame 20 is bad"):
+        processor.process_video(make_clip(300, gop=30, fps=10), VideoKnobs(fps=10.0))
+
+
+def test_a_clip_that_was_called_off_is_not_read_any_more():
+    clip = Clip(make_clip(60), LIMITS)
+    frames = clip.read(range(60))
+    next(frames)
+    clip.call_off()
+    with pytest.raises(_CalledOffError):
+        list(frames)
+
+
+def test_large_frames_are_decoded_by_fewer(folder):
+    data = make_clip(300, gop=30, fps=10)
+    indices = range(300)
+    assert len(Clip(data, VideoLimits(decode_threads=4)).stretches(indices, 2)) == 4
+    few = VideoLimits(decode_threads=4, max_frame_pixels=128 * 96)
+    assert len(Clip(data, few).stretches(indices, 2)) == 2
+
+
 # ---------------------------------------------------------------- lists of frames
 
 
@@ -382,7 +472,7 @@ def test_a_list_of_frames(folder):
     # as many frames as there are
     want = theirs(folder, TRIPLE, [(np.stack([np.asarray(p) for p in pictures]), 2.0)], fps=None, num_frames=6)
     video = ours(folder)[0].process_video(pictures)
-    assert np.array_equal(video.feature, want["pixel_values_videos"].numpy())
+    assert np.array_equal(values(video), want["pixel_values_videos"].numpy())
     assert video.second_per_grid_t == 1.0
     assert video.patch_times == (0.25, 1.25, 2.25)
     faster = ours(folder)[0].process_video(pictures[:5], VideoKnobs(fps=10.0))

@@ -27,6 +27,7 @@ from recipe.tokenizer import make_recipe_tokenizer
 from recipe.wording import about_clip, in_order, side
 from recipe.world import COLOURS, SHAPES, Scene, Thing, apart, make_scene, make_thing, pick_colour
 from recipe.writing import make_page, make_print_scene
+from tests.processors.helpers import values
 from vlmserve.common.checkpoint import read_json
 from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
@@ -100,7 +101,7 @@ def test_prompt_and_patches_are_those_that_are_served(tokenizer: Tokenizer, netw
     )
     processor = make_processor(tmp_path, read_json(tmp_path, "config.json"))
     processed = processor.process_image(picture)
-    np.testing.assert_array_equal(processed.feature.astype(np.float16), seen.patches)
+    np.testing.assert_array_equal(values(processed).astype(np.float16), seen.patches)
     content = [{"type": "image"}, {"type": "text", "text": "Where is it?"}]
     prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
     _assert_begins_with(lesson, processor.expand(tokenizer.encode(prompt).ids, [processed]))
@@ -125,7 +126,7 @@ def test_clips_are_those_that_are_served(tokenizer: Tokenizer, network: Network,
     continue_text = load_text_tokenizer(tmp_path).continue_text
     processor = make_processor(tmp_path, read_json(tmp_path, "config.json"), continue_text=continue_text)
     processed = processor.process_video([paint(frame) for frame in clip.frames], VideoKnobs(fps=2.0))
-    np.testing.assert_array_equal(processed.feature.astype(np.float16), np.concatenate([s.patches for s in seen]))
+    np.testing.assert_array_equal(values(processed).astype(np.float16), np.concatenate([s.patches for s in seen]))
     content = [{"type": "video"}, {"type": "text", "text": "What moves?"}]
     prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
     _assert_begins_with(lesson, processor.expand(tokenizer.encode(prompt).ids, [processed]))

@@ -46,7 +46,7 @@ def _start(plan: Path) -> None:
 
 
 def _answer(work: EncodeWork, shared_dir: Path) -> EncodeDone:
-    order = work.pixels[0, 0]
+    order = work.patches[0].pixels[0, 0]
     if order == DIE:
         SharedArrays(shared_dir).put(np.zeros(5))  # as when it dies while it answers
         os.kill(os.getpid(), signal.SIGKILL)
@@ -59,5 +59,4 @@ def _answer(work: EncodeWork, shared_dir: Path) -> EncodeDone:
         signal.pause()
     if order == FAIL:
         return EncodeDone(number=work.number, error="ValueError: asked for")
-    ends = np.cumsum([h * w for h, w in work.grids])[:-1]
-    return EncodeDone(number=work.number, rows=tuple(np.split(work.pixels, ends)), dtype="float32")
+    return EncodeDone(number=work.number, rows=tuple(patch.pixels for patch in work.patches), dtype="float32")

@@ -71,12 +71,12 @@ def lending_worker(parent: Parent, settings: WorkerSettings, device: str) -> Non
 
 
 def _answer(work: EncodeWork, lent: LentRows, folder: Path) -> EncodeDone:
-    if work.pixels[0, 0] == DIE:
+    parts = [patch.pixels for patch in work.patches]
+    if parts[0][0, 0] == DIE:
         os.kill(os.getpid(), signal.SIGKILL)
-    counts = [h * w for h, w in work.grids]
     if lent.agreed:
-        return EncodeDone(number=work.number, lent=lent.lend(work.number, Memory(folder, work.pixels), counts))
-    parts = np.split(work.pixels, np.cumsum(counts)[:-1])
+        memory = Memory(folder, np.concatenate(parts))
+        return EncodeDone(number=work.number, lent=lent.lend(work.number, memory, [len(part) for part in parts]))
     return EncodeDone(number=work.number, rows=tuple(parts), dtype="float32")
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
 from processors.inputs import Modality, MultimodalDataItem
 from processors.knobs import ImageKnobs
 from processors.registry import make_processor
 from processors.video_options import VideoKnobs, VideoOptions
 from tests.processors.clips import make_clip
-from tests.processors.helpers import picture
+from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.backend import InlineBackend
 from vision.blocks import VisionTower
@@ -64,15 +64,7 @@ def house(request, tmp_path_factory):
 
 
 def patches_of(medium: ProcessedMedium) -> tuple[TemporalPatch, ...]:
-    item = MultimodalDataItem(
-        modality=Modality.IMAGE if len(medium.patch_digests) == 1 else Modality.VIDEO,
-        digest=medium.digest,
-        patch_digests=medium.patch_digests,
-        grid_thw=medium.grid_thw,
-        offsets=((0, medium.num_tokens),),
-        feature=medium.feature,
-    )
-    return temporal_patches(item)
+    return temporal_patches(data_item(medium))
 
 
 def rows_of(pool: EncoderPool, keys: list[bytes]) -> torch.Tensor:
@@ -84,7 +76,7 @@ def rows_of(pool: EncoderPool, keys: list[bytes]) -> torch.Tensor:
 @torch.inference_mode()
 def rows_of_the_tower(house: House, medium: ProcessedMedium) -> torch.Tensor:
     """All of it in one call, main rows and DeepStack rows."""
-    return house.tower(torch.from_numpy(medium.feature.copy()), [medium.grid_thw])
+    return house.tower(torch.from_numpy(values(medium)), [medium.grid_thw])
 
 
 def test_temporal_patches_are_views_of_a_video_in_order(house):

@@ -6,7 +6,6 @@ import contextlib
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from vision.backend import EncodeBatch
 from vision.fingerprint import tower_fingerprint
 from vision.loading import load_tower
 from vision.process_backend import ProcessBackend
+from vision.tower_runner import pixel_values
 from vision.worker_settings import WorkerSettings
 from vlmserve.common.checkpoint import read_json
 from vlmserve.common.errors import EngineError
@@ -32,8 +32,7 @@ def shared_dir(tmp_path):
 @torch.inference_mode()
 def directly(tower, patches):
     """The rows of temporal patches of one grid, as a video's."""
-    pixels = torch.from_numpy(np.concatenate([patch.pixels for patch in patches]))
-    return tower(pixels, [(len(patches), *patches[0].grid)])
+    return tower(pixel_values(patches, torch.device("cpu")), [(len(patches), *patches[0].grid)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,7 +41,7 @@ def test_rows_alone_packed_and_of_a_video_by_two_workers(tmp_path, shared_dir, f
     tower = load_tower(folder)
     patches = [*random_patches(tower), *random_patches(tower, [(32, 40)], seed=20)]  # one with more than a frame holds
     video = random_patches(tower, [(6, 10)] * 3, seed=30)
-    wrong = make_patch((3, 4), patches[0].pixels.shape[1])
+    wrong = make_patch((3, 4), patches[0].pixels.shape[1])  # of values, as the first one
     settings = WorkerSettings(model=folder, devices=("cpu", "cpu"), shared_dir=shared_dir)
     with contextlib.closing(ProcessBackend(settings)) as backend:
         backend.wait_ready()

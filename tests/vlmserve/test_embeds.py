@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save
 
 from processors.media_file import MediaFile
+from tests.processors.helpers import values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, picture
 from vlmserve import LLM, SamplingOverrides
@@ -28,7 +29,7 @@ def our_rows(llm, image):
     """What the engine's own tower makes of a picture: rows, DeepStack ones behind the main ones, and the grid."""
     (item,) = llm._media.load_sync([ImageRef(source=image, param="p")])
     with torch.inference_mode():
-        rows = llm._runner.model.visual(torch.tensor(item.feature), [item.grid_thw])
+        rows = llm._runner.model.visual(torch.from_numpy(values(item)), [item.grid_thw])
     return {"image_embeds": rows.clone(), "image_grid_thw": torch.tensor([item.grid_thw])}
 
 

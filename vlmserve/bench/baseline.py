@@ -60,6 +60,9 @@ class Preparation:
         import torch
         from PIL import Image
 
+        from vision.temporal_patch import temporal_patches
+        from vision.tower_runner import pixel_values
+
         text = self._template.render(request.messages({"type": "image"}))
         image = Image.open(io.BytesIO(request.picture))
         ids, media = self._processor.process(self.tokenizer.encode(text), [image])
@@ -71,7 +74,7 @@ class Preparation:
         return {
             "input_ids": torch.from_numpy(ids)[None],
             "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
-            "pixel_values": torch.from_numpy(item.feature.copy()),
+            "pixel_values": pixel_values(temporal_patches(item), torch.device("cpu")),
             "image_grid_thw": torch.tensor([item.grid_thw]),
             "mm_token_type_ids": kinds,
         }

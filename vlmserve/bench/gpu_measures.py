@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vision.tower_runner import pack
+from vision.tower_runner import pixel_values
 from vlmserve.bench.gpu_subject import Ours, Sizes, Theirs, finish, make_prompts
 from vlmserve.bench.interleaved import Timing, in_turns, ratios
 from vlmserve.bench.load import make_requests
@@ -93,7 +93,7 @@ class Bench:
         side = self._sizes.side
         media = [subject.picture(side, side, seed=self._seed + number) for number in range(self._sizes.pictures)]
         patches = [patch for medium in media for patch in medium.patches]
-        pixels = torch.from_numpy(pack(patches)[0])
+        pixels = pixel_values(patches, torch.device("cpu"))
         grids = [medium.grid_thw for medium in media]
         reference = ReferenceTower(self._theirs.model, device=self._device, dtype=self._dtype)
         off = check_rows(torch.cat(subject.runner.encode(patches)), reference.encode(pixels, grids))

@@ -22,13 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from processors.base import MultimodalProcessor
+from processors.base import MultimodalProcessor, ProcessedMedium, data_item
 from processors.decoding import decode_image
 from processors.fetching import FetchSettings, MediaFetcher
+from processors.patch_values import patch_values
 from processors.pool import ImageRequest, PoolSettings, ProcessorPool
 from processors.process_maker import ProcessMaker, ProcessSettings
+from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video_options import VideoLimits
+from vision.temporal_patch import temporal_patches
+from vision.tower_runner import pixel_values
 from vlmserve.bench.interleaved import in_turns, ratios, shown
 from vlmserve.bench.media import clip, jpeg
 from vlmserve.bench.processes import children_of, cpu_time
@@ -36,18 +41,19 @@ from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_
 from vlmserve.bench.stalls import longest_hold, longest_stall
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.shm import SPARE_BYTES, SharedArrays
+from vlmserve.common.tensors import from_array
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 
 PARTS = ("picture", "clip", "wait", "loop", "pool")
 _MEASURES = {"cpu": "CPU time", "wall": "by the clock"}
 _HD, _FULL_HD = (1280, 720), (1920, 1080)
+_LEVELS = "vlmserve, 8-bit levels only"
+_STEP_PATCHES = 1024  # of the encoder on a CPU
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts asked for; prints a table each, and with --json writes all figures."""
     args = _parser().parse_args(argv)
-    import torch
-
     torch.set_num_threads(1)
     parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "picture": measure_picture,
@@ -67,7 +73,7 @@ def measure_picture(args: argparse.Namespace) -> dict[str, Any]:
     data, processor = jpeg(*_FULL_HD, seed=0), our_processor(args.family, threads=1)
     ours = partial(_picture, processor, data)
     references = picture_references(args.family, data)
-    _check_equal(ours(), next(iter(references.values()))())
+    _check_equal(_values(ours()), next(iter(references.values()))())
     print(f"\n1920x1080 JPEG ({len(data) // 1024} KiB) to patches, {args.family}, one thread")
     return _compare(ours, references, args.rounds)
 
@@ -79,8 +85,6 @@ def measure_clip(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_wait(args: argparse.Namespace) -> dict[str, Any]:
     """The same by the clock, on a machine with nothing else to do, all cores at each side's disposal."""
-    import torch
-
     torch.set_num_threads(available_cpus())
     try:
         threads = VideoLimits().decode_threads
@@ -97,11 +101,11 @@ def _measure_clip(args: argparse.Namespace, *, decode_threads: int, how: str, me
         path = Path(folder) / "clip.mp4"
         path.write_bytes(data)
 
-        def ours() -> np.ndarray:
-            return processor.process_video(path.read_bytes()).feature
+        def ours() -> ProcessedVideo:
+            return processor.process_video(path.read_bytes())
 
         references, missing = video_references(args.family, path)
-        _check_equal(ours(), next(iter(references.values()))())
+        _check_equal(_values(ours()), next(iter(references.values()))())
         print(f"\n{args.seconds} s of 1280x720 at 30 frames/s, 2 used, to patches, {args.family}, {how}")
         for name, why in missing.items():
             print(f"{name} cannot run here: {why}")
@@ -185,10 +189,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compare(
-    ours: Callable[[], Any], references: dict[str, Callable[[], Any]], rounds: int, measure: str = "cpu"
+    ours: Callable[[], ProcessedMedium], references: dict[str, Callable[[], Any]], rounds: int, measure: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
     """measure: what ratios are of, "cpu" or "wall"."""
-    timings = in_turns({"vlmserve": ours, **references}, rounds)
+    timings = in_turns({"vlmserve": _with_values(ours), _LEVELS: ours, **references}, rounds)
     print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   {_MEASURES[measure]}, times ours (rounds)")
     for name, timing in timings.items():
         cpu, wall = timing.median()
@@ -196,6 +200,10 @@ def _compare(
         beside = "" if name == "vlmserve" else shown(ratio)
         print(f"{name:32}{cpu * 1e3:10.1f}{wall * 1e3:10.1f}   {beside}")
     return {name: {"cpu": timing.cpu, "wall": timing.wall} for name, timing in timings.items()}
+
+
+def _values(made: ProcessedMedium) -> np.ndarray:
+    return pixel_values(temporal_patches(data_item(made)), torch.device("cpu")).numpy()
 
 
 def _check_equal(ours: np.ndarray, theirs: Any) -> None:
@@ -207,8 +215,21 @@ def _check_equal(ours: np.ndarray, theirs: Any) -> None:
         raise AssertionError(f"patches differ: {ours.shape} and {other.shape}, by {off}")
 
 
-def _picture(processor: MultimodalProcessor, data: bytes) -> np.ndarray:
-    return processor.process_image(decode_image(data, processor.limits.decode)).feature
+def _picture(processor: MultimodalProcessor, data: bytes) -> ProcessedImage:
+    return processor.process_image(decode_image(data, processor.limits.decode))
+
+
+def _with_values(make: Callable[[], ProcessedMedium]) -> Callable[[], None]:
+    """What the reference makes: patches, and their values, which ours has from the encoder, as many at a time."""
+
+    def run() -> None:
+        item = data_item(make())
+        assert item.scale is not None
+        step = torch.empty(_STEP_PATCHES, item.feature.shape[1] * item.scale.repeat)
+        for levels in from_array(item.feature, "uint8").split(_STEP_PATCHES):
+            patch_values(levels, item.scale, step[: len(levels)])
+
+    return run
 
 
 def _requests(pictures: Sequence[bytes]) -> list[ImageRequest]:

@@ -20,6 +20,7 @@ from vision.backend import EncoderBackend
 from vision.disk_tier import DiskTier
 from vision.embedding_store import EmbeddingStore
 from vision.temporal_patch import TemporalPatch
+from vision.tower_runner import pixel_values
 from vision.worker_settings import WorkerSettings
 from vlmserve.bench.interleaved import Timing, in_turns, ratios
 from vlmserve.bench.media import clip
@@ -75,7 +76,7 @@ def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
     media = [subject.picture(*size, seed=seed) for seed, size in enumerate(_PICTURES)]
     media.append(subject.clip(clip(*_CLIP, seconds=10 * _SECONDS, rate=_RATE), VideoKnobs(video_end=3.5)))
     patches = [patch for medium in media for patch in medium.patches]
-    pixels = [torch.from_numpy(np.concatenate([patch.pixels for patch in medium.patches])) for medium in media]
+    pixels = [pixel_values(medium.patches, torch.device("cpu")) for medium in media]
     packed, grids = torch.cat(pixels), [medium.grid_thw for medium in media]
     model = load_reference(subject.folder, dtype=subject.dtype)
     reference = ReferenceTower(model, device=subject.device, dtype=subject.dtype)

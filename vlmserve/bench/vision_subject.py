@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
 from processors.decoding import decode_image
-from processors.inputs import Modality, MultimodalDataItem
 from processors.registry import make_processor
-from processors.video import ProcessedVideo
 from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
 from vision.backend import EncoderBackend, InlineBackend
 from vision.blocks import VisionTower
@@ -82,11 +80,11 @@ class Subject:
     def picture(self, width: int, height: int, *, seed: int = 0) -> Medium:
         """A JPEG file, through the processor."""
         image = decode_image(jpeg(width, height, seed), self.processor.limits.decode)
-        return _medium(Modality.IMAGE, self.processor.process_image(image))
+        return _medium(self.processor.process_image(image))
 
     def clip(self, data: bytes, knobs: VideoKnobs) -> Medium:
         """A part of a video file, on the time grid at two frames a second."""
-        return _medium(Modality.VIDEO, self.processor.process_video(data, knobs))
+        return _medium(self.processor.process_video(data, knobs))
 
     def finish(self) -> None:
         """Wait for what the device still computes."""
@@ -140,14 +138,5 @@ def settle(pool: EncoderPool) -> None:
             wait(pool.wait_handles())
 
 
-def _medium(modality: Modality, done: ProcessedMedium) -> Medium:
-    item = MultimodalDataItem(
-        modality=modality,
-        digest=done.digest,
-        patch_digests=done.patch_digests,
-        grid_thw=done.grid_thw,
-        offsets=(),
-        feature=done.feature,
-        second_per_grid_t=done.second_per_grid_t if isinstance(done, ProcessedVideo) else 0.0,
-    )
-    return Medium(grid_thw=done.grid_thw, patches=temporal_patches(item))
+def _medium(done: ProcessedMedium) -> Medium:
+    return Medium(grid_thw=done.grid_thw, patches=temporal_patches(data_item(done)))

@@ -40,8 +40,8 @@ def test_it_runs_beside_the_references(family, tmp_path, capsys):
     assert printed.count("largest difference of a patch value: 0\n") == 3
     assert "by the clock, times ours" in printed
     figures = json.loads(out.read_text())
-    assert len(figures["picture"]) == 3
-    assert len(figures["clip"]) == len(figures["wait"]) >= 2
+    assert len(figures["picture"]) == 4
+    assert len(figures["clip"]) == len(figures["wait"]) >= 3
     assert all(timing["cpu"][0] > 0 for part in ("picture", "clip", "wait") for timing in figures[part].values())
 
 
