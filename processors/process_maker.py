@@ -57,17 +57,29 @@ _MANY = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TimeLimit:
+    """Seconds that a worker may be at one medium, then it is killed; setting: what to say moves that.
+
+    grace_s: more seconds for a worker that knows the limit, too, to refuse the medium by itself.
+    """
+
+    seconds: float
+    setting: str
+    grace_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSettings:
     """count: worker processes. shared_dir: an existing private directory for `SharedArrays`, on tmpfs.
 
-    max_work_s: seconds that one medium may take, then its worker is killed; max_work_setting: what to say moves that.
+    picture_time, video_time: for one of these; a list of frames is a video.
     startup_timeout_s: for a worker's start. first_pause_s: between a start that failed and the next one; it doubles.
     """
 
     count: int
     shared_dir: Path
-    max_work_s: float = 330.0
-    max_work_setting: str = "--max-video-decode-s"
+    picture_time: TimeLimit = TimeLimit(seconds=30.0, setting="--max-image-decode-s")
+    video_time: TimeLimit = TimeLimit(seconds=300.0, setting="--max-video-decode-s", grace_s=30.0)
     startup_timeout_s: float = 120.0
     first_pause_s: float = 1.0
     log_level: str = "info"
@@ -138,10 +150,11 @@ class ProcessMaker:
         atexit.unregister(self.close)
 
     def _make(self, work: MediaWork, what: str, kind: type[_Processed]) -> _Processed:
+        limit = self._settings.picture_time if isinstance(work, PictureWork) else self._settings.video_time
         for _ in range(_MAX_TRIES):
             worker = self._borrow()
             try:
-                made = worker.make(work, what, self._settings)
+                made = worker.make(work, what, limit)
             except _NotBegunError as error:  # it died of something else, such as a signal while it was idle
                 reason = str(error)
             except BadRequestError:
@@ -265,17 +278,17 @@ class _Worker:
             shared=shared,
         )
 
-    def make(self, work: MediaWork, what: str, settings: ProcessSettings) -> object:
+    def make(self, work: MediaWork, what: str, limit: TimeLimit) -> object:
         """What becomes of a medium. `what` errors call it."""
         frames = self._channel.encode(work)
         begun = False
-        deadline = time.monotonic() + settings.max_work_s
+        deadline = time.monotonic() + limit.seconds + limit.grace_s
         try:
             self._channel.send(frames)
             while True:
                 if not self.child.pipe.poll(max(0.0, deadline - time.monotonic())):
                     self._kill()
-                    raise _too_slow(what, settings)
+                    raise _too_slow(what, limit)
                 answer = self._channel.receive()
                 if not isinstance(answer, WorkBegun):
                     break
@@ -314,9 +327,9 @@ def _crashed(what: str, reason: str, *, by_itself: bool) -> BadRequestError:
     )
 
 
-def _too_slow(what: str, settings: ProcessSettings) -> BadRequestError:
+def _too_slow(what: str, limit: TimeLimit) -> BadRequestError:
     return BadRequestError(
-        f"the {what} took longer than {settings.max_work_s:g} s (setting {settings.max_work_setting}): its process was "
-        "ended",
+        f"the {what} took longer than {limit.seconds:g} s, the limit (setting {limit.setting}): the process that "
+        "decoded it was ended",
         code="media_too_costly",
     )

@@ -50,6 +50,9 @@ class ServerSettings:
     )
     max_images_per_request: int = _arg(64, "most pictures in one request")
     max_image_pixels: int = _arg(64_000_000, "largest picture, in pixels; larger ones are refused before decoding")
+    max_image_decode_s: float = _arg(
+        30.0, "with --media-processes, seconds after which the process that decodes and resizes a picture is ended"
+    )
     max_videos_per_request: int = _arg(8, "most videos in one request")
     max_video_bytes: int = _arg(256 * 2**20, "largest video file, in bytes")
     max_video_duration_s: float = _arg(7200.0, "longest video, in seconds")
@@ -104,6 +107,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "pictures": (
         "max_images_per_request",
         "max_image_pixels",
+        "max_image_decode_s",
         "media_max_bytes",
         "media_timeout_s",
         "media_max_redirects",
@@ -290,8 +294,8 @@ def _server_problems(settings: ServerSettings) -> list[str]:
 
     if not 0 <= settings.port <= 65535:
         refuse("port", "between 0 and 65535")
-    times = ("media_timeout_s", "startup_timeout_s", "max_video_duration_s", "max_video_decode_s", "body_timeout_s")
-    for name in ("max_body_mib", *times):
+    decode_times = ("max_image_decode_s", "max_video_duration_s", "max_video_decode_s")
+    for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s", "body_timeout_s", *decode_times):
         if not getattr(settings, name) > 0:
             refuse(name, "above 0")
     counts = ("media_max_redirects", "max_images_per_request", "max_videos_per_request", "max_files")

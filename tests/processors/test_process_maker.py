@@ -26,7 +26,7 @@ from processors.base import ImageKnobs
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.making import FatalMediumError
 from processors.pool import ImageRequest, PoolSettings, ProcessorPool, VideoRequest
-from processors.process_maker import ProcessMaker, ProcessSettings, WorkerMain
+from processors.process_maker import ProcessMaker, ProcessSettings, TimeLimit, WorkerMain
 from processors.video_options import VideoKnobs
 from processors.worker_messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun
 from processors.worker_start import start_worker
@@ -55,7 +55,8 @@ class Fakes:
         self.shared_dir.mkdir()
         (folder / "plan").write_text(plan)
         self.processor = tiny_processor(folder, "qwen3_vl", max_pixels=10**6)
-        given = {"first_pause_s": 0.01, "max_work_s": PATIENCE_S, **more}
+        patience = TimeLimit(seconds=PATIENCE_S, setting="--patience")
+        given = {"first_pause_s": 0.01, "picture_time": patience, "video_time": patience, **more}
         self.maker = ProcessMaker(
             self.processor, ProcessSettings(count=count, shared_dir=self.shared_dir, **given), main
         )
@@ -216,7 +217,7 @@ def test_a_file_that_kills_its_worker_fails_alone_and_once(fakes, caplog):
 
 
 def test_a_worker_that_does_not_come_back_is_killed_while_the_event_loop_goes_on(fakes):
-    fake = fakes(max_work_s=1.0)
+    fake = fakes(picture_time=TimeLimit(seconds=1.0, setting="--that-one"))
 
     async def play() -> BaseException:
         loading = asyncio.create_task(fake.pool.load([ImageRequest(source=PAUSE, param="here")]))
@@ -229,9 +230,32 @@ def test_a_worker_that_does_not_come_back_is_killed_while_the_event_loop_goes_on
 
     error = asyncio.run(play())
     assert (error.status, error.code, error.param) == (400, "media_too_costly", "here")
-    assert "took longer than 1 s (setting --max-video-decode-s)" in error.message
+    assert "the picture took longer than 1 s, the limit (setting --that-one): the process" in error.message
     fake.check_works()
     assert len(fake.pids()) == 2
+
+
+HANGING = {
+    "picture": ImageRequest(source=PAUSE, param="here"),
+    "clip": VideoRequest(source=PAUSE, param="here"),
+    "frames": VideoRequest(source=(PAUSE,), param="here"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("picture", "picture_time"), ("clip", "video_time"), ("frames", "video_time")]
+)
+def test_pictures_and_videos_have_limits_of_their_own(fakes, name, limit):
+    fake = fakes(**{limit: TimeLimit(seconds=0.2, setting="--own")})
+    with pytest.raises(BadRequestError, match=r"took longer than 0\.2 s, the limit \(setting --own\)"):
+        fake.pool.load_sync([HANGING[name]])
+    assert fake.notes("tried") == ["PAUSE"]
+    fake.check_works()
+    assert len(fake.pids()) == 2
+
+
+def test_a_worker_has_more_time_than_the_limit_where_it_knows_that_itself(fakes):
+    fakes(picture_time=TimeLimit(seconds=0.0, grace_s=PATIENCE_S, setting="--own")).check_works()
 
 
 def test_a_worker_killed_while_idle_harms_nobody(fakes):

@@ -115,6 +115,7 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"max_model_len": "0"}, "--max-model-len is 0; it must be 1 or more, or left out"),
         ({"port": "65536"}, "--port is 65536; it must be between 0 and 65535"),
         ({"media_timeout_s": "0"}, "--media-timeout-s is 0.0; it must be above 0"),
+        ({"max_image_decode_s": "0"}, "--max-image-decode-s is 0.0; it must be above 0"),
         ({"allowed_local_media_path": "/no/such"}, "--allowed-local-media-path is '/no/such'; it must be an existing"),
         ({"file_store_dir": "/no/such"}, "--file-store-dir is '/no/such'; it must be an existing folder that can be"),
         ({"file_expire_after_s": "0"}, "--file-expire-after-s is 0.0; it must be above 0"),

@@ -29,12 +29,13 @@ class StageLimits:
     """fetch, decode: what media may reach and cost. counts: most of them in a request.
 
     max_video_duration_s, max_video_frame_pixels: of a video file, in seconds and pixels. max_video_decode_s: the
-    time that decoding it may take.
+    time that decoding it may take. max_image_decode_s: the time that a picture may take in a media process.
     """
 
     fetch: FetchSettings = field(default_factory=FetchSettings)
     decode: DecodeLimits = field(default_factory=DecodeLimits)
     counts: MediaCounts = field(default_factory=MediaCounts)
+    max_image_decode_s: float = 30.0
     max_video_duration_s: float = 7200.0
     max_video_decode_s: float = 300.0
     max_video_frame_pixels: int = 4096 * 4096
@@ -121,6 +122,7 @@ def stage_limits(settings: ServerSettings) -> StageLimits:
         ),
         decode=DecodeLimits(max_image_pixels=settings.max_image_pixels),
         counts=MediaCounts(images=settings.max_images_per_request, videos=settings.max_videos_per_request),
+        max_image_decode_s=settings.max_image_decode_s,
         max_video_duration_s=settings.max_video_duration_s,
         max_video_decode_s=settings.max_video_decode_s,
         max_video_frame_pixels=settings.max_video_frame_pixels,
@@ -132,15 +134,16 @@ def _start_processes(
 ) -> MediaMaker:
     assert shared_dir is not None, "media processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
-    from processors.process_maker import ProcessMaker, ProcessSettings
+    from processors.process_maker import ProcessMaker, ProcessSettings, TimeLimit
 
     processes = ProcessMaker(
         processor,
         ProcessSettings(
             count=args.media_processes,
             shared_dir=shared_dir,
+            picture_time=TimeLimit(seconds=limits.max_image_decode_s, setting="--max-image-decode-s"),
             # a clip that takes too long to decode is refused by the worker itself
-            max_work_s=limits.max_video_decode_s + _GRACE_S,
+            video_time=TimeLimit(seconds=limits.max_video_decode_s, setting="--max-video-decode-s", grace_s=_GRACE_S),
         ),
     )
     try:

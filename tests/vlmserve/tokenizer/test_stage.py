@@ -1,0 +1,61 @@
+"""What a server's settings say to its media processes, which have fake insides here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processors import process_maker
+from tests.processors.fake_media_worker import PAUSE, fake_worker
+from tests.vlmserve.server_process import PATIENCE_S
+from vlmserve.common.errors import BadRequestError
+from vlmserve.engine_args import EngineArgs
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+from vlmserve.settings import ServerSettings
+from vlmserve.tiny_model import write_tiny_model
+from vlmserve.tokenizer import stage
+from vlmserve.tokenizer.chat_messages import ImageRef, VideoRef
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """On tmpfs; holds a model, and what the workers note down."""
+    with PrivateDirectory(shared_memory_base(), "vlmserve-test") as private:
+        (private.path / "shared").mkdir()
+        write_tiny_model(private.path)
+        yield private.path
+
+
+@pytest.fixture
+def settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ServerSettings:
+    maker = partial(process_maker.ProcessMaker, main=fake_worker)
+    monkeypatch.setattr(process_maker, "ProcessMaker", maker)
+    return ServerSettings(engine=EngineArgs(model=str(folder), media_processes=1))
+
+
+@pytest.mark.parametrize(
+    ("limit", "ref"),
+    [
+        ("max_image_decode_s", ImageRef(source=PAUSE, param="here")),
+        ("max_video_decode_s", VideoRef(source=PAUSE, param="here")),
+    ],
+)
+def test_the_time_that_a_medium_may_take(
+    settings: ServerSettings, folder: Path, limit: str, ref: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_GRACE_S", 0.0)
+    times = {"max_image_decode_s": PATIENCE_S, "max_video_decode_s": PATIENCE_S, limit: 0.25}
+    settings = replace(settings, **times)
+    media = stage.make_request_media(
+        settings.engine, stage.stage_limits(settings), max_model_len=100, shared_dir=folder / "shared"
+    )
+    try:
+        with pytest.raises(BadRequestError, match=rf"0\.25 s, the limit \(setting --{limit.replace('_', '-')}\)"):
+            media.load_sync([ref])
+    finally:
+        media.close()
