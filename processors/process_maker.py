@@ -254,7 +254,7 @@ class ProcessMaker:
         patience_s = self._settings.startup_timeout_s
         ready = wait([child.pipe, self._wake_up.fd], patience_s)
         if child.pipe not in ready:
-            raise EngineError(f"{child.title} is not ready after {patience_s:g} s")
+            raise EngineError(f"{child.title} is not ready after {patience_s:g} s; --startup-timeout-s allows more")
         child.take_report()
 
 

@@ -29,7 +29,7 @@ from vlmserve.model_path import resolve_model
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
 from vlmserve.tokenizer.sampling import SamplingOverrides
-from vlmserve.tokenizer.stage import StageLimits, make_tokenizer_stage
+from vlmserve.tokenizer.stage import MediaProcesses, StageLimits, make_tokenizer_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,8 @@ class LLM:
             shared_dir = None if shared is None else shared.path
             self._scheduler = build_scheduler(args, self._runner, self.info, self._take, shared_dir=shared_dir)
             stack.callback(self._scheduler.close)
-            stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, shared_dir=shared_dir)
+            media = None if shared_dir is None else MediaProcesses(shared_dir=shared_dir)
+            stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, processes=media)
             stack.callback(stage.media.close)
             self._stack = stack.pop_all()
         self._media, self.builder = stage.media, stage.builder

@@ -1,11 +1,13 @@
 """A media worker with fake insides: a picture's patches are its bytes, and those of some make it die.
 
-The folder above its shared memory holds what it notes down: "pids", and "tried", a line for each order followed. In
-"plan" stands what becomes of starts, one word a start, the last one for all further ones: ok, die, error.
+The folder above its shared memory holds what it notes down: "pids", "levels", of its log, and "tried", a line for each
+order followed. In "plan" stands what becomes of starts, one word a start, the last one for all further ones: ok, die,
+error, hang.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -26,6 +28,7 @@ CRASH, EXIT, PAUSE, FAIL, LIE, EARLY = b"CRASH", b"EXIT", b"PAUSE", b"FAIL", b"L
 def fake_worker(parent: Parent, settings: MediaWorkerSettings) -> None:
     folder = settings.shared_dir.parent
     _note(folder / "pids", str(os.getpid()))
+    _note(folder / "levels", logging.getLevelName(logging.getLogger().level))
     _start(folder / "plan")
     shared = SharedArrays(settings.shared_dir, spare_bytes=2**30)
     channel = MessageChannel(
@@ -72,6 +75,8 @@ def _start(plan: Path) -> None:
     plan.write_text(" ".join(words[1:] or words))
     if words[0] == "error":
         raise CheckpointError("no processor in there")
+    if words[0] == "hang":
+        signal.pause()
     if words[0] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
 

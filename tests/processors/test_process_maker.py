@@ -376,6 +376,20 @@ def test_a_worker_that_cannot_start_is_tried_again_and_waiting_tells(fakes):
     assert len(fake.pids()) == 3
 
 
+def test_a_worker_logs_as_it_is_told(fakes):
+    fake = fakes(log_level="error")
+    fake.maker.wait_ready()
+    assert fake.notes("levels") == ["ERROR"]
+
+
+def test_a_worker_that_does_not_get_ready_in_time_has_not_started(fakes):
+    fake = fakes(plan="hang", startup_timeout_s=0.5)
+    with pytest.raises(
+        EngineError, match=r"^media worker 0 is not ready after 0\.5 s; --startup-timeout-s allows more$"
+    ):
+        fake.maker.wait_ready()
+
+
 def test_while_no_worker_can_be_started_requests_fail_with_the_reason(fakes):
     fake = fakes(plan="error")
     for _ in range(2):

@@ -17,7 +17,7 @@ from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
 from vlmserve.server.body import BodyLimits
 from vlmserve.settings import ServerSettings
-from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
+from vlmserve.tokenizer.stage import make_tokenizer_stage, media_processes, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
 
 
@@ -68,7 +68,12 @@ def make_frontend(
     )
     with ExitStack() as stack:
         files = _open_files(settings, stack)
-        stage = make_tokenizer_stage(engine, stage_limits(settings), max_model_len=max_model_len, shared_dir=shared_dir)
+        stage = make_tokenizer_stage(
+            engine,
+            stage_limits(settings),
+            max_model_len=max_model_len,
+            processes=media_processes(settings, shared_dir),
+        )
         manager = TokenizerManager(
             builder=stage.builder,
             media=stage.media,

@@ -42,6 +42,18 @@ class StageLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaProcesses:
+    """What media processes are started with. shared_dir: a private directory for large arrays.
+
+    startup_timeout_s: for each one's start.
+    """
+
+    shared_dir: Path
+    log_level: str = "info"
+    startup_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenizerStage:
     """Everything between a request and its `TokenizedGenerateReqInput`. Close `media` when done."""
 
@@ -51,11 +63,11 @@ class TokenizerStage:
 
 
 def make_tokenizer_stage(
-    args: EngineArgs, limits: StageLimits, *, max_model_len: int, shared_dir: Path | None = None
+    args: EngineArgs, limits: StageLimits, *, max_model_len: int, processes: MediaProcesses | None = None
 ) -> TokenizerStage:
     """args.model: the checkpoint folder; max_model_len: prompt and answer of one request together, in tokens.
 
-    shared_dir: as of `make_request_media`. Raises CheckpointError for a folder that lacks a tokenizer, a chat template
+    processes: as of `make_request_media`. Raises CheckpointError for a folder that lacks a tokenizer, a chat template
     or a processor, EngineError for media processes that cannot be started.
     """
     folder = Path(args.model)
@@ -64,7 +76,7 @@ def make_tokenizer_stage(
     # before anything is started that would have to be closed
     template, defaults = load_chat_template(folder), load_sampling_defaults(folder, args.sampling_defaults)
     media = make_request_media(
-        args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text, shared_dir=shared_dir
+        args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text, processes=processes
     )
     # the model's vocabulary may be padded beyond the tokenizer's
     vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids
@@ -88,12 +100,12 @@ def make_request_media(
     *,
     max_model_len: int,
     continue_text: ContinueText | None = None,
-    shared_dir: Path | None = None,
+    processes: MediaProcesses | None = None,
 ) -> RequestMedia:
     """The part of the stage that loads media. continue_text: the tokenizer's, which only expanding prompts needs.
 
-    shared_dir: a private directory for large arrays, which media processes need. Raises CheckpointError for a folder
-    that lacks a processor, EngineError for media processes that cannot be started.
+    processes: needed where `args` asks for any. Raises CheckpointError for a folder that lacks a processor, EngineError
+    for media processes that cannot be started.
     """
     folder = Path(args.model)
     processor = make_processor(
@@ -105,7 +117,7 @@ def make_request_media(
         max_queued=args.max_queued_media,
         cache_mib=args.processor_cache_mib,
     )
-    maker = _start_processes(args, limits, processor, shared_dir) if args.media_processes else None
+    maker = _start_processes(args, limits, processor, processes) if args.media_processes else None
     return RequestMedia(processor, ProcessorPool(processor, MediaFetcher(limits.fetch), pool, maker))
 
 
@@ -129,29 +141,40 @@ def stage_limits(settings: ServerSettings) -> StageLimits:
     )
 
 
+def media_processes(settings: ServerSettings, shared_dir: Path | None) -> MediaProcesses | None:
+    """What a server's settings say; None without a directory for arrays."""
+    if shared_dir is None:
+        return None
+    return MediaProcesses(
+        shared_dir=shared_dir, log_level=settings.log_level, startup_timeout_s=settings.startup_timeout_s
+    )
+
+
 def _start_processes(
-    args: EngineArgs, limits: StageLimits, processor: MultimodalProcessor, shared_dir: Path | None
+    args: EngineArgs, limits: StageLimits, processor: MultimodalProcessor, processes: MediaProcesses | None
 ) -> MediaMaker:
-    assert shared_dir is not None, "media processes need a directory for arrays"
+    assert processes is not None, "media processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
     from processors.process_maker import ProcessMaker, ProcessSettings, TimeLimit
 
-    processes = ProcessMaker(
+    maker = ProcessMaker(
         processor,
         ProcessSettings(
             count=args.media_processes,
-            shared_dir=shared_dir,
+            shared_dir=processes.shared_dir,
             picture_time=TimeLimit(seconds=limits.max_image_decode_s, setting="--max-image-decode-s"),
             # a clip that takes too long to decode is refused by the worker itself
             video_time=TimeLimit(seconds=limits.max_video_decode_s, setting="--max-video-decode-s", grace_s=_GRACE_S),
+            startup_timeout_s=processes.startup_timeout_s,
+            log_level=processes.log_level,
         ),
     )
     try:
-        processes.wait_ready()
+        maker.wait_ready()
     except BaseException:
-        processes.close()
+        maker.close()
         raise
-    return processes
+    return maker
 
 
 def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int) -> ProcessorLimits:

@@ -22,7 +22,7 @@ from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.model_path import resolve_model
 from vlmserve.models.registry import load_config
 from vlmserve.settings import ServerSettings
-from vlmserve.tokenizer.stage import make_request_media, stage_limits
+from vlmserve.tokenizer.stage import make_request_media, media_processes, stage_limits
 from vlmserve.warmup.encoder_thread import EncoderThread
 from vlmserve.warmup.requests import WarmupBody
 from vlmserve.warmup.target import Warmed, WarmupStopped
@@ -48,7 +48,9 @@ class LocalTarget:
             processes = args.num_encoders + args.media_processes
             shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
             shared_dir = None if shared is None else shared.path
-            self._media = make_request_media(args, limits, max_model_len=max_len, shared_dir=shared_dir)
+            self._media = make_request_media(
+                args, limits, max_model_len=max_len, processes=media_processes(settings, shared_dir)
+            )
             stack.callback(self._media.close)
             dtype = dtype_setting(args.dtype)
             if args.num_encoders:

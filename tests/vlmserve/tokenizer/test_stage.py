@@ -1,8 +1,8 @@
-"""What a server's settings say to its media processes, which have fake insides here."""
+"""What settings say to media processes, which have fake insides here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,12 @@ from tests.vlmserve.server_process import PATIENCE_S
 from vlmserve.common.errors import BadRequestError
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+from vlmserve.server.frontend import make_frontend
 from vlmserve.settings import ServerSettings
 from vlmserve.tiny_model import write_tiny_model
 from vlmserve.tokenizer import stage
 from vlmserve.tokenizer.chat_messages import ImageRef, VideoRef
+from vlmserve.warmup.local import LocalTarget
 
 
 @pytest.fixture
@@ -52,10 +54,43 @@ def test_the_time_that_a_medium_may_take(
     times = {"max_image_decode_s": PATIENCE_S, "max_video_decode_s": PATIENCE_S, limit: 0.25}
     settings = replace(settings, **times)
     media = stage.make_request_media(
-        settings.engine, stage.stage_limits(settings), max_model_len=100, shared_dir=folder / "shared"
+        settings.engine,
+        stage.stage_limits(settings),
+        max_model_len=100,
+        processes=stage.media_processes(settings, folder / "shared"),
     )
     try:
         with pytest.raises(BadRequestError, match=rf"0\.25 s, the limit \(setting --{limit.replace('_', '-')}\)"):
             media.load_sync([ref])
     finally:
         media.close()
+
+
+def serve(settings: ServerSettings, folder: Path) -> None:
+    """Start the API process's half of a server."""
+    make_frontend(settings, max_model_len=100, model_name="tiny", send=lambda _: None, shared_dir=folder / "shared")
+
+
+def warm_up(settings: ServerSettings, folder: Path) -> None:
+    """Start what `vlmserve warmup` encodes with."""
+    LocalTarget(settings, pin=False)
+
+
+class StartedError(Exception):
+    """Says what processes would be started with."""
+
+
+@pytest.mark.parametrize("start", [serve, warm_up])
+def test_log_level_and_startup_timeout_are_theirs_too(
+    settings: ServerSettings,
+    folder: Path,
+    start: Callable[[ServerSettings, Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(_: object, given: process_maker.ProcessSettings) -> None:
+        raise StartedError(given.log_level, given.startup_timeout_s)
+
+    monkeypatch.setattr(process_maker, "ProcessMaker", told)
+    with pytest.raises(StartedError) as caught:
+        start(replace(settings, log_level="error", startup_timeout_s=7.5), folder)
+    assert caught.value.args == ("error", 7.5)
