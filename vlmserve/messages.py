@@ -220,9 +220,34 @@ class SchedulerStats:
     forward_steps_total: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestsLost:
+    """A message about these requests could not be read, so none of them can be answered. message: for their clients.
+
+    It is what whoever should have got that message gets, and goes on to the API process, which ends the requests.
+    """
+
+    rids: tuple[str, ...]
+    message: str
+
+
 SchedulerInput: TypeAlias = (
     TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput | AbortReq | GetStatsReq
 )
 SchedulerOutput: TypeAlias = BatchTokenOutput | EncodeOutput
-DetokenizerInput: TypeAlias = SchedulerOutput | SchedulerStats
-TokenizerManagerInput: TypeAlias = BatchTextOutput | EncodeOutput | SchedulerStats
+DetokenizerInput: TypeAlias = SchedulerOutput | SchedulerStats | RequestsLost
+TokenizerManagerInput: TypeAlias = BatchTextOutput | EncodeOutput | SchedulerStats | RequestsLost
+
+
+def rids_of(message: object) -> tuple[str, ...]:
+    """The requests that a message is about; none for one about the engine."""
+    match message:
+        case RequestsLost():
+            return message.rids
+        case BatchTokenizedGenerateReqInput():
+            return tuple(request.rid for request in message.requests)
+        case BatchTokenOutput() | BatchTextOutput():
+            return tuple(output.rid for output in message.outputs)
+        case TokenizedGenerateReqInput() | EncodeReqInput() | AbortReq() | EncodeOutput():
+            return (message.rid,)
+    return ()

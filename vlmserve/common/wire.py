@@ -54,6 +54,11 @@ class WireCodec:
         self._kept: list[np.ndarray] = []
         self._arrays: dict[int | str, np.ndarray] = {}
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The shared blocks that hold arrays of the message encoded last."""
+        return tuple(self._put)
+
     def encode(self, message: object) -> list[Frame]:
         """A message's frames. Raises WireError for a type this codec was not made for."""
         name = type(message).__name__

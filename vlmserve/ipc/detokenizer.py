@@ -9,7 +9,7 @@ from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.messages import AbortReq, BatchTokenOutput, DetokenizerInput, TokenizerManagerInput
+from vlmserve.messages import AbortReq, BatchTokenOutput, DetokenizerInput, RequestsLost, TokenizerManagerInput
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 
@@ -22,12 +22,18 @@ def run_detokenizer(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     to_scheduler = Sender(channels.scheduler, (AbortReq,))
     ready(ReadyInfo())
     while True:
-        message = receiver.recv()
-        if not isinstance(message, BatchTokenOutput):  # nothing of its business
-            to_api.send(message)
-            continue
-        texts, aborts = manager.process(message)
+        passed_on, aborts = handle(manager, receiver.recv())
         # The aborts first: they free slots.
         for abort in aborts:
             to_scheduler.send(abort)
-        to_api.send(texts)
+        to_api.send(passed_on)
+
+
+def handle(manager: DetokenizerManager, message: DetokenizerInput) -> tuple[TokenizerManagerInput, list[AbortReq]]:
+    """What a message becomes on its way to the API process, and what the scheduler is told."""
+    if isinstance(message, BatchTokenOutput):
+        return manager.process(message)
+    if isinstance(message, RequestsLost):
+        for rid in message.rids:
+            manager.forget(rid)
+    return message, []

@@ -3,6 +3,9 @@
 A PUSH socket never drops: at its high-water mark it blocks. The marks are off here (0), so a send never blocks the
 event loop or the scheduler either; what can be in flight is bounded by the limits on requests, and large arrays travel
 through shared memory, not through the queue.
+
+An `Envelope` travels in front of each message, and is looked at only if the message cannot be read: the receiver then
+frees the message's arrays and gets a `RequestsLost` in its place, so that no client waits for ever.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import zmq.asyncio
 
 from vlmserve.common.shm import SharedArrays
 from vlmserve.common.wire import Frame, WireCodec
+from vlmserve.ipc.envelope import Envelope, seal, unseal
+from vlmserve.messages import RequestsLost, rids_of
 
 logger = logging.getLogger(__name__)
 
 _UNLIMITED = 0
 _ZERO_COPY_FROM_BYTES = 16 * 1024
+_LOST = "a message about this request was damaged on its way between the server's processes: try again"
 
 
 class Prepared:
@@ -39,7 +45,7 @@ class Prepared:
 
     def discard(self) -> None:
         """Free its arrays: it will not be sent."""
-        self._codec.discard(self._frames)
+        self._codec.discard(self._frames[1:])
 
 
 class Sender:
@@ -72,12 +78,12 @@ class Sender:
 
     def send(self, message: object) -> None:
         """Queue a message for delivery. Arrays in it must not be changed afterwards. WireError for a foreign type."""
-        self.send_frames(self._codec.encode(message))
+        self.send_frames(_encode(self._codec, message))
 
     def prepare(self, message: object) -> Prepared:
         """The first half of `send`, from any thread."""
         with self._preparing:
-            return Prepared(self, self._prepare_codec, self._prepare_codec.encode(message))
+            return Prepared(self, self._prepare_codec, _encode(self._prepare_codec, message))
 
     def send_frames(self, frames: Sequence[Frame]) -> None:
         """Queue an encoded message for delivery."""
@@ -88,20 +94,40 @@ class Sender:
         self._socket.close()
 
 
+def _encode(codec: WireCodec, message: object) -> list[Frame]:
+    frames = codec.encode(message)
+    return [seal(Envelope(rids=rids_of(message), blocks=codec.blocks)), *frames]
+
+
 class _Decoder:
-    """Decodes frames; whatever cannot be decoded is logged and dropped."""
+    """Decodes frames. Of what cannot be decoded, which is logged, nothing is left but `RequestsLost`."""
 
     def __init__(self, types: Iterable[type], shared: SharedArrays | None) -> None:
         self._codec = WireCodec(types, shared)
+        self._shared = shared
 
     def decode(self, frames: Sequence[zmq.Frame]) -> Any | None:
+        """A message, or what stands in its place; None if it is unknown who waits for it."""
         # Writable views of ZeroMQ's own buffers: arrays in a message map them without a copy.
         buffers: list[Frame] = [frame.buffer for frame in frames]
         try:
-            return self._codec.decode(buffers)
+            return self._codec.decode(buffers[1:])
         except Exception as error:  # not only WireError: whoever can write to the socket must not stop the process
-            logger.error("dropped a malformed message of %d frames: %s: %s", len(frames), type(error).__name__, error)
-            return None
+            envelope = unseal(buffers[0])
+            logger.error(
+                "dropped a malformed message of %d frames, about %d requests: %s: %s",
+                len(frames),
+                len(envelope.rids),
+                type(error).__name__,
+                error,
+            )
+            self._free(envelope.blocks)
+            return RequestsLost(rids=envelope.rids, message=_LOST) if envelope.rids else None
+
+    def _free(self, blocks: Sequence[str]) -> None:
+        for block in blocks:
+            if self._shared is not None and self._shared.is_block_name(block):
+                self._shared.discard(block)
 
 
 class Receiver:
@@ -123,7 +149,7 @@ class Receiver:
 
     def recv(self, timeout_s: float | None = None, wake: Sequence[int] = ()) -> Any:
         """The next message; None if none came in time (None waits for ever), or if a file descriptor of `wake` becomes
-        readable before. Malformed ones are dropped."""
+        readable before. A malformed one is a `RequestsLost`, or dropped."""
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
         while self._is_next(timeout_ms, wake):
             message = self._decoder.decode(self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
@@ -165,7 +191,7 @@ class AsyncReceiver:
         self._socket.bind(address)
 
     async def recv(self) -> Any:
-        """The next message. Malformed ones are dropped."""
+        """The next message. A malformed one is a `RequestsLost`, or dropped."""
         while True:
             message = self._decoder.decode(await self._socket.recv_multipart(copy=False))
             if message is not None:

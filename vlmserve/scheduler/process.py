@@ -13,9 +13,11 @@ from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.messages import (
+    AbortReq,
     BatchTokenizedGenerateReqInput,
     DetokenizerInput,
     GetStatsReq,
+    RequestsLost,
     SchedulerInput,
 )
 from vlmserve.scheduler.scheduler import Scheduler
@@ -41,6 +43,10 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
         for message in receiver.drain(timeout_s=0.0 if busy else None, wake=scheduler.wait_handles()):
             if isinstance(message, GetStatsReq):
                 to_detokenizer.send(scheduler.stats())
+            elif isinstance(message, RequestsLost):
+                to_detokenizer.send(message)
+                for rid in message.rids:  # known here if the lost message was an abort
+                    scheduler.handle(AbortReq(rid=rid))
             elif isinstance(message, BatchTokenizedGenerateReqInput):
                 for request in message.requests:
                     scheduler.handle(request)

@@ -64,7 +64,7 @@ class DetokenizerManager:
         return BatchTextOutput(outputs=tuple(texts)), aborts
 
     def forget(self, rid: str) -> None:
-        """Free a request's state without a finish (its scheduler is gone)."""
+        """Free a request's state without a finish: it is lost."""
         self._answers.pop(rid, None)
 
     def _answer_of(self, output: TokenOutput) -> _Answer | None:

@@ -29,6 +29,7 @@ from vlmserve.messages import (
     EncodeReqInput,
     FinishReason,
     GetStatsReq,
+    RequestsLost,
     SchedulerInput,
     SchedulerStats,
     TextOutput,
@@ -261,6 +262,9 @@ class TokenizerManager:
             warmup = self._warmups.pop(message.rid, None)
             if warmup is not None and not warmup.done():
                 warmup.set_result(message)
+        elif isinstance(message, RequestsLost):
+            for rid in message.rids:
+                self._lose(rid, message.message)
         else:
             for waiter in self._stats_waiters:
                 if not waiter.done():
@@ -348,6 +352,18 @@ class TokenizerManager:
             choice.outputs.put_nowait(EngineError(finish.message or "the engine aborted this request"))
         else:
             choice.outputs.put_nowait(ChoiceOutput(index=choice.index, output=output, media=choice.media))
+
+    def _lose(self, rid: str, reason: str) -> None:
+        """End a request of which a message got lost, here and at the scheduler, which may be at it."""
+        choice, warmup = self._choices.pop(rid, None), self._warmups.pop(rid, None)
+        if choice is not None:
+            self._report(choice, "error")
+            choice.outputs.put_nowait(EngineError(reason))
+        elif warmup is not None and not warmup.done():
+            warmup.set_exception(EngineError(reason))
+        else:  # its client is gone, and it was aborted
+            return
+        self._send(AbortReq(rid=rid))
 
     def _report(self, choice: _Choice, finish: str) -> None:
         if self.observe is None:

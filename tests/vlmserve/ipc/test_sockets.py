@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from vlmserve.common.shm import SharedArrays
 from vlmserve.common.wire import WireError
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.sockets import AsyncReceiver, Receiver, Sender
-from vlmserve.messages import AbortReq, GetStatsReq, SamplingParams, TokenizedGenerateReqInput
+from vlmserve.messages import AbortReq, GetStatsReq, RequestsLost, SamplingParams, TokenizedGenerateReqInput
 
 TYPES = (TokenizedGenerateReqInput, AbortReq)
+ABORT = [b"", b"AbortReq", b"\x81\xa3rid\xa1r"]
+Damage = Callable[[list[bytes], SharedArrays], None]
 
 
 def _request(size: int, rid: str = "r") -> TokenizedGenerateReqInput:
@@ -106,10 +109,111 @@ def test_garbage_is_logged_and_dropped(
 ) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
         raw.connect(channels.scheduler)
+        raw.send_multipart([b"\xff[", *frames])
         raw.send_multipart(frames)
-        raw.send_multipart([b"AbortReq", b"\x81\xa3rid\xa1r"])
+        raw.send_multipart(ABORT)
         assert receiver.recv(10) == AbortReq(rid="r")
-    assert "dropped a malformed message" in caplog.text
+    assert caplog.text.count("dropped a malformed message") == 2
+
+
+def _encoded(channels: Channels, size: int = 100_000, rid: str = "lost") -> list[bytes]:
+    """A message's frames: envelope, type, body, and its array's if that is small."""
+    frames = Frames(_sender(channels))
+    frames.sender.send(_request(size, rid))
+    frames.sender.close()
+    return frames.sent
+
+
+class Frames:
+    """Keeps what a sender would have sent."""
+
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+        self.sent: list[bytes] = []
+        sender.send_frames = lambda frames: self.sent.extend(map(bytes, frames))  # type: ignore[method-assign]
+
+
+def _damage_body(frames: list[bytes], shared: SharedArrays) -> None:
+    frames[2] = frames[2][:10]
+
+
+def _change_body(frames: list[bytes], shared: SharedArrays) -> None:
+    frames[2] = b"\x81\xa3rid\x05"
+
+
+def _forget_type(frames: list[bytes], shared: SharedArrays) -> None:
+    frames[1] = b"NoSuchType"
+
+
+def _cut(frames: list[bytes], shared: SharedArrays) -> None:
+    del frames[2:]
+
+
+def _lose_block(frames: list[bytes], shared: SharedArrays) -> None:
+    for path in shared.directory.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize("damage", [_damage_body, _change_body, _forget_type, _cut, _lose_block])
+def test_of_a_damaged_message_its_requests_are_known_and_its_arrays_are_freed(
+    channels: Channels, receiver: Receiver, damage: Damage, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = channels.shared_arrays()
+    frames = _encoded(channels)
+    assert shared.outstanding() == 1
+    damage(frames, shared)
+    _encoded(channels, rid="other's")
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(channels.scheduler)
+        raw.send_multipart(frames)
+        raw.send_multipart(ABORT)
+        got = receiver.recv(10)
+        assert isinstance(got, RequestsLost)
+        assert got.rids == ("lost",)
+        assert "damaged on its way" in got.message
+        assert shared.outstanding() == 1, "another message's is left alone"
+        assert receiver.recv(10) == AbortReq(rid="r")
+    assert "malformed message of" in caplog.text
+    assert "about 1 requests" in caplog.text
+
+
+def test_where_even_the_requests_cannot_be_read_that_is_all(
+    channels: Channels, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is made up from envelopes that are none."""
+    envelopes = [b"", b"\xff", b"[", b"[" * 100_000, b"3", b"[3, 4]", b'["lost", "x"]', b"[[3], []]", b'[["lost"]]']
+    frames = _encoded(channels, size=10)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(channels.scheduler)
+        for envelope in envelopes:
+            raw.send_multipart([envelope, frames[1], b"\xc1"])
+        raw.send_multipart(ABORT)
+        assert receiver.recv(10) == AbortReq(rid="r")
+    assert caplog.text.count("about 0 requests") == len(envelopes)
+
+
+def test_a_message_that_can_be_read_needs_no_envelope(channels: Channels, receiver: Receiver) -> None:
+    frames = _encoded(channels)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(channels.scheduler)
+        raw.send_multipart([b"\xff", *frames[1:]])
+        got = receiver.recv(10)
+    np.testing.assert_array_equal(got.input_ids, np.arange(100_000))
+    assert channels.shared_arrays().outstanding() == 0
+
+
+def test_nothing_is_freed_but_shared_blocks(channels: Channels, receiver: Receiver) -> None:
+    for name in ("1-0123abcd-2.own", "precious"):
+        (Path(channels.shared_dir) / name).touch()
+    (Path(channels.shared_dir).parent / "precious").touch()
+    frames = _encoded(channels, size=10)
+    names = ["1-0123abcd-2.own", "precious", "../precious", "", ".", "1-0123abcd-3"]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(channels.scheduler)
+        raw.send_multipart([json.dumps([["lost"], names]).encode(), frames[1], b"\xc1"])
+        assert receiver.recv(10).rids == ("lost",)
+    assert sorted(path.name for path in Path(channels.shared_dir).iterdir()) == ["1-0123abcd-2.own", "precious"]
+    assert (Path(channels.shared_dir).parent / "precious").exists()
 
 
 def test_a_foreign_type_is_refused_by_the_sender(channels: Channels, receiver: Receiver) -> None:
@@ -140,6 +244,8 @@ def test_the_async_receiver(channels: Channels) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
             raw.connect(channels.api)
             raw.send_multipart([b"junk"])
+            raw.send_multipart([b'[["lost", "too"], []]', b"AbortReq", b"junk"])
+            assert (await asyncio.wait_for(receiver.recv(), 10)).rids == ("lost", "too")
             for index in range(100):
                 sender.send(_request(20_000 * (index % 2), rid=str(index)))
             got = [await asyncio.wait_for(receiver.recv(), 10) for _ in range(100)]
@@ -235,5 +341,5 @@ def test_garbage_does_not_end_a_wait_that_a_file_descriptor_may_end(
     with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
         raw.connect(channels.scheduler)
         raw.send_multipart([b"junk"])
-        raw.send_multipart([b"AbortReq", b"\x81\xa3rid\xa1r"])
+        raw.send_multipart(ABORT)
         assert receiver.recv(30, [pipe[0]]) == AbortReq(rid="r")

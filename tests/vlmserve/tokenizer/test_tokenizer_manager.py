@@ -19,6 +19,7 @@ from vlmserve.messages import (
     BatchTokenizedGenerateReqInput,
     FinishReason,
     GetStatsReq,
+    RequestsLost,
     TextOutput,
     TokenizedGenerateReqInput,
 )
@@ -169,6 +170,30 @@ def test_closing_early_aborts_what_is_left():
         assert house.of(AbortReq) == [AbortReq(rid="r-1")]
         house.output("r-1", finish=FinishReason(type="abort"))  # the scheduler's answer finds nobody
         assert [s.finish for s in house.stats] == ["stop", "abort"]
+
+    run(scenario)
+
+
+def test_a_request_of_which_a_message_is_lost_fails_and_is_aborted():
+    async def scenario(house: House) -> None:
+        lost, other = (house.manager.generate(ask(name, n=2)) for name in ("lost", "other"))
+        waiting = [asyncio.ensure_future(anext(outputs)) for outputs in (lost, other)]
+        while len(house.of(TokenizedGenerateReqInput)) < 4:
+            await house.arrived.wait()
+            house.arrived.clear()
+        house.output("other-0", "a")
+        assert (await waiting[1]).output.text == "a"
+        house.manager.handle(RequestsLost(rids=("unknown", "lost-1"), message="lost on its way"))
+        assert house.of(AbortReq) == [AbortReq(rid="lost-1")]
+        with pytest.raises(EngineError, match=r"^lost on its way$"):
+            await waiting[0]
+        assert house.of(AbortReq) == [AbortReq(rid="lost-1"), AbortReq(rid="lost-0")]
+        house.manager.handle(RequestsLost(rids=("lost-0", "lost-1"), message="again"))
+        assert len(house.of(AbortReq)) == 2, "nobody is left to hear of it"
+        for rid in ("other-0", "other-1"):
+            house.output(rid, finish=STOP)
+        assert len([output async for output in other]) == 2
+        assert [choice.finish for choice in house.stats] == ["error", "abort", "stop", "stop"]
 
     run(scenario)
 
