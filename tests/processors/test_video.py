@@ -445,6 +445,7 @@ def test_what_comes_after_a_failure_is_called_off(folder, picked):
     processor, _ = ours(folder, limits=VideoLimits(decode_threads=2))
     with pytest.raises(BadRequestError, match="frame 20 is bad"):
         processor.process_video(make_clip(300, gop=30, fps=10), VideoKnobs(fps=10.0))
+    assert called_off.is_set()
 
 
 def test_a_clip_that_was_called_off_is_not_read_any_more():
