@@ -179,9 +179,11 @@ class WorkerKeeper:
                 channel.discard(frames)
 
     def _await_start(self, child: ChildProcess) -> None:
-        patience_s = self._settings.startup_timeout_s
+        limit_s = patience_s = self._settings.startup_timeout_s
+        if not self.first_start.done():
+            patience_s = max(0.0, min(limit_s, self._settings.ready_by - self._clock()))
         if not child.pipe.poll(patience_s):
-            raise EngineError(f"{self._title} is not ready after {patience_s:g} s; --startup-timeout-s allows more")
+            raise EngineError(f"{self._title} is not ready after {limit_s:g} s; --startup-timeout-s allows more")
         fingerprint = bytes.fromhex(child.take_report()["fingerprint"])
         if not self.first_start.done():
             self.first_start.set_result(fingerprint)

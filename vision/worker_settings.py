@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ class WorkerSettings:
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. threads: of each worker on a CPU.
     rows_device: where rows are wanted, the LLM's.
     shared_dir: an existing private directory for `SharedArrays`, on tmpfs. startup_timeout_s: for loading the tower.
+    ready_by: when it is over for a worker's first start, by `time.monotonic`, if it began before that start did.
     batch_timeout_s: for a batch, packed and sent, encoded and sent back.
     """
 
@@ -24,6 +26,7 @@ class WorkerSettings:
     threads: int = 1
     log_level: str = "info"
     startup_timeout_s: float = 600.0
+    ready_by: float = math.inf
     batch_timeout_s: float = 3600.0
 
     def may_lend(self, device: str) -> bool:

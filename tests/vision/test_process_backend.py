@@ -245,6 +245,23 @@ def test_waiting_for_readiness_tells_why_there_is_none(fakes, plans, timeout_s, 
         fake.backend.wait_ready()
 
 
+@pytest.mark.timeout(PATIENCE_S)
+def test_a_first_start_is_over_when_that_of_the_server_must_be(fakes):
+    fake = fakes("hang", startup_timeout_s=3600.0, ready_by=time.monotonic())
+    with pytest.raises(EngineError, match=r"^the encoder worker on cuda:0 is not ready after 3600 s; --startup-tim"):
+        fake.backend.wait_ready()
+
+
+def test_later_starts_have_time_of_their_own(fakes):
+    now = 0.0
+    fake = fakes("ok", startup_timeout_s=PATIENCE_S, ready_by=PATIENCE_S, clock=lambda: now)
+    fake.backend.wait_ready()
+    now = 2 * PATIENCE_S
+    fake.backend.start(0, batch(0, order=EXIT))
+    collect(fake.backend, 1)
+    assert_works(fake)
+
+
 @pytest.mark.parametrize(
     ("main", "message"),
     [(lambda *_: None, r"^the encoder worker on cpu cannot be started: \w+: .*pickle"), (print, "stopped early")],
