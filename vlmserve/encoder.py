@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WARMUP_PATCHES = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderProcesses:
+    """What encoder processes are started with. shared_dir: a private directory for large arrays.
+
+    startup_timeout_s: for each one's start. ready_by: see `WorkerSettings`.
+    """
+
+    shared_dir: Path
+    log_level: str = "info"
+    startup_timeout_s: float = 600.0
+    ready_by: float = math.inf
 
 
 def resolve_max_patches(args: EngineArgs, device: torch.device) -> int:
@@ -61,14 +76,14 @@ def build_encoder_pool(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    shared_dir: Path | None = None,
+    processes: EncoderProcesses | None = None,
     store: EmbeddingStore | None = None,
 ) -> EncoderPool:
     """The encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. Where there are encoder
     processes, these have its weights, and it may be on the meta device.
 
-    shared_dir: an existing private directory for arrays on their way to and from encoder processes, needed if there are
-    any. store: where embeddings are kept for good; by default what `--embedding-cache-dir` says. Raises EngineError.
+    processes: needed where `args` asks for any. store: where embeddings are kept for good; by default what
+    `--embedding-cache-dir` says. Raises EngineError.
     """
     hf_config = read_hf_config(Path(args.model))
     shape = row_shape(tower, dtype)
@@ -76,7 +91,7 @@ def build_encoder_pool(
     with ExitStack() as stack:
         backend: EncoderBackend
         if args.num_encoders:
-            workers = _start_workers(args, dtype, device, shared_dir)
+            workers = _start_workers(args, dtype, device, processes)
             stack.callback(workers.close)
             backend, fingerprint = workers, workers.wait_ready()
         else:
@@ -126,9 +141,9 @@ def open_store(args: EngineArgs, fingerprint: bytes, shape: RowShape, hf_config:
 
 
 def _start_workers(
-    args: EngineArgs, dtype: torch.dtype, device: torch.device, shared_dir: Path | None
+    args: EngineArgs, dtype: torch.dtype, device: torch.device, processes: EncoderProcesses | None
 ) -> ProcessBackend:
-    assert shared_dir is not None, "encoder processes need a directory for arrays"
+    assert processes is not None, "encoder processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
     from vision.process_backend import ProcessBackend
 
@@ -136,10 +151,13 @@ def _start_workers(
     settings = WorkerSettings(
         model=Path(args.model),
         devices=devices,
-        shared_dir=shared_dir,
+        shared_dir=processes.shared_dir,
         rows_device=str(device),
         dtype=dtype_name(dtype),
         threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
+        log_level=processes.log_level,
+        startup_timeout_s=processes.startup_timeout_s,
+        ready_by=processes.ready_by,
         batch_timeout_s=args.encoder_timeout_s or (3600.0 if "cpu" in devices else 600.0),
     )
     return ProcessBackend(settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -13,7 +12,7 @@ from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
 from vlmserve.common.tensors import dtype_name, dtype_setting
-from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.encoder import EncoderProcesses, build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -101,11 +100,11 @@ def build_scheduler(
     info: EngineInfo,
     send: Callable[[SchedulerOutput], None],
     *,
-    shared_dir: Path | None = None,
+    encoders: EncoderProcesses | None = None,
 ) -> Scheduler:
     """A scheduler over a runner in this process; `send` gets every step's outputs.
 
-    shared_dir: see `vlmserve.encoder.build_encoder_pool`.
+    encoders: needed where `args` asks for encoder processes.
     """
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
     cache: BasePrefixCache
@@ -130,7 +129,7 @@ def build_scheduler(
         kv=kv,
         worker=runner,
         encoder=build_encoder_pool(
-            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, shared_dir=shared_dir
+            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, processes=encoders
         ),
         policy=SchedulePolicy(
             args.schedule_policy,

@@ -12,6 +12,7 @@ from processors.fetching import FetchSettings
 from processors.report import MediumReport, report_json
 from vlmserve.checks import check_engine_args
 from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.encoder import EncoderProcesses
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
@@ -89,10 +90,10 @@ class LLM:
         limits = StageLimits(fetch=fetch or FetchSettings())
         with ExitStack() as stack:
             shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
-            shared_dir = None if shared is None else shared.path
-            self._scheduler = build_scheduler(args, self._runner, self.info, self._take, shared_dir=shared_dir)
+            encoders = None if shared is None else EncoderProcesses(shared_dir=shared.path)
+            self._scheduler = build_scheduler(args, self._runner, self.info, self._take, encoders=encoders)
             stack.callback(self._scheduler.close)
-            media = None if shared_dir is None else MediaProcesses(shared_dir=shared_dir)
+            media = None if shared is None else MediaProcesses(shared_dir=shared.path)
             stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, processes=media)
             stack.callback(stage.media.close)
             self._stack = stack.pop_all()

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from vlmserve.encoder import EncoderProcesses
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
@@ -32,7 +33,8 @@ def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
     """
     runner, info = build_runner(args)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
-    scheduler = build_scheduler(args, runner, info, to_detokenizer.send, shared_dir=Path(channels.shared_dir))
+    encoders = EncoderProcesses(shared_dir=Path(channels.shared_dir))
+    scheduler = build_scheduler(args, runner, info, to_detokenizer.send, encoders=encoders)
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     ready(
         ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens),

@@ -43,7 +43,7 @@ The exit status is 1 if anything failed, 2 for a wrong command line, 130 if inte
 """
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _GROUPS = ("pictures", "videos", "vision encoder")
-_OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "log_level"}
+_OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "log_level", "startup_timeout_s"}
 # Of no effect here.
 _LEFT_OUT = {
     "allowed_local_media_path",

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import blake3
 import torch
@@ -16,7 +17,7 @@ from vision.temporal_patch import temporal_patches
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
 from vlmserve.common.tensors import dtype_setting
-from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.encoder import EncoderProcesses, build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine import resolve_device
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.model_path import resolve_model
@@ -62,7 +63,7 @@ class LocalTarget:
                 tower,
                 dtype=next(tower.parameters()).dtype,
                 device=device,
-                shared_dir=shared_dir,
+                processes=_encoder_processes(settings, shared_dir),
             )
             self._encoder = EncoderThread(
                 self._pool, max_patches=resolve_warmup_patches(args, device), num_threads=num_threads
@@ -100,3 +101,11 @@ class LocalTarget:
     async def close(self) -> None:
         """See `Target`."""
         await asyncio.to_thread(self._stack.close)
+
+
+def _encoder_processes(settings: ServerSettings, shared_dir: Path | None) -> EncoderProcesses | None:
+    if shared_dir is None:
+        return None
+    return EncoderProcesses(
+        shared_dir=shared_dir, log_level=settings.log_level, startup_timeout_s=settings.startup_timeout_s
+    )

@@ -11,8 +11,11 @@ import pytest
 from tests.processors.web import serve
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.warmup.media import data_url, entries, fill, fill_badly, lines, png, root_logger_kept, warmup
+from vision import process_backend
 from vision.embedding_store import EmbeddingStore
+from vision.worker_settings import WorkerSettings
 from vlmserve import LLM, SamplingOverrides, cli
+from vlmserve.common.errors import EngineError
 
 SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
 
@@ -285,6 +288,16 @@ def test_a_wrong_command_line_ends_with_2(model, tmp_path, capsys, words, told):
     assert cli.main(["warmup", *given]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
+
+
+def test_its_processes_start_as_the_command_line_says(model, tmp_path, capsys, monkeypatch):
+    def told(settings: WorkerSettings) -> None:
+        raise EngineError(f"{settings.log_level}, {settings.startup_timeout_s:g} s, at {settings.ready_by:g}")
+
+    monkeypatch.setattr(process_backend, "ProcessBackend", told)
+    words = [model, fill(tmp_path / "media"), "--embedding-cache-dir", tmp_path / "cache", "--encoder-dp-size", "1"]
+    said = complaint(capsys, 1, *words, "--log-level", "error", "--startup-timeout-s", "7.5")
+    assert said == "vlmserve: error: error, 7.5 s, at inf\n"
 
 
 def test_a_folder_that_cannot_be_the_cache(model, tmp_path, capsys):
