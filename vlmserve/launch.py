@@ -31,9 +31,10 @@ from vlmserve.common.stop_signals import (
 )
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import ChildMain, start_child, wait_until_ready
+from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.start import StartSettings
 from vlmserve.listening import listen
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.settings import ServerSettings
@@ -86,18 +87,18 @@ class FrontendInputs:
 MakeFrontend: TypeAlias = Callable[[FrontendInputs], Frontend]
 
 
-def run_scheduler_process(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+def run_scheduler_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     """The scheduler process."""
     from vlmserve.scheduler.process import run_scheduler
 
-    run_scheduler(args, channels, ready)
+    run_scheduler(args, channels, start, ready)
 
 
-def run_detokenizer_process(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+def run_detokenizer_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     """The detokenizer process."""
     from vlmserve.ipc.detokenizer import run_detokenizer
 
-    run_detokenizer(args, channels, ready)
+    run_detokenizer(args, channels, start, ready)
 
 
 def launch_server(
@@ -123,16 +124,19 @@ def launch_server(
             runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
             shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
             channels = Channels.in_directories(runtime_dir, shared_dir)
+            start = StartSettings.from_now(log_level=settings.log_level, startup_timeout_s=settings.startup_timeout_s)
             children: list[ChildProcess] = []
             for name, main in (("scheduler", scheduler), ("detokenizer", detokenizer)):
                 with stop_signals_held():  # until it is sure that the child will be stopped
-                    child = start_child(name, main, settings.engine, channels, log_level=settings.log_level)
+                    child = start_child(name, main, settings.engine, channels, start)
                     stack.callback(child.stop)
                 children.append(child)
             # The scheduler needs the cores more than this process, whose work (pictures) has its own threads.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             make_frontend = make_frontend or _http_frontend()
-            reports = wait_until_ready(children, settings.startup_timeout_s)
+            # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
+            grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
+            reports = wait_until_ready(children, start, grace_s=grace_s)
             serving = _Serving(settings, model_name, channels, children, listener)
             return asyncio.run(serving.run(reports["scheduler"], make_frontend))
         except StopRequested as stop:

@@ -43,7 +43,9 @@ class ServerSettings:
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "least severity logged")
     access_log: bool = _arg(False, "log a line for every HTTP request")
     shutdown_timeout_s: float = _arg(30.0, "seconds that running requests get to finish when the server is stopped")
-    startup_timeout_s: float = _arg(1800.0, "seconds that loading the model, or starting a media process, may take")
+    startup_timeout_s: float = _arg(
+        1800.0, "seconds that loading the model, its encoder processes included, or starting another process may take"
+    )
     max_body_mib: float = _arg(64.0, "largest request body, in MiB (inline pictures included)")
     body_timeout_s: float = _arg(
         60.0, "seconds after which a request is dropped of whose body (an upload's, too) nothing more comes"

@@ -18,6 +18,7 @@ from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Sender
+from vlmserve.ipc.start import StartSettings
 from vlmserve.settings import load_settings
 
 
@@ -35,14 +36,14 @@ def damage_of(process: str) -> None:
     Sender.send_frames = send_frames
 
 
-def scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+def scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     damage_of("scheduler")
-    launch.run_scheduler_process(args, channels, ready)
+    launch.run_scheduler_process(args, channels, start, ready)
 
 
-def detokenizer(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+def detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     damage_of("detokenizer")
-    launch.run_detokenizer_process(args, channels, ready)
+    launch.run_detokenizer_process(args, channels, start, ready)
 
 
 if __name__ == "__main__":

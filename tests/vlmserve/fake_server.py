@@ -2,7 +2,8 @@
 
 GET /PROMPT answers PROMPT's bytes after a round trip through both child processes. Prompts that start with:
 hang: are answered never, slow: on SIGUSR1 to the scheduler, die: kill the scheduler.
-How the scheduler starts is told by $FAKE_START: ok, error, crash, exit, hang.
+How the scheduler starts is told by $FAKE_START: ok, error, crash, exit, hang,
+late: what it waits for itself is not there in time.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from typing import Any, get_args
 
 import numpy as np
 
-from vlmserve.common.errors import CheckpointError
+from vlmserve.common.errors import CheckpointError, EngineError
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.ipc.start import StartSettings
 from vlmserve.launch import FrontendInputs, launch_server
 from vlmserve.messages import (
     BatchTextOutput,
@@ -37,16 +41,19 @@ from vlmserve.messages import (
 from vlmserve.settings import load_settings
 
 
-def fake_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
-    start = os.environ.get("FAKE_START", "ok")
-    if start == "error":
+def fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
+    how = os.environ.get("FAKE_START", "ok")
+    if how == "error":
         raise CheckpointError(f"{args.model} lacks model.norm.weight")
-    if start == "crash":
+    if how == "crash":
         raise ZeroDivisionError("a bug")
-    if start == "exit":
+    if how == "exit":
         os._exit(7)
-    if start == "hang":
+    if how == "hang":
         signal.pause()
+    if how == "late":
+        threading.Event().wait(start.ready_by - time.monotonic())
+        raise EngineError(f"no encoder after {start.startup_timeout_s:g} s, with the log at {start.log_level}")
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays())
     sender = Sender(channels.detokenizer, get_args(DetokenizerInput))
     postponed: list[BatchTokenOutput] = []
@@ -82,7 +89,7 @@ def _tokens(message: TokenizedGenerateReqInput) -> BatchTokenOutput:
     return BatchTokenOutput(outputs=(output,))
 
 
-def fake_detokenizer(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+def fake_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
     sender = Sender(channels.api, (BatchTextOutput, SchedulerStats))
     ready(ReadyInfo())

@@ -13,12 +13,13 @@ from vision.embedding_store import EmbeddingStore
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.start import StartSettings
 from vlmserve.launch import launch_server
 from vlmserve.scheduler import process
 from vlmserve.settings import load_settings
 
 
-def slow_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+def slow_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     put = EmbeddingStore.put
 
     def slow_put(*words: object, **options: object) -> bool:
@@ -32,7 +33,7 @@ def slow_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
 
     EmbeddingStore.put = slow_put
     process.FINISH_S = float(os.environ.get("FINISH_S", process.FINISH_S))
-    process.run_scheduler(args, channels, say_when_told)
+    process.run_scheduler(args, channels, start, say_when_told)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,13 @@ def test_a_start_that_takes_too_long_ends(start) -> None:
     assert "not ready after 0.5 s: scheduler" in "".join(server.log)
 
 
+def test_what_an_encoder_process_is_late_with_is_told_as_that(start) -> None:
+    flags = ("--startup-timeout-s", "0.5", "--log-level", "warning", "--encoder-dp-size", "1")
+    server = start(*flags, FAKE_START="late")
+    assert server.wait() == 1
+    assert server.log[-1] == "error: no encoder after 0.5 s, with the log at warning\n"
+
+
 def test_a_signal_while_starting_ends_it(start) -> None:
     server = start(FAKE_START="hang")
     _await(lambda: len(list(server.runtime.glob("*/detokenizer"))) == 1)

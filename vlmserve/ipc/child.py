@@ -13,43 +13,52 @@ from vlmserve.common.errors import EngineError
 from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
+from vlmserve.ipc.start import StartSettings
 
-ChildMain: TypeAlias = Callable[[EngineArgs, Channels, Ready], None]
+ChildMain: TypeAlias = Callable[[EngineArgs, Channels, StartSettings, Ready], None]
 """A child's work: calls `ready` once, then never returns. Must be importable by name in a fresh interpreter."""
 
+LAST_WORDS_S = 3 * STOP_PATIENCE_S
+"""A child that gives up one of its own at `StartSettings.ready_by` may take so long to end it and to say so."""
 
-def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels, *, log_level: str) -> ChildProcess:
+
+def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels, start: StartSettings) -> ChildProcess:
     """Start a process of the server; see `ChildProcess` for how."""
     return ChildProcess(
         name,
         _run,
-        (main, args, channels),
+        (main, args, channels, start),
         title=f"the {name} process",
-        log_level=log_level,
+        log_level=start.log_level,
         stop_patience_s=FINISH_S + STOP_PATIENCE_S,
     )
 
 
-def wait_until_ready(children: Sequence[ChildProcess], timeout_s: float) -> dict[str, ReadyInfo]:
-    """Every child's report, by name. Raises EngineError with the child's own message if one fails, or by timeout."""
+def wait_until_ready(
+    children: Sequence[ChildProcess], start: StartSettings, *, grace_s: float = 0.0
+) -> dict[str, ReadyInfo]:
+    """Every child's report, by name. Raises EngineError with the child's own message if one fails, or by timeout.
+
+    grace_s: for messages of failure that come once the time is over.
+    """
     waiting = {child.pipe: child for child in children}
     reports: dict[str, ReadyInfo] = {}
-    deadline = time.monotonic() + timeout_s
+    deadline = start.ready_by + grace_s
     while waiting:
         readable = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not readable:
             late = ", ".join(child.name for child in waiting.values())
-            raise EngineError(f"not ready after {timeout_s:g} s: {late}; --startup-timeout-s allows more")
+            raise EngineError(f"not ready after {start.startup_timeout_s:g} s: {late}; --startup-timeout-s allows more")
         for pipe in readable:
             child = waiting.pop(pipe)  # type: ignore[call-overload]
             reports[child.name] = ReadyInfo(**child.take_report())
     return reports
 
 
-def _run(parent: Parent, main: ChildMain, args: EngineArgs, channels: Channels) -> None:
+def _run(parent: Parent, main: ChildMain, args: EngineArgs, channels: Channels, start: StartSettings) -> None:
     def ready(info: ReadyInfo, *, before_end: Callable[[], None] | None = None) -> None:
         if before_end is not None:
             parent.before_end = before_end
         parent.ready(dataclasses.asdict(info))
 
-    main(args, channels, ready)
+    main(args, channels, start, ready)

@@ -9,12 +9,13 @@ from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.ipc.start import StartSettings
 from vlmserve.messages import AbortReq, BatchTokenOutput, DetokenizerInput, RequestsLost, TokenizerManagerInput
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 
 
-def run_detokenizer(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+def run_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     """Work for ever; the process ends with its parent (see `vlmserve.common.child`)."""
     manager = DetokenizerManager(load_text_tokenizer(Path(args.model)))
     receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))

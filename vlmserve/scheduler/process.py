@@ -13,6 +13,7 @@ from vlmserve.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.ipc.start import StartSettings
 from vlmserve.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -26,14 +27,19 @@ from vlmserve.scheduler.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 
-def run_scheduler(args: EngineArgs, channels: Channels, ready: Ready) -> None:
+def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     """Work for ever; the process ends with its parent (see `vlmserve.common.child`).
 
     Between steps all waiting messages are taken; with nothing to compute the process sleeps on its socket.
     """
     runner, info = build_runner(args)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
-    encoders = EncoderProcesses(shared_dir=Path(channels.shared_dir))
+    encoders = EncoderProcesses(
+        shared_dir=Path(channels.shared_dir),
+        log_level=start.log_level,
+        startup_timeout_s=start.startup_timeout_s,
+        ready_by=start.ready_by,
+    )
     scheduler = build_scheduler(args, runner, info, to_detokenizer.send, encoders=encoders)
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     ready(

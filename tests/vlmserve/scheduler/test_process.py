@@ -1,0 +1,35 @@
+"""What the scheduler process makes of the settings that it is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vision import process_backend
+from vision.worker_settings import WorkerSettings
+from vlmserve.engine_args import EngineArgs
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.start import StartSettings
+from vlmserve.scheduler import process
+from vlmserve.tiny_model import write_tiny_model
+
+
+class StartedError(Exception):
+    """Says what processes would be started with."""
+
+
+def test_encoder_processes_start_as_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(settings: WorkerSettings) -> None:
+        raise StartedError(settings.log_level, settings.startup_timeout_s, settings.ready_by, settings.shared_dir)
+
+    monkeypatch.setattr(process_backend, "ProcessBackend", told)
+    monkeypatch.setattr(process, "Sender", lambda *_: SimpleNamespace(send=None))
+    write_tiny_model(tmp_path)
+    args = EngineArgs(model=str(tmp_path), num_threads=1, max_total_tokens=1024, encoder_dp_size=1)
+    channels = Channels.in_directories(tmp_path, tmp_path / "shared")
+    start = StartSettings(log_level="error", startup_timeout_s=7.5, ready_by=12.5)
+    with pytest.raises(StartedError) as caught:
+        process.run_scheduler(args, channels, start, pytest.fail)
+    assert caught.value.args == ("error", 7.5, 12.5, tmp_path / "shared")
