@@ -30,11 +30,15 @@ def stretches(indices: Sequence[int], keys: Sequence[int], *, multiple: int, mos
         for number in range(1, count):
             wanted = (alone[0] + done[-1]) * number / count - alone[0]
             places = range(starts[-1] + multiple, len(indices), multiple)
-            off = (abs(done[place] - wanted) + alone[place] - after[place] for place in places)
-            starts += [place for _, place in sorted(zip(off, places, strict=True))[:1]]
+
+            def off(place: int, wanted: float = wanted) -> float:
+                return abs(done[place] - wanted) + alone[place] - after[place]
+
+            if places:
+                starts.append(min(places, key=off))
         return [range(start, end) for start, end in pairwise([*starts, len(indices)])]
 
-    found = [split(count) for count in range(1, max(1, most) + 1)]
+    found = [split(count) for count in range(1, most + 1)]
     return min(found, key=lambda parts: max(map(cost, parts)) + _OPENING * len(parts))
 
 

@@ -6,28 +6,53 @@ are held, cached and sent as levels, and values are made where and when a tower 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from processors.level_scale import LevelScale
 
-# On a CPU, what one operation leaves for the next one then stays in the processor's cache.
+# What one operation leaves for the next one then stays in the processor's cache.
 _BLOCK_ROWS = 128
 
 
-def patch_values(levels: torch.Tensor, scale: LevelScale, out: torch.Tensor | None = None) -> torch.Tensor:
+def patch_values(levels: np.ndarray, scale: LevelScale, out: torch.Tensor | None = None) -> torch.Tensor:
     """Levels uint8 [n, channels * frames * patch_size**2] -> values float32 [n, that * scale.repeat], bit for bit those
-    of transformers' image and video processors. out: where to write them, contiguous, on the levels' device.
+    of transformers' image and video processors. out: where to write them, contiguous, on any device.
     """
-    channels, (count, width) = len(scale.mean), levels.shape
     if out is None:
-        out = torch.empty(count, width * scale.repeat, device=levels.device)
-    each = torch.tensor((scale.mean, scale.std), device=levels.device)
-    mean, std = each.repeat_interleave(width // channels, dim=1)
-    target = out.view(count, channels, scale.repeat, width // channels)
-    step = _BLOCK_ROWS if levels.is_cpu else max(1, count)
-    block = torch.empty(min(step, count), width, device=levels.device)
-    for start in range(0, count, step):
-        part = levels[start : start + step]
-        values = block[: len(part)].copy_(part).sub_(mean).div_(std)
-        target[start : start + step] = values.view(len(part), channels, 1, width // channels)
+        out = torch.empty(len(levels), value_width(levels, scale), dtype=torch.float32)
+    if out.is_cpu:
+        _compute(levels, scale, out.numpy())
+    else:
+        _compute_there(torch.tensor(levels, device=out.device), scale, out)  # levels go there, not values
     return out
+
+
+def value_width(levels: np.ndarray, scale: LevelScale) -> int:
+    """Values of a patch."""
+    return int(levels.shape[1]) * scale.repeat
+
+
+def _compute(levels: np.ndarray, scale: LevelScale, out: np.ndarray) -> None:
+    # By numpy, in this thread: torch would share each of these short operations among its threads and wait for all,
+    # which takes a hundred times as long while others use the cores.
+    channels, (count, width) = len(scale.mean), levels.shape
+    each = np.array((scale.mean, scale.std), np.float32)
+    mean, std = np.repeat(each, width // channels, axis=1)
+    target = out.reshape(count, channels, scale.repeat, width // channels)
+    block = np.empty((min(_BLOCK_ROWS, count), width), np.float32)
+    for start in range(0, count, _BLOCK_ROWS):
+        part = levels[start : start + _BLOCK_ROWS]
+        values = block[: len(part)]
+        values[:] = part
+        np.subtract(values, mean, out=values)
+        np.divide(values, std, out=values)
+        target[start : start + _BLOCK_ROWS] = values.reshape(len(part), channels, 1, -1)
+
+
+def _compute_there(levels: torch.Tensor, scale: LevelScale, out: torch.Tensor) -> None:
+    channels, (count, width) = len(scale.mean), levels.shape
+    each = torch.tensor((scale.mean, scale.std), dtype=torch.float32, device=out.device)
+    mean, std = each.repeat_interleave(width // channels, dim=1)
+    values = levels.to(torch.float32).sub_(mean).div_(std)
+    out.view(count, channels, scale.repeat, width // channels).copy_(values.view(count, channels, 1, width // channels))

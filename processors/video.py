@@ -47,6 +47,8 @@ class _Source:
 class _Clip(Protocol):
     """What is needed here of `processors.video_decoding.Clip`, which brings PyAV along."""
 
+    @property
+    def threads(self) -> int: ...
     def stretches(self, indices: Sequence[int], multiple: int) -> list[range]: ...
     def read(self, indices: Sequence[int], threads: int) -> Generator[np.ndarray, None, None]: ...
     def call_off(self) -> None: ...
@@ -60,11 +62,12 @@ class _Reading:
     """Frames [H, W, 3] to be read, in stretches side by side.
 
     opens: makes each stretch's frames, one after the other. starts: the temporal patch at which each stretch begins.
-    call_off: tells those under way that nobody wants their frames any more.
+    threads: stretches at a time. call_off: tells those under way that nobody wants their frames any more.
     """
 
     opens: Sequence[Callable[[], _Frames]]
     starts: Sequence[int] = (0,)
+    threads: int = 1
     call_off: Callable[[], None] = lambda: None
 
 
@@ -86,6 +89,7 @@ class VideoProcessor:
         clip = importlib.import_module("processors.video_decoding").Clip(data, self.limits)
         info = clip.info
         choice = self._rules.choose(info.times, info.rate, knobs)
+        self._check_count("the request asks for", len(choice.indices))
         source = _Source(size=(info.width, info.height), fps=info.rate, num_frames=info.num_frames)
         return self._process(self._reading(clip, choice.indices), choice, source, knobs)
 
@@ -94,8 +98,7 @@ class VideoProcessor:
         check_knobs(knobs)
         if not count:
             raise BadRequestError("the video is an empty list of frames", code=_CODE)
-        if count > self.limits.max_frames:
-            raise _too_many("the list of frames has", count, self.limits)
+        self._check_count("the list of frames has", count)
         first = next(frames)
         fps = knobs.fps or _LIST_FPS
         choice = FrameChoice(
@@ -110,20 +113,25 @@ class VideoProcessor:
         every = chain([first], _of_size(frames, height, width))
         return self._process(_Reading(opens=[lambda: nullcontext(every)]), choice, source, knobs)
 
+    def _check_count(self, what: str, count: int) -> None:
+        limit = self.limits.max_frames
+        if count > limit:
+            raise BadRequestError(
+                f"{what} {count} frames; the limit is {limit} (setting --max-video-frames)", code="too_many_frames"
+            )
+
     def _reading(self, clip: _Clip, indices: Sequence[int]) -> _Reading:
         depth = self._patches.temporal_patch_size
         parts = clip.stretches(indices, depth)
         if len(parts) == 1:
-            threads = self.limits.decode_threads
-            return _Reading(opens=[lambda: closing(ahead(clip.read(indices, threads)))])
+            return _Reading(opens=[lambda: closing(ahead(clip.read(indices, clip.threads)))])
         opens = [partial(_open, clip, indices[part.start : part.stop]) for part in parts]
-        return _Reading(opens=opens, starts=[part.start // depth for part in parts], call_off=clip.call_off)
+        starts = [part.start // depth for part in parts]
+        return _Reading(opens=opens, starts=starts, threads=clip.threads, call_off=clip.call_off)
 
     def _process(self, reading: _Reading, choice: FrameChoice, source: _Source, knobs: VideoKnobs) -> ProcessedVideo:
         depth, factor = self._patches.temporal_patch_size, self._patches.factor
         count = len(choice.indices)
-        if count > self.limits.max_frames:
-            raise _too_many("the request asks for", count, self.limits)
         height, width, clamps = self._rules.fit(count, source.size[1], source.size[0], knobs)
         t = math.ceil(count / depth)
         num_tokens = t * (height // factor) * (width // factor)
@@ -174,7 +182,7 @@ class VideoProcessor:
         if len(calls) == 1:
             digests = calls[0]()
         else:
-            found = dict(side_by_side(calls, len(calls), reading.call_off))
+            found = dict(side_by_side(calls, reading.threads, reading.call_off))
             digests = [digest for place in sorted(found) for digest in found[place]]
         rows = feature.reshape(-1, row_width)
         rows.flags.writeable = False
@@ -217,9 +225,3 @@ def _of_size(frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[
                 code="invalid_video",
             )
         yield frame
-
-
-def _too_many(what: str, count: int, limits: VideoLimits) -> BadRequestError:
-    return BadRequestError(
-        f"{what} {count} frames; the limit is {limits.max_frames} (setting --max-video-frames)", code="too_many_frames"
-    )

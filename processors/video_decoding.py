@@ -28,6 +28,7 @@ from processors.video_options import VideoLimits
 from vlmserve.common.errors import BadRequestError
 
 _CODE = "invalid_video"
+_STRETCHES = 4
 _MAX_RATE = 240  # frames a second of the fastest clip: together with its duration it bounds the list of frames
 
 
@@ -62,7 +63,7 @@ class Clip:
         self._deadline = clock() + limits.max_decode_s
         self._called_off = False
         self._format = _format_of(data)
-        with self._open(limits.decode_threads) as (container, stream):
+        with self._open(threads=1) as (container, stream):
             self._pts, self._keys, rate, seconds_per_tick, first = self._scan(container, stream)
         # Sizes and rotation are believed from here: headers may say anything.
         check_frame_size(first.width, first.height, limits)
@@ -80,10 +81,17 @@ class Clip:
     def stretches(self, indices: Sequence[int], multiple: int) -> list[range]:
         """Ranges of places in `indices` (ascending) that are worth decoding side by side, in order; all but the last
         hold a multiple of `multiple`."""
-        # Each decoder keeps up to 16 frames: two of the largest allowed, or more of smaller ones.
-        room = 2 * self._limits.max_frame_pixels // (self.info.width * self.info.height)
         keys = [bisect.bisect_left(self._pts, key) for key in self._keys]
-        return stretches(indices, keys, multiple=multiple, most=min(self._limits.decode_threads, room))
+        # Not as many as there are threads: what a damaged clip shows behind the damage depends on where decoding began,
+        # and should not depend on the machine.
+        return stretches(indices, keys, multiple=multiple, most=_STRETCHES)
+
+    @property
+    def threads(self) -> int:
+        """That decode, together. Each may keep up to 17 frames: one of the largest allowed, or several of smaller
+        ones."""
+        room = self._limits.max_frame_pixels // (self.info.width * self.info.height)
+        return max(1, min(self._limits.decode_threads, room))
 
     def read(self, indices: Sequence[int], threads: int = 1) -> Generator[np.ndarray, None, None]:
         """The frames of these indices (ascending): uint8 [height, width, 3], upright, each for as long as it is used.
@@ -124,7 +132,10 @@ class Clip:
                 index = bisect.bisect_left(self._pts, target)
                 key = self._keys[bisect.bisect_right(self._keys, target) - 1]
                 if seek and bisect.bisect_left(self._pts, key) > reached + SEEK_GAP:
-                    container.seek(key, stream=stream, backward=True, any_frame=False)
+                    try:
+                        container.seek(key, stream=stream, backward=True, any_frame=False)
+                    except av.FFmpegError as error:
+                        raise _LostError from error
                     frames = self._frames(container, stream, wanted)
                 found = next((frame for frame in frames if frame.pts is not None and frame.pts >= target), None)
                 if found is None or found.pts != target:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-import torch
 from PIL import Image, ImageChops, ImageDraw
 from tokenizers import Tokenizer
 
@@ -131,7 +130,7 @@ def watch(clip: Clip, rng: Rng) -> list[Seen]:
 def _cut(frames: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
     """One frame or a temporal patch's, uint8 [T, H, W, 3] -> float16 patches, and their grid."""
     levels, grid = frames_to_patches(frames, PATCHES)
-    values = patch_values(torch.from_numpy(levels), PATCHES.scale(len(frames)))
+    values = patch_values(levels, PATCHES.scale(len(frames)))
     return values.numpy().astype(np.float16), grid
 
 

@@ -19,8 +19,8 @@ class TemporalPatch:
     its temporal patches, one after the other.
 
     digest: 32 bytes over its pixels, grid and patch settings. grid: (height, width) in patches. pixels: uint8 [h * w,
-    levels of a patch], in the processor's patch order, which `scale` makes values of; without one, float32 values as
-    towers take them. encoded: it came encoded, and pixels are its rows.
+    levels of a patch], in the processor's patch order, which `scale` makes values of. encoded: it came encoded, and
+    pixels are its rows, without a scale.
     """
 
     digest: bytes

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
+import numpy as np
 import torch
 
-from processors.patch_values import patch_values
+from processors.level_scale import LevelScale
+from processors.patch_values import patch_values, value_width
 from vision.blocks import VisionTower
 from vision.temporal_patch import TemporalPatch
-from vlmserve.common.tensors import from_array
 
 
 class TowerRunner:
@@ -43,25 +45,24 @@ class TowerRunner:
 def pixel_values(patches: Sequence[TemporalPatch], device: torch.device) -> torch.Tensor:
     """What a tower takes, made of temporal patches (one at least): float32 [P, patch elements], theirs one behind the
     other. ValueError for pixels that are not those of their grid, or not as wide as the others'."""
-    widths = {_width(patch) for patch in patches}
-    if len(widths) > 1:
-        raise ValueError(f"the patches of a batch have {sorted(widths)} values: they are not of one tower")
     for patch in patches:
         if len(patch.pixels) != patch.num_patches:
             raise ValueError(
                 f"a temporal patch of grid {patch.grid} has {patch.num_patches} patches, not {len(patch.pixels)}"
             )
-    counts = [patch.num_patches for patch in patches]
-    values = torch.empty(sum(counts), widths.pop(), device=device)
-    for patch, part in zip(patches, values.split(counts), strict=True):
-        # Levels are moved, not values: they are a fraction of the bytes.
-        pixels = from_array(patch.pixels, patch.pixels.dtype.name).to(device)
-        if patch.scale is None:
-            part.copy_(pixels)
-        else:
-            patch_values(pixels, patch.scale, part)
+    widths = {value_width(patch.pixels, _scale(patch)) for patch in patches}
+    if len(widths) > 1:
+        raise ValueError(f"the patches of a batch have {sorted(widths)} values: they are not of one tower")
+    values = torch.empty(sum(patch.num_patches for patch in patches), widths.pop(), dtype=torch.float32, device=device)
+    done = 0
+    for scale, group in groupby(patches, key=_scale):  # nearly always one or two
+        levels = np.concatenate([patch.pixels for patch in group])
+        patch_values(levels, scale, values[done : done + len(levels)])
+        done += len(levels)
     return values
 
 
-def _width(patch: TemporalPatch) -> int:
-    return int(patch.pixels.shape[1]) * (1 if patch.scale is None else patch.scale.repeat)
+def _scale(patch: TemporalPatch) -> LevelScale:
+    if patch.scale is None:
+        raise ValueError(f"a temporal patch of grid {patch.grid} does not say how its levels become values")
+    return patch.scale

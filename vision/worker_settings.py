@@ -15,7 +15,7 @@ class WorkerSettings:
     rows_device: where rows are wanted, the LLM's.
     shared_dir: an existing private directory for `SharedArrays`, on tmpfs. startup_timeout_s: for loading the tower.
     ready_by: when it is over for a worker's first start, by `time.monotonic`, if it began before that start did.
-    batch_timeout_s: for a batch, packed and sent, encoded and sent back.
+    batch_timeout_s: for a batch, sent, encoded and sent back.
     """
 
     model: Path

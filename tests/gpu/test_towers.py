@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.vision.patches import GRIDS, make_patch, random_patches
+from tests.vision.patches import GRIDS, make_levels, random_patches
 from tests.vision.test_towers import reference_rows
 from vision.loading import load_tower
 from vision.tower_runner import TowerRunner, pixel_values
@@ -64,7 +64,7 @@ def test_rows_in_16_bits_are_near(folder, device, truth, dtype):
 
 def test_grids_that_do_not_fit_leave_the_device_usable(folder, device, truth):
     runner = TowerRunner(load_tower(folder, device=device), device)
-    odd = make_patch((3, 4), truth.patches[0].pixels.shape[1])
+    odd = make_levels((3, 4), truth.patches[0].pixels.shape[1])
     with pytest.raises(ValueError, match="multiples of 2"):
         runner.encode_packed([*truth.patches, odd])
     torch.testing.assert_close(torch.cat(runner.encode(truth.patches)).cpu(), truth.theirs, rtol=1e-4, atol=1e-4)

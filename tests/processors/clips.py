@@ -34,11 +34,13 @@ def make_clip(
     times: list[int] | None = None,
     gop: int = 12,
     first: int = 0,
+    options: dict[str, str] | None = None,
+    container_options: dict[str, str] | None = None,
 ) -> bytes:
     """A clip's bytes. libx264rgb is lossless here: frames come back exactly. times: of each frame, in milliseconds."""
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as box:
-        stream = box.add_stream(codec, rate=fps)
+    with av.open(file, "w", format=container, container_options=container_options or {}) as box:
+        stream = box.add_stream(codec, rate=fps, options=options)
         stream.width, stream.height = width, height
         if codec == "libx264rgb":
             stream.pix_fmt = "rgb24"

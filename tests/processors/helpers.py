@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
@@ -23,7 +22,7 @@ def values(medium: ProcessedMedium | MultimodalDataItem) -> np.ndarray:
     """A medium's patches as towers take them."""
     assert medium.feature.dtype == np.uint8
     assert medium.scale is not None
-    return patch_values(torch.from_numpy(medium.feature.copy()), medium.scale).numpy()
+    return patch_values(medium.feature, medium.scale).numpy()
 
 
 def hf_config(family: str) -> dict:

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,7 +123,7 @@ def test_frames_to_patches_is_transformers_video_patchify(frames):
     )
     patches, grid = frames_to_patches(clip, config)
     assert list(grid) == expected["video_grid_thw"][0].tolist()
-    made = patch_values(torch.from_numpy(patches), config.scale(frames=2))
+    made = patch_values(patches, config.scale(frames=2))
     assert np.array_equal(made.numpy(), expected["pixel_values_videos"].numpy())
 
 
@@ -138,7 +137,7 @@ def test_patch_order_read_back_pixel_by_pixel():
         window, inside = divmod(row, 4)
         top, left = (inside // 2) * 2, window * 4 + (inside % 2) * 2
         assert np.array_equal(patch.transpose(1, 2, 0), pixels[top : top + 2, left : left + 2])
-    made = patch_values(torch.from_numpy(patches), config.scale(frames=1)).reshape(-1, 3, 2, 2, 2)
+    made = patch_values(patches, config.scale(frames=1)).reshape(-1, 3, 2, 2, 2)
     for frame in range(2):
         assert np.array_equal(made[:, :, frame], patches.reshape(-1, 3, 2, 2)), "a picture fills its patches' depth"
 

@@ -147,6 +147,23 @@ def test_an_index_that_leads_astray_is_not_believed(watched):
         assert np.array_equal(got, frame(index, 112, 84))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stretch_that_is_led_astray_begins_at_the_beginning(watched, fails):
+    """Or cannot get there at all."""
+    clip = Clip(make_clip(300, gop=30), LIMITS)
+    first, second, *_ = clip.stretches(range(300), 2)
+
+    def seek(self, offset, **options):
+        if fails:
+            raise av.error.InvalidDataError(0, "no way")
+        self._container.seek(offset + 35 * clip._pts[1], **options)
+
+    watched.setattr(Watched, "seek", seek)
+    for index, got in zip(second, clip.read(second), strict=True):
+        assert np.array_equal(got, frame(index, 112, 84))
+    assert Watched.decoded >= second.stop - first.start
+
+
 def test_frames_that_vp8_hides_are_not_counted():
     data = bytearray(make_clip(80, codec="libvpx", container="webm"))
     with av.open(io.BytesIO(data)) as box:
@@ -383,22 +400,29 @@ def test_grid_clips_of_one_file_share_their_patches(folder):
     [
         {"frames": 301, "gop": 30, "fps": 10},
         {"frames": 301, "gop": 47, "fps": 10, "codec": "libx264"},
+        {"frames": 301, "gop": 25, "codec": "libx264", "options": {"x264-params": "open-gop=1:bframes=3:b-adapt=0"}},
+        {"frames": 301, "gop": 30, "codec": "libx264", "options": {"x264-params": "intra-refresh=1"}},
         {"frames": 200, "gop": 25, "fps": 10, "codec": "libvpx-vp9", "container": "webm", "width": 60, "height": 60},
+        {"frames": 200, "gop": 25, "codec": "libx264", "container": "matroska", "container_options": {"live": "1"}},
     ],
     ids=str,
 )
 def test_a_clip_decoded_side_by_side_is_the_same(folder, made):
     """Though no stretch begins with the clip, nor need one at a keyframe that is used."""
     data = make_clip(**made)
-    alone, *others = (ours(folder, limits=VideoLimits(decode_threads=threads))[0] for threads in (1, 2, 4))
     knobs = VideoKnobs(video_start=0.3, fps=9.0)
-    want = alone.process_video(data, knobs)
-    for threads, processor in zip((2, 4), others, strict=True):
-        parts = Clip(data, VideoLimits(decode_threads=threads)).stretches(want.frame_indices, 2)
-        assert 1 < len(parts) <= threads
-        got = processor.process_video(data, knobs)
-        assert np.array_equal(got.feature, want.feature)
-        assert got.patch_digests == want.patch_digests
+    want = ours(folder, limits=VideoLimits(decode_threads=1))[0].process_video(data, knobs)
+    clip = Clip(data, LIMITS)
+    assert len(clip.stretches(want.frame_indices, 2)) > 1
+    frames, _ = decode_all(data)
+    picked = [Image.fromarray(frames[index]) for index in want.frame_indices]
+    got = ours(folder, limits=VideoLimits(decode_threads=4))[0].process_video(data, knobs)
+    assert np.array_equal(got.feature, want.feature)
+    assert got.patch_digests == want.patch_digests
+    for part in clip.stretches(want.frame_indices, 2):
+        chosen = want.frame_indices[part.start : part.stop]
+        for place, shown in zip(part, clip.read(chosen), strict=True):
+            assert np.array_equal(shown, np.asarray(picked[place])), place
 
 
 class Picked(Clip):
@@ -457,12 +481,16 @@ def test_a_clip_that_was_called_off_is_not_read_any_more():
         list(frames)
 
 
-def test_large_frames_are_decoded_by_fewer(folder):
+def test_large_frames_are_decoded_by_fewer_in_the_same_stretches(folder):
     data = make_clip(300, gop=30, fps=10)
-    indices = range(300)
-    assert len(Clip(data, VideoLimits(decode_threads=4)).stretches(indices, 2)) == 4
-    few = VideoLimits(decode_threads=4, max_frame_pixels=128 * 96)
-    assert len(Clip(data, few).stretches(indices, 2)) == 2
+    clips = {
+        threads: Clip(data, VideoLimits(decode_threads=threads, max_frame_pixels=room * 112 * 84 + 5000))
+        for threads, room in ((1, 9), (2, 9), (4, 1), (5, 3))
+    }
+    assert [clip.threads for clip in clips.values()] == [1, 2, 1, 3]
+    one, *others = (clip.stretches(range(300), 2) for clip in clips.values())
+    assert len(one) == 4
+    assert all(other == one for other in others)
 
 
 # ---------------------------------------------------------------- lists of frames

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,23 +11,29 @@ from vision.blocks import VisionTower
 from vision.temporal_patch import TemporalPatch
 
 # of one window and several, square, wide and tall; the same grid twice
+SCALE = LevelScale(mean=(120.0, 110.0, 100.0), std=(70.0, 60.0, 50.0))
 GRIDS = [(2, 2), (8, 8), (6, 10), (4, 26), (8, 8), (18, 2)]
 
 
 def random_patches(tower: VisionTower, grids: list[tuple[int, int]] = GRIDS, seed: int = 0) -> list[TemporalPatch]:
-    """Patches of some grids, as wide as the tower wants them: in turn values, and levels of two frames and of one."""
+    """Patches of some grids, as wide as the tower wants them: in turn of two frames, of one, and on another scale."""
     width = tower.patch_embed.proj.weight.shape[1]
-    makers = (make_patch, partial(_levels, frames=2), partial(_levels, frames=1))
-    return [makers[number % 3](grid, width, seed=seed + number) for number, grid in enumerate(grids)]
+    other = LevelScale(mean=(127.5,) * 3, std=(127.5,) * 3)
+    kinds = ({}, {"frames": 1}, {"scale": other})
+    return [make_levels(grid, width, seed=seed + number, **kinds[number % 3]) for number, grid in enumerate(grids)]
 
 
-def _levels(grid: tuple[int, int], width: int, *, seed: int, frames: int) -> TemporalPatch:
+def make_levels(
+    grid: tuple[int, int], width: int, *, seed: int = 0, frames: int = 2, scale: LevelScale = SCALE
+) -> TemporalPatch:
+    """A patch of noise, of `width` values."""
     levels = np.random.default_rng(seed).integers(0, 256, (grid[0] * grid[1], width * frames // 2), dtype=np.uint8)
-    scale = LevelScale(mean=(120.0, 110.0, 100.0), std=(70.0, 60.0, 50.0), repeat=2 // frames)
+    levels.flags.writeable = False  # as those of media
+    scale = replace(scale, repeat=2 // frames)
     return TemporalPatch(digest=seed.to_bytes(32, "little"), grid=grid, pixels=levels, scale=scale)
 
 
 def make_patch(grid: tuple[int, int], width: int, *, seed: int = 0) -> TemporalPatch:
-    """A patch of normal noise."""
+    """A patch of normal noise, for workers without a tower."""
     pixels = np.random.default_rng(seed).normal(size=(grid[0] * grid[1], width)).astype(np.float32)
     return TemporalPatch(digest=seed.to_bytes(32, "little"), grid=grid, pixels=pixels)

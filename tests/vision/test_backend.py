@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vision.patches import make_patch, random_patches
+from tests.vision.patches import make_levels, random_patches
 from vision.backend import EncodeBatch, InlineBackend
 from vision.loading import load_tower
 from vision.tower_runner import TowerRunner, pixel_values
@@ -80,15 +81,15 @@ def test_batches_are_run_one_by_one_in_order(small):
 @pytest.mark.parametrize(
     ("patches", "message"),
     [
-        ([make_patch((4, 4), 1176), make_patch((3, 4), 1176)], r"ValueError: grid \(1, 3, 4\): .* multiples of 2"),
-        ([make_patch((4, 4), 1176), make_patch((4, 4), 1175)], "ValueError: .*not of one tower"),
-        ([make_patch((4, 4), 1175)], "RuntimeError: .*shape"),
+        ([make_levels((4, 4), 1176), make_levels((3, 4), 1176)], r"ValueError: grid \(1, 3, 4\): .* multiples of 2"),
+        ([make_levels((4, 4), 1176), make_levels((4, 4), 1170)], "ValueError: .*not of one tower"),
+        ([make_levels((4, 4), 1170)], "RuntimeError: .*shape"),
     ],
     ids=["grid", "unlike-widths", "width"],
 )
 def test_a_failure_is_the_result_of_its_batch_alone(small, patches, message):
     backend = InlineBackend(TowerRunner(small, CPU))
-    good = make_patch((4, 4), 1176)
+    good = make_levels((4, 4), 1176)
     backend.start(0, EncodeBatch(number=1, patches=tuple(patches)))
     backend.start(0, EncodeBatch(number=2, patches=(good,)))
     [failed], [done] = backend.collect(), backend.collect()
@@ -98,10 +99,10 @@ def test_a_failure_is_the_result_of_its_batch_alone(small, patches, message):
 
 
 def test_pixels_of_another_grid_are_refused_though_the_batch_has_as_many_as_it_should(small):
-    wide, tall = make_patch((4, 6), 1176), make_patch((2, 4), 1176)
+    wide, tall = make_levels((4, 6), 1176), make_levels((2, 4), 1176)
     swapped = [
-        type(wide)(digest=wide.digest, grid=wide.grid, pixels=tall.pixels),
-        type(tall)(digest=tall.digest, grid=tall.grid, pixels=wide.pixels),
+        replace(wide, pixels=tall.pixels),
+        replace(tall, pixels=wide.pixels),
     ]
     with pytest.raises(ValueError, match=r"grid \(4, 6\) has 24 patches, not 8"):
         TowerRunner(small, CPU).encode(swapped)
@@ -119,7 +120,7 @@ def test_out_of_memory_frees_the_failed_batch_before_the_cache_is_emptied(small,
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(left[-1]() is None))
     backend = InlineBackend(Full(small, CPU))
-    backend.start(0, EncodeBatch(number=1, patches=(make_patch((2, 2), 1176),)))
+    backend.start(0, EncodeBatch(number=1, patches=(make_levels((2, 2), 1176),)))
     gc.disable()
     try:
         [result] = backend.collect()

@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.backends import collect
-from tests.vision.patches import make_patch, random_patches
+from tests.vision.patches import make_levels, random_patches
 from vision.backend import EncodeBatch
 from vision.fingerprint import tower_fingerprint
 from vision.loading import load_tower
@@ -41,7 +41,7 @@ def test_rows_alone_packed_and_of_a_video_by_two_workers(tmp_path, shared_dir, f
     tower = load_tower(folder)
     patches = [*random_patches(tower), *random_patches(tower, [(32, 40)], seed=20)]  # one with more than a frame holds
     video = random_patches(tower, [(6, 10)] * 3, seed=30)
-    wrong = make_patch((3, 4), patches[0].pixels.shape[1])  # of values, as the first one
+    wrong = make_levels((3, 4), patches[0].pixels.shape[1])
     settings = WorkerSettings(model=folder, devices=("cpu", "cpu"), shared_dir=shared_dir)
     with contextlib.closing(ProcessBackend(settings)) as backend:
         backend.wait_ready()

@@ -27,7 +27,7 @@ import torch
 from processors.base import MultimodalProcessor, ProcessedMedium, data_item
 from processors.decoding import decode_image
 from processors.fetching import FetchSettings, MediaFetcher
-from processors.patch_values import patch_values
+from processors.patch_values import patch_values, value_width
 from processors.pool import ImageRequest, PoolSettings, ProcessorPool
 from processors.process_maker import ProcessMaker, ProcessSettings
 from processors.processed import ProcessedImage, ProcessedVideo
@@ -41,7 +41,6 @@ from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_
 from vlmserve.bench.stalls import longest_hold, longest_stall
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.shm import SPARE_BYTES, SharedArrays
-from vlmserve.common.tensors import from_array
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 
 PARTS = ("picture", "clip", "wait", "loop", "pool")
@@ -223,11 +222,12 @@ def _with_values(make: Callable[[], ProcessedMedium]) -> Callable[[], None]:
     """What the reference makes: patches, and their values, which ours has from the encoder, as many at a time."""
 
     def run() -> None:
-        item = data_item(make())
-        assert item.scale is not None
-        step = torch.empty(_STEP_PATCHES, item.feature.shape[1] * item.scale.repeat)
-        for levels in from_array(item.feature, "uint8").split(_STEP_PATCHES):
-            patch_values(levels, item.scale, step[: len(levels)])
+        made = make()
+        assert made.scale is not None
+        step = torch.empty(_STEP_PATCHES, value_width(made.feature, made.scale), dtype=torch.float32)
+        for start in range(0, len(made.feature), _STEP_PATCHES):
+            levels = made.feature[start : start + _STEP_PATCHES]
+            patch_values(levels, made.scale, step[: len(levels)])
 
     return run
 

@@ -28,7 +28,7 @@ import numpy as np
 from vlmserve.common.shm_block import Block, block_of
 
 MAPPED_FROM_BYTES = 2**20  # less is copied more quickly than mapped
-SPARE_BYTES = 128 * 2**20  # a good value: patches of two pictures of 1080p
+SPARE_BYTES = 128 * 2**20  # a good value: patches of twenty pictures of 1080p
 _BLOCK_NAME = re.compile(r"\d+-[0-9a-f]{8}-\d+")
 
 
