@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from vlmserve import __version__
 from vlmserve.checks import SettingsError
 from vlmserve.common.errors import VlmserveError
+from vlmserve.common.stop_signals import sigterm_exits
 from vlmserve.flags import CommandParser, add_settings
 from vlmserve.settings import load_settings
 
@@ -132,8 +133,9 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _run_tool(module: str, words: list[str]) -> int:
     try:
-        status: int = importlib.import_module(module).main(words)
-        return status
+        with sigterm_exits():
+            status: int = importlib.import_module(module).main(words)
+            return status
     except KeyboardInterrupt:
         return 130
     except (VlmserveError, OSError) as error:
