@@ -13,20 +13,26 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import openai
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 
 
 class ServerProcess:
-    """A running command that logs like the launcher; `log` is its stderr so far. runtime: where its sockets go."""
+    """A running command that logs like the launcher; `log` is its stderr so far. runtime: where its sockets go.
+
+    environment: what is added to this process's own, without the settings in it.
+    """
 
     def __init__(self, words: Sequence[str], runtime: Path, **environment: str) -> None:
         self.runtime = runtime
         self.runtime.mkdir(exist_ok=True)
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
         self.process = subprocess.Popen(
             words,
             cwd=ROOT,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), **environment},
+            env={**inherited, "XDG_RUNTIME_DIR": str(self.runtime), **environment},
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -57,6 +63,10 @@ class ServerProcess:
 
     def port(self) -> int:
         return int(self.await_log(r"ready: http://127\.0\.0\.1:(\d+)").group(1))
+
+    def client(self) -> openai.OpenAI:
+        """A client that says at once what went wrong."""
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port()}/v1", api_key="none", max_retries=0)
 
     def get(self, path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port(), timeout=PATIENCE_S)

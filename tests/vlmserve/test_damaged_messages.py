@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import re
 import sys
 import time
@@ -30,15 +29,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     model.mkdir()
     write_tiny_model(model)
     words = [sys.executable, "-m", "tests.vlmserve.damaging_server", str(model)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
-    server = ServerProcess(words, folder / "run", **environment, DAMAGE=str(folder / "damage"))
+    server = ServerProcess(words, folder / "run", DAMAGE=str(folder / "damage"))
     yield server
     server.end()
 
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port()}/v1", api_key="none", max_retries=0) as client:
+    with server.client() as client:
         yield client
 
 

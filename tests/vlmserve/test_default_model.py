@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,8 +35,7 @@ def _samples() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     words = [sys.executable, "-m", "vlmserve.cli", "serve", "--port", "0", "--dtype", "float32"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
-    server = ServerProcess(words, tmp_path_factory.mktemp("serve") / "run", **environment)
+    server = ServerProcess(words, tmp_path_factory.mktemp("serve") / "run")
     yield server
     server.end()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +27,7 @@ ABSOLUTE = '```json\n[{"bbox_2d": [63, 42, 126, 84], "label": "star"}]\n```'
 
 def serve(run: Path, *flags: str) -> ServerProcess:
     words = [sys.executable, "-m", "vlmserve.cli", "serve", *flags, "--port", "0", "--served-model-name", "m"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
-    return ServerProcess([*words, "--dtype", "float32", "--num-threads", "1"], run, **environment)
+    return ServerProcess([*words, "--dtype", "float32", "--num-threads", "1"], run)
 
 
 def client_of(port: int) -> openai.OpenAI:

@@ -31,12 +31,11 @@ def serve(tmp_path: Path) -> Iterator[Any]:
     model = tmp_path / "model"
     model.mkdir()
     write_tiny_model(model)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
     made: list[ServerProcess] = []
 
     def start(*flags: str) -> ServerProcess:
         words = [sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split(), *flags]
-        made.append(ServerProcess(words, tmp_path / f"run{len(made)}", **environment))
+        made.append(ServerProcess(words, tmp_path / f"run{len(made)}"))
         return made[-1]
 
     yield start
@@ -55,10 +54,6 @@ def ask(client: openai.OpenAI, *parts: dict[str, Any]) -> Any:
         model="tiny", messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0
     )
     return answer.choices[0].message.content, answer.usage.prompt_tokens, getattr(answer, "mm_report", None)
-
-
-def connect(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port()}/v1", api_key="none", max_retries=0)
 
 
 def workers(server: ServerProcess) -> set[int]:
@@ -89,10 +84,10 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
     large = encoded(picture(1200, 900), "PNG")
     asked = [[part("image", shapes)], [part("video", clip)], [part("image", large), part("video", clip)]]
     threads, processes = serve(), serve("--media-processes", "2", "--processor-cache-mib", "16")
-    with connect(threads) as client:
+    with threads.client() as client:
         want = [ask(client, *parts) for parts in asked]
     threads.end()
-    with connect(processes) as client, ThreadPoolExecutor(8) as others:
+    with processes.client() as client, ThreadPoolExecutor(8) as others:
         assert [ask(client, *parts) for parts in asked] == want
         with pytest.raises(openai.BadRequestError, match="the video is broken or cut off") as caught:
             ask(client, part("video", clip[: len(clip) // 2]))

@@ -30,8 +30,7 @@ def _serve(folder: Path, *flags: str, model: Path | None = None) -> ServerProces
         model.mkdir()
         write_tiny_model(model)
     words = [sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split(), *flags]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
-    return ServerProcess(words, folder / "run", **environment)
+    return ServerProcess(words, folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port()}/v1", api_key="none", max_retries=0) as client:
+    with server.client() as client:
         yield client
 
 

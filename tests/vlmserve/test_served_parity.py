@@ -2,12 +2,10 @@
 
 import base64
 import io
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import openai
 import pytest
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
@@ -56,15 +54,12 @@ def test_served_answers_equal_transformers(family: str, flags: str, tmp_path: Pa
     asked = conversations() + video_conversations()
     wanted = [reference.answer(messages, NEW) for messages in asked]
     words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder), "--port", "0", "--num-threads", "1"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
     server = ServerProcess(
         [*words, *flags.split(), "--served-model-name", "m", "--video-reference", "transformers"],
         tmp_path / "run",
-        **environment,
     )
     try:
-        url = f"http://127.0.0.1:{server.port()}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(8) as pool:
+        with server.client() as client, ThreadPoolExecutor(8) as pool:
 
             def ask(messages: list[dict]):
                 return client.chat.completions.create(

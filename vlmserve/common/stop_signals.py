@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -53,6 +52,8 @@ def sigterm_exits() -> Iterator[None]:
 def stop_signals_held() -> Iterator[None]:
     """Keep them from this thread, and from birth on from the processes that it starts meanwhile: their interpreters
     must not see them before they ignore them."""
+    from multiprocessing import resource_tracker  # 20 ms that commands without children need not take
+
     resource_tracker.ensure_running()  # starting it inside, as the first child would, lets the signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
