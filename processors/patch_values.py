@@ -42,12 +42,13 @@ def _compute(levels: np.ndarray, scale: LevelScale, out: np.ndarray) -> None:
     target = out.reshape(count, channels, scale.repeat, width // channels)
     block = np.empty((min(_BLOCK_ROWS, count), width), np.float32)
     for start in range(0, count, _BLOCK_ROWS):
-        part = levels[start : start + _BLOCK_ROWS]
-        values = block[: len(part)]
-        values[:] = part
+        rows = slice(start, start + _BLOCK_ROWS)
+        values = out[rows] if scale.repeat == 1 else block[: len(levels[rows])]
+        values[:] = levels[rows]
         np.subtract(values, mean, out=values)
         np.divide(values, std, out=values)
-        target[start : start + _BLOCK_ROWS] = values.reshape(len(part), channels, 1, -1)
+        if scale.repeat > 1:
+            target[rows] = values.reshape(len(values), channels, 1, -1)
 
 
 def _compute_there(levels: torch.Tensor, scale: LevelScale, out: torch.Tensor) -> None:

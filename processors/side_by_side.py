@@ -12,23 +12,26 @@ _Result = TypeVar("_Result")
 
 
 def side_by_side(
-    calls: Sequence[Callable[[], _Result]], most: int, call_off: Callable[[], None]
+    calls: Sequence[Callable[[], _Result]],
+    most: int,
+    call_off: Callable[[], None],
+    begin: Sequence[int] | None = None,
 ) -> Generator[tuple[int, _Result], None, None]:
     """(place, result) of each call as it comes; `most` at a time, each in a thread of this generator's own.
 
-    Raises the failure of the first call in order that fails, when all before it are done. Failed or closed, it drops
-    the calls that have not begun, lets `call_off` hurry those under way, and waits for them.
+    begin: every place, in the order in which the calls are begun; None: as they come. Raises the failure of the first
+    call, by place, that fails, when all before it are done. Failed or closed, it drops the calls that have not begun,
+    lets `call_off` hurry those under way, and waits for them.
     """
     done: SimpleQueue[tuple[int, Future[_Result]]] = SimpleQueue()
-    futures: list[Future[_Result]] = []
+    futures: dict[int, Future[_Result]] = {}
     failed: Future[_Result] | None = None
     failures: list[int] = []  # places, kept by those who fail, so that nobody begins what comes behind
     threads = ThreadPoolExecutor(most, thread_name_prefix="side-by-side")
     try:
-        for place, call in enumerate(calls):
-            future = threads.submit(_run, call, place, failures)
-            future.add_done_callback(partial(_put, done, place))
-            futures.append(future)
+        for place in range(len(calls)) if begin is None else begin:
+            futures[place] = threads.submit(_run, calls[place], place, failures)
+            futures[place].add_done_callback(partial(_put, done, place))
         awaited = set(range(len(calls)))
         while awaited:
             place, future = done.get()
@@ -39,8 +42,8 @@ def side_by_side(
                 yield place, future.result()
                 continue
             failed = future
-            for later in futures[place + 1 :]:
-                later.cancel()
+            for later in range(place + 1, len(calls)):
+                futures[later].cancel()
             awaited = {other for other in awaited if other < place}
         if failed is not None:
             failed.result()  # raises

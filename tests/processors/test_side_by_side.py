@@ -85,6 +85,21 @@ def test_what_comes_before_a_failure_still_counts(opened_later):
         next(found)
 
 
+def test_calls_begin_in_the_order_told_and_keep_their_places():
+    begun = []
+    found = side_by_side([lambda n=n: begun.append(n) or n for n in range(4)], 1, nothing, [2, 0, 3, 1])
+    assert list(found) == [(2, 2), (0, 0), (3, 3), (1, 1)]
+    assert begun == [2, 0, 3, 1]
+
+
+def test_a_call_before_the_one_that_failed_is_made_though_it_was_to_begin_later():
+    begun = []
+    calls = [lambda: begun.append(0), lambda: begun.append(1) or fail(1), lambda: begun.append(2)]
+    with pytest.raises(ValueError, match="call 1"):
+        list(side_by_side(calls, 1, nothing, [1, 2, 0]))
+    assert begun == [1, 0]
+
+
 def test_a_failure_calls_off_the_rest():
     called_off, begun = threading.Event(), []
     calls = [lambda: fail(0), lambda: called_off.wait(WAIT_S), *[lambda: begun.append(1)] * 5]

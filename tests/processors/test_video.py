@@ -446,6 +446,21 @@ def picked(monkeypatch):
     return monkeypatch
 
 
+def test_the_longest_stretches_begin_first(folder, picked):
+    begun = []
+
+    def read(self, indices, threads=1):
+        begun.append(len(indices))
+        return Clip.read(self, indices, threads)
+
+    picked.setattr(Picked, "read", read)
+    processor, _ = ours(folder, limits=VideoLimits(decode_threads=1))
+    data = make_clip(300, gop=60, fps=10)  # five keyframes for four stretches
+    made = processor.process_video(data, VideoKnobs(fps=10.0))
+    lengths = [len(part) for part in Clip(data, LIMITS).stretches(made.frame_indices, 2)]
+    assert begun == sorted(lengths, reverse=True) != lengths
+
+
 @pytest.mark.parametrize(("bad", "first"), [((20,), 20), ((280,), 280), ((20, 160), 20), ((280, 290), 280)])
 def test_the_first_frame_that_cannot_be_decoded_is_named_whoever_meets_it(folder, picked, bad, first):
     picked.setattr(Picked, "bad", bad)
