@@ -74,7 +74,7 @@ def picture_references(family: str, picture: bytes) -> dict[str, Callable[[], An
 def video_references(family: str, path: Path) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """References from a file to patches, and those that cannot run here: name -> why.
 
-    transformers' PyAV reader is used, since its own choice (torchcodec) comes with no wheel for every torch.
+    transformers reads by torchcodec where that is installed, else by PyAV: both count.
     """
     make_torchvision_importable()
     import qwen_vl_utils
@@ -89,8 +89,8 @@ def video_references(family: str, path: Path) -> tuple[dict[str, Callable[[], An
     sample = partial(processor.sample_frames, fps=_FPS, min_frames=4, max_frames=768, temporal_patch_size=2)
     read: Any = load_video
 
-    def by_transformers() -> Any:
-        frames, metadata = read(str(path), backend="pyav", sample_indices_fn=sample)
+    def by_transformers(reader: str) -> Any:
+        frames, metadata = read(str(path), backend=reader, sample_indices_fn=sample)
         return _patches(processor, frames, metadata)
 
     def by_utils() -> Any:
@@ -100,12 +100,19 @@ def video_references(family: str, path: Path) -> tuple[dict[str, Callable[[], An
         )
         return _patches(processor, frames.byte(), metadata, do_resize=False)
 
-    found: dict[str, Callable[[], Any]] = {f"{cls.__name__}, PyAV": by_transformers}
-    try:
-        by_utils()
-    except Exception as error:  # whatever its reader stumbles over
-        return found, {"qwen_vl_utils": f"{type(error).__name__}: {error}"}
-    return found | {"qwen_vl_utils": by_utils}, {}
+    found: dict[str, Callable[[], Any]] = {f"{cls.__name__}, PyAV": partial(by_transformers, "pyav")}
+    missing = {}
+    for name, reference in {
+        f"{cls.__name__}, torchcodec": partial(by_transformers, "torchcodec"),
+        "qwen_vl_utils": by_utils,
+    }.items():
+        try:
+            reference()
+        except Exception as error:  # whatever its reader stumbles over
+            missing[name] = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+        else:
+            found[name] = reference
+    return found, missing
 
 
 def _patches(processor: Any, frames: Any, metadata: Any, **options: Any) -> Any:
