@@ -101,11 +101,12 @@ def video_references(family: str, path: Path) -> tuple[dict[str, Callable[[], An
         return _patches(processor, frames.byte(), metadata, do_resize=False)
 
     found: dict[str, Callable[[], Any]] = {f"{cls.__name__}, PyAV": partial(by_transformers, "pyav")}
-    missing = {}
-    for name, reference in {
+    missing: dict[str, str] = {}
+    others: dict[str, Callable[[], Any]] = {
         f"{cls.__name__}, torchcodec": partial(by_transformers, "torchcodec"),
         "qwen_vl_utils": by_utils,
-    }.items():
+    }
+    for name, reference in others.items():
         try:
             reference()
         except Exception as error:  # whatever its reader stumbles over
