@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +24,7 @@ from vlmserve.common.cpus import available_cpus
 from vlmserve.common.hf_config import read_hf_config
 from vlmserve.common.tensors import dtype_name
 from vlmserve.engine_args import EngineArgs
+from vlmserve.helper_processes import HelperProcesses
 
 if TYPE_CHECKING:
     from vision.process_backend import ProcessBackend
@@ -33,19 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WARMUP_PATCHES = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderProcesses:
-    """What encoder processes are started with. shared_dir: a private directory for large arrays.
-
-    startup_timeout_s: for each one's start. ready_by: see `WorkerSettings`.
-    """
-
-    shared_dir: Path
-    log_level: str = "info"
-    startup_timeout_s: float = 600.0
-    ready_by: float = math.inf
 
 
 def resolve_max_patches(args: EngineArgs, device: torch.device) -> int:
@@ -76,7 +62,7 @@ def build_encoder_pool(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    processes: EncoderProcesses | None = None,
+    processes: HelperProcesses | None = None,
     store: EmbeddingStore | None = None,
 ) -> EncoderPool:
     """The encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. Where there are encoder
@@ -141,7 +127,7 @@ def open_store(args: EngineArgs, fingerprint: bytes, shape: RowShape, hf_config:
 
 
 def _start_workers(
-    args: EngineArgs, dtype: torch.dtype, device: torch.device, processes: EncoderProcesses | None
+    args: EngineArgs, dtype: torch.dtype, device: torch.device, processes: HelperProcesses | None
 ) -> ProcessBackend:
     assert processes is not None, "encoder processes need a directory for arrays"
     # Only who has such processes needs what they talk with.

@@ -12,9 +12,10 @@ from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
 from vlmserve.common.tensors import dtype_name, dtype_setting
-from vlmserve.encoder import EncoderProcesses, build_encoder_pool, resolve_warmup_patches
+from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.helper_processes import HelperProcesses
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.base_prefix_cache import BasePrefixCache
 from vlmserve.memory.chunk_cache import ChunkCache
@@ -100,7 +101,7 @@ def build_scheduler(
     info: EngineInfo,
     send: Callable[[SchedulerOutput], None],
     *,
-    encoders: EncoderProcesses | None = None,
+    encoders: HelperProcesses | None = None,
 ) -> Scheduler:
     """A scheduler over a runner in this process; `send` gets every step's outputs.
 

@@ -12,9 +12,9 @@ from processors.fetching import FetchSettings
 from processors.report import MediumReport, report_json
 from vlmserve.checks import check_engine_args
 from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.encoder import EncoderProcesses
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
+from vlmserve.helper_processes import HelperProcesses
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.messages import (
     AbortReq,
@@ -30,7 +30,7 @@ from vlmserve.model_path import resolve_model
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
 from vlmserve.tokenizer.sampling import SamplingOverrides
-from vlmserve.tokenizer.stage import MediaProcesses, StageLimits, make_tokenizer_stage
+from vlmserve.tokenizer.stage import StageLimits, make_tokenizer_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +90,10 @@ class LLM:
         limits = StageLimits(fetch=fetch or FetchSettings())
         with ExitStack() as stack:
             shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
-            encoders = None if shared is None else EncoderProcesses(shared_dir=shared.path)
-            self._scheduler = build_scheduler(args, self._runner, self.info, self._take, encoders=encoders)
+            helpers = None if shared is None else HelperProcesses(shared_dir=shared.path)
+            self._scheduler = build_scheduler(args, self._runner, self.info, self._take, encoders=helpers)
             stack.callback(self._scheduler.close)
-            media = None if shared is None else MediaProcesses(shared_dir=shared.path)
-            stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, processes=media)
+            stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, processes=helpers)
             stack.callback(stage.media.close)
             self._stack = stack.pop_all()
         self._media, self.builder = stage.media, stage.builder

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from vlmserve.encoder import EncoderProcesses
 from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
+from vlmserve.helper_processes import HelperProcesses
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
@@ -34,7 +34,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     """
     runner, info = build_runner(args)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
-    encoders = EncoderProcesses(
+    encoders = HelperProcesses(
         shared_dir=Path(channels.shared_dir),
         log_level=start.log_level,
         startup_timeout_s=start.startup_timeout_s,

@@ -11,13 +11,14 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from vlmserve.file_store import FileLimits, FileStore
+from vlmserve.helper_processes import helper_processes
 from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.media import RequestMedia
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
 from vlmserve.server.body import BodyLimits
 from vlmserve.settings import ServerSettings
-from vlmserve.tokenizer.stage import make_tokenizer_stage, media_processes, stage_limits
+from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
 
 
@@ -72,7 +73,7 @@ def make_frontend(
             engine,
             stage_limits(settings),
             max_model_len=max_model_len,
-            processes=media_processes(settings, shared_dir),
+            processes=helper_processes(settings, shared_dir),
         )
         manager = TokenizerManager(
             builder=stage.builder,

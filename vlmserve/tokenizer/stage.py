@@ -13,6 +13,7 @@ from processors.pool import PoolSettings, ProcessorPool
 from processors.registry import make_processor
 from processors.video_options import VideoLimits, VideoOptions
 from vlmserve.engine_args import EngineArgs
+from vlmserve.helper_processes import HelperProcesses
 from vlmserve.media import RequestMedia
 from vlmserve.settings import ServerSettings
 from vlmserve.tokenizer.chat_messages import MediaCounts
@@ -42,18 +43,6 @@ class StageLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaProcesses:
-    """What media processes are started with. shared_dir: a private directory for large arrays.
-
-    startup_timeout_s: for each one's start.
-    """
-
-    shared_dir: Path
-    log_level: str = "info"
-    startup_timeout_s: float = 120.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class TokenizerStage:
     """Everything between a request and its `TokenizedGenerateReqInput`. Close `media` when done."""
 
@@ -63,7 +52,7 @@ class TokenizerStage:
 
 
 def make_tokenizer_stage(
-    args: EngineArgs, limits: StageLimits, *, max_model_len: int, processes: MediaProcesses | None = None
+    args: EngineArgs, limits: StageLimits, *, max_model_len: int, processes: HelperProcesses | None = None
 ) -> TokenizerStage:
     """args.model: the checkpoint folder; max_model_len: prompt and answer of one request together, in tokens.
 
@@ -100,7 +89,7 @@ def make_request_media(
     *,
     max_model_len: int,
     continue_text: ContinueText | None = None,
-    processes: MediaProcesses | None = None,
+    processes: HelperProcesses | None = None,
 ) -> RequestMedia:
     """The part of the stage that loads media. continue_text: the tokenizer's, which only expanding prompts needs.
 
@@ -141,17 +130,8 @@ def stage_limits(settings: ServerSettings) -> StageLimits:
     )
 
 
-def media_processes(settings: ServerSettings, shared_dir: Path | None) -> MediaProcesses | None:
-    """What a server's settings say; None without a directory for arrays."""
-    if shared_dir is None:
-        return None
-    return MediaProcesses(
-        shared_dir=shared_dir, log_level=settings.log_level, startup_timeout_s=settings.startup_timeout_s
-    )
-
-
 def _start_processes(
-    args: EngineArgs, limits: StageLimits, processor: MultimodalProcessor, processes: MediaProcesses | None
+    args: EngineArgs, limits: StageLimits, processor: MultimodalProcessor, processes: HelperProcesses | None
 ) -> MediaMaker:
     assert processes is not None, "media processes need a directory for arrays"
     # Only who has such processes needs what they talk with.

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import blake3
 import torch
@@ -17,13 +16,14 @@ from vision.temporal_patch import temporal_patches
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
 from vlmserve.common.tensors import dtype_setting
-from vlmserve.encoder import EncoderProcesses, build_encoder_pool, resolve_warmup_patches
+from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine import resolve_device
+from vlmserve.helper_processes import helper_processes
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.model_path import resolve_model
 from vlmserve.models.registry import load_config
 from vlmserve.settings import ServerSettings
-from vlmserve.tokenizer.stage import make_request_media, media_processes, stage_limits
+from vlmserve.tokenizer.stage import make_request_media, stage_limits
 from vlmserve.warmup.encoder_thread import EncoderThread
 from vlmserve.warmup.requests import WarmupBody
 from vlmserve.warmup.target import Warmed, WarmupStopped
@@ -48,10 +48,8 @@ class LocalTarget:
             max_len = args.max_model_len or load_config(folder).max_position_embeddings
             processes = args.num_encoders + args.media_processes
             shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
-            shared_dir = None if shared is None else shared.path
-            self._media = make_request_media(
-                args, limits, max_model_len=max_len, processes=media_processes(settings, shared_dir)
-            )
+            helpers = helper_processes(settings, None if shared is None else shared.path)
+            self._media = make_request_media(args, limits, max_model_len=max_len, processes=helpers)
             stack.callback(self._media.close)
             dtype = dtype_setting(args.dtype)
             if args.num_encoders:
@@ -63,7 +61,7 @@ class LocalTarget:
                 tower,
                 dtype=next(tower.parameters()).dtype,
                 device=device,
-                processes=_encoder_processes(settings, shared_dir),
+                processes=helpers,
             )
             self._encoder = EncoderThread(
                 self._pool, max_patches=resolve_warmup_patches(args, device), num_threads=num_threads
@@ -101,11 +99,3 @@ class LocalTarget:
     async def close(self) -> None:
         """See `Target`."""
         await asyncio.to_thread(self._stack.close)
-
-
-def _encoder_processes(settings: ServerSettings, shared_dir: Path | None) -> EncoderProcesses | None:
-    if shared_dir is None:
-        return None
-    return EncoderProcesses(
-        shared_dir=shared_dir, log_level=settings.log_level, startup_timeout_s=settings.startup_timeout_s
-    )

@@ -15,6 +15,7 @@ from tests.processors.fake_media_worker import PAUSE, fake_worker
 from tests.vlmserve.server_process import PATIENCE_S
 from vlmserve.common.errors import BadRequestError
 from vlmserve.engine_args import EngineArgs
+from vlmserve.helper_processes import helper_processes
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.server.frontend import make_frontend
 from vlmserve.settings import ServerSettings
@@ -57,7 +58,7 @@ def test_the_time_that_a_medium_may_take(
         settings.engine,
         stage.stage_limits(settings),
         max_model_len=100,
-        processes=stage.media_processes(settings, folder / "shared"),
+        processes=helper_processes(settings, folder / "shared"),
     )
     try:
         with pytest.raises(BadRequestError, match=rf"0\.25 s, the limit \(setting --{limit.replace('_', '-')}\)"):
