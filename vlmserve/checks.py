@@ -8,6 +8,9 @@ import re
 from vlmserve.common.errors import VlmserveError
 from vlmserve.engine_args import EngineArgs
 
+MOST_SECONDS = 2_000_000
+"""Of a setting that is waited for, 23 days: the system's calls take milliseconds in 32 bits."""
+
 
 class SettingsError(VlmserveError):
     """One or more settings are wrong; the message has one line for each, naming setting, value and what is allowed."""
@@ -54,14 +57,13 @@ def engine_problems(args: EngineArgs) -> list[str]:
             refuse(name, "1 or more, or left out")
     if not 0 < args.mem_fraction_static <= 1:
         refuse("mem_fraction_static", "above 0 and at most 1")
-    if not args.cpu_kv_cache_gib > 0:
-        refuse("cpu_kv_cache_gib", "above 0")
+    for name in ("cpu_kv_cache_gib", "embedding_cache_gib"):
+        if not 0 < getattr(args, name) < math.inf:
+            refuse(name, "above 0, and finite")
     if not args.schedule_conservativeness > 0:
         refuse("schedule_conservativeness", "above 0")
     if args.video_fps is not None and not 0 < args.video_fps < math.inf:
         refuse("video_fps", "above 0, or left out")
-    if not args.embedding_cache_gib > 0:
-        refuse("embedding_cache_gib", "above 0")
     if args.media_processes < 0:
         refuse("media_processes", "0 (threads do the work) or more")
     if args.encoder_dp_size < 0:
@@ -71,8 +73,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("encoder_devices", f"one device, or {args.encoder_dp_size} as --encoder-dp-size says")
     if any(not re.fullmatch(r"cpu|cuda(:\d+)?", device) for device in devices):
         refuse("encoder_devices", "cpu, cuda or cuda:N, with commas between them")
-    if args.encoder_timeout_s is not None and not args.encoder_timeout_s > 0:
-        refuse("encoder_timeout_s", "above 0, or left out")
+    if args.encoder_timeout_s is not None and not 0 < args.encoder_timeout_s <= MOST_SECONDS:
+        refuse("encoder_timeout_s", f"above 0 and at most {MOST_SECONDS}, or left out")
     for name in ("encoder_cache_mib", "encoder_host_cache_mib", "processor_cache_mib"):
         if getattr(args, name) < 0:
             refuse(name, "0 (no cache) or more")

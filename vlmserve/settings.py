@@ -8,13 +8,14 @@ the YAML file, and the help texts are made from these fields.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from vlmserve.checks import SettingsError, engine_problems, flag
+from vlmserve.checks import MOST_SECONDS, SettingsError, engine_problems, flag
 from vlmserve.engine_args import EngineArgs
 
 if TYPE_CHECKING:
@@ -296,20 +297,24 @@ def _server_problems(settings: ServerSettings) -> list[str]:
 
     if not 0 <= settings.port <= 65535:
         refuse("port", "between 0 and 65535")
+    if not 0 < settings.max_body_mib < math.inf:
+        refuse("max_body_mib", "above 0, and finite")
     decode_times = ("max_image_decode_s", "max_video_duration_s", "max_video_decode_s")
-    for name in ("max_body_mib", "media_timeout_s", "startup_timeout_s", "body_timeout_s", *decode_times):
-        if not getattr(settings, name) > 0:
-            refuse(name, "above 0")
+    for name in ("media_timeout_s", "startup_timeout_s", "body_timeout_s", *decode_times):
+        if not 0 < getattr(settings, name) <= MOST_SECONDS:
+            refuse(name, f"above 0 and at most {MOST_SECONDS}")
+    if not 0 <= settings.shutdown_timeout_s <= MOST_SECONDS:
+        refuse("shutdown_timeout_s", f"0 or more, at most {MOST_SECONDS}")
     counts = ("media_max_redirects", "max_images_per_request", "max_videos_per_request", "max_files")
-    for name in ("shutdown_timeout_s", *counts):
+    for name in counts:
         if not getattr(settings, name) >= 0:
             refuse(name, "0 or more")
     file_sizes = ("media_max_bytes", "max_video_bytes", "max_file_bytes", "max_file_store_bytes")
     for name in ("max_image_pixels", "max_video_frame_pixels", *file_sizes):
         if getattr(settings, name) < 1:
             refuse(name, "1 or more")
-    if settings.file_expire_after_s is not None and not settings.file_expire_after_s > 0:
-        refuse("file_expire_after_s", "above 0")
+    if settings.file_expire_after_s is not None and not 0 < settings.file_expire_after_s < math.inf:
+        refuse("file_expire_after_s", "above 0, and finite")
     store = settings.file_store_dir
     if store is not None and not (store and Path(store).is_dir() and os.access(store, os.W_OK | os.X_OK)):
         refuse("file_store_dir", "an existing folder that can be written to")
