@@ -48,7 +48,13 @@ def parse_embeds(data: bytes) -> dict[str, torch.Tensor]:
 
     try:
         return load(data)
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (
+        SafetensorError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # sizes beyond int64, among others
         raise _bad(f"the data is not a safetensors file: {error}") from None
 
 

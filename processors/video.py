@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class VideoProcessor:
         if not count:
             raise BadRequestError("the video is an empty list of frames", code=_CODE)
         self._check_count("the list of frames has", count)
+        frames = _in_time(frames, self.limits.max_decode_s)
         first = next(frames)
         fps = knobs.fps or _LIST_FPS
         choice = FrameChoice(
@@ -215,6 +217,19 @@ class VideoProcessor:
 
 def _open(clip: _Clip, indices: Sequence[int]) -> _Frames:
     return closing(clip.read(indices, threads=1))
+
+
+def _in_time(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarray]:
+    """Pictures that are slow to decode, of a list, together have the time of a clip."""
+    deadline = time.monotonic() + limit_s
+    for place, frame in enumerate(frames):
+        if time.monotonic() > deadline:
+            raise BadRequestError(
+                f"decoding the list of frames takes longer than {limit_s:g} s, the limit (setting "
+                f"--max-video-decode-s), at frame {place}",
+                code="video_too_costly",
+            )
+        yield frame
 
 
 def _of_size(frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:

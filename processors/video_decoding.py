@@ -29,6 +29,7 @@ from vlmserve.common.errors import BadRequestError
 
 _CODE = "invalid_video"
 _STRETCHES = 4
+_USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixels
 _MAX_RATE = 240  # frames a second of the fastest clip: together with its duration it bounds the list of frames
 
 
@@ -65,6 +66,7 @@ class Clip:
         self._format = _format_of(data)
         with self._open(threads=1) as (container, stream):
             self._pts, self._keys, rate, seconds_per_tick, first = self._scan(container, stream)
+        self._pixel_bits = first.format.padded_bits_per_pixel
         # Sizes and rotation are believed from here: headers may say anything.
         check_frame_size(first.width, first.height, limits)
         width, height = first.width, first.height
@@ -88,9 +90,9 @@ class Clip:
 
     @property
     def threads(self) -> int:
-        """That decode, together. Each may keep up to 17 frames: one of the largest allowed, or several of smaller
-        ones."""
-        room = self._limits.max_frame_pixels // (self.info.width * self.info.height)
+        """That decode, together. Each may keep up to 17 frames: one of the largest allowed, or several where frames are
+        smaller; of 10 bits without subsampling a frame counts four times."""
+        room = self._limits.max_frame_pixels * _USUAL_BITS // (self.info.width * self.info.height * self._pixel_bits)
         return max(1, min(self._limits.decode_threads, room))
 
     def read(self, indices: Sequence[int], threads: int = 1) -> Generator[np.ndarray, None, None]:
@@ -218,7 +220,7 @@ class Clip:
         tick = float(stream.time_base)
         ticks = {one.index: float(one.time_base or 0) for one in container.streams}
         pts: set[int] = set()
-        keys: list[int] = []
+        keys: set[int] = set()
         ends = 0.0  # of any stream, in seconds
         first: VideoFrame | None = None
         for packet in container.demux():
@@ -232,7 +234,7 @@ class Clip:
             if packet.stream is not stream or packet.is_discard or _is_hidden(stream, packet):
                 continue
             if packet.is_keyframe:
-                keys.append(at)
+                keys.add(at)
             if keys:  # nothing before the first keyframe can be decoded
                 pts.add(at)
             if len(pts) > limit * _MAX_RATE:
@@ -241,7 +243,8 @@ class Clip:
                     "(setting --max-video-duration-s)",
                     code="video_too_long",
                 )
-        times = sorted(at for at in pts if at >= min(keys))
+        first_key = min(keys, default=0)
+        times = sorted(at for at in pts if at >= first_key)
         if not times:
             raise BadRequestError("the video file holds no frames", code=_CODE)
         measured = (times[-1] - times[0]) * tick

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from processors.knobs import check_count, check_number, check_pair, check_ranges, laid_over
+from processors.knobs import check_count, check_number, check_pair, check_ranges, laid_over, shown
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import BadRequestError
 
@@ -103,6 +103,8 @@ class VideoKnobs:
     defaults: VideoDefaults | None = None
 
 
+# Beyond these, times and positions that are counted from it leave what integers and texts can hold.
+_LEAST_FPS, _MOST_FPS = 1e-5, 1e5
 _RANGES = (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels"))
 
 
@@ -121,6 +123,11 @@ def check_knobs(knobs: VideoKnobs, *, num_frames: str = "nframes") -> None:
     for name in ("min_frames", "max_frames", *areas):
         check_count(name, getattr(knobs, name))
     check_number("fps", knobs.fps, "a number above 0")
+    if knobs.fps is not None and not _LEAST_FPS <= knobs.fps <= _MOST_FPS:
+        raise BadRequestError(
+            f"fps is {shown(knobs.fps)}; it must be at least {_LEAST_FPS:g} and at most {_MOST_FPS:g}",
+            code="invalid_value",
+        )
     for name in ("video_start", "video_end"):
         check_number(name, getattr(knobs, name), "a number of seconds, 0 or more", zero=True)
     if knobs.fps is not None and knobs.num_frames is not None:

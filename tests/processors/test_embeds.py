@@ -117,8 +117,10 @@ def header(fields, tail=b""):
         header({"image_embeds": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**50]}}, bytes(4)),
         header({"image_embeds": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
         pickle.dumps({"image_embeds": [1.0]}),
+        header({"image_embeds": {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}, b""),
+        header({"image_embeds": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}, b""),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_files_that_are_refused(data):
     with pytest.raises(BadRequestError, match="not a safetensors file") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -499,7 +500,7 @@ def test_a_clip_that_was_called_off_is_not_read_any_more():
 def test_large_frames_are_decoded_by_fewer_in_the_same_stretches(folder):
     data = make_clip(300, gop=30, fps=10)
     clips = {
-        threads: Clip(data, VideoLimits(decode_threads=threads, max_frame_pixels=room * 112 * 84 + 5000))
+        threads: Clip(data, VideoLimits(decode_threads=threads, max_frame_pixels=2 * room * 112 * 84 + 5000))
         for threads, room in ((1, 9), (2, 9), (4, 1), (5, 3))
     }
     assert [clip.threads for clip in clips.values()] == [1, 2, 1, 3]
@@ -508,7 +509,36 @@ def test_large_frames_are_decoded_by_fewer_in_the_same_stretches(folder):
     assert all(other == one for other in others)
 
 
+def test_frames_of_many_bits_take_more_room():
+    limits = VideoLimits(decode_threads=4, max_frame_pixels=112 * 84 * 4)
+    assert Clip(make_clip(10, codec="libx264"), limits).threads == 4  # 12 bits a pixel
+    assert Clip(make_clip(10, codec="libx264rgb"), limits).threads == 2  # 24
+
+
 # ---------------------------------------------------------------- lists of frames
+
+
+def test_a_list_of_frames_has_the_time_of_a_clip(folder, monkeypatch):
+    monkeypatch.setattr("processors.video.time.monotonic", itertools.count(1000.0).__next__)
+    pictures = [Image.open(io.BytesIO(jpeg(i))) for i in range(6)]
+    assert ours(folder, limits=VideoLimits(max_decode_s=6))[0].process_video(pictures).frame_indices == (
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    )
+    with pytest.raises(BadRequestError, match=r"longer than 3 s, .*--max-video-decode-s\), at frame 3"):
+        ours(folder, limits=VideoLimits(max_decode_s=3))[0].process_video(pictures)
+
+
+@pytest.mark.parametrize("fps", [1e-300, 9e-6, 1.1e5, 2**53])
+def test_a_rate_beyond_all_use(folder, fps):
+    pictures = [Image.open(io.BytesIO(jpeg(i))) for i in range(6)]
+    for video in (pictures, make_clip(10)):
+        with pytest.raises(BadRequestError, match="it must be at least 1e-05 and at most 100000"):
+            ours(folder)[0].process_video(video, VideoKnobs(fps=fps))
 
 
 def test_a_list_of_frames(folder):
