@@ -10,19 +10,24 @@ from __future__ import annotations
 import bisect
 import contextlib
 import io
+import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import av
 import numpy as np
 from av.container import InputContainer
+from av.stream import Disposition
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
 from processors import h264
 from processors.clip_stretches import SEEK_GAP, stretches
+from processors.display_matrix import orientation
+from processors.mp4_tables import CompressedHeaderError, promised_entries
 from processors.video_formats import video_format
 from processors.video_options import VideoLimits
 from vlmserve.common.errors import BadRequestError
@@ -64,13 +69,15 @@ class Clip:
         self._deadline = clock() + limits.max_decode_s
         self._called_off = False
         self._format = _format_of(data)
+        if self._format == "mov":
+            self._check_tables()
         with self._open(threads=1) as (container, stream):
             self._pts, self._keys, rate, seconds_per_tick, first = self._scan(container, stream)
         self._pixel_bits = first.format.padded_bits_per_pixel
         # Sizes and rotation are believed from here: headers may say anything.
         check_frame_size(first.width, first.height, limits)
         width, height = first.width, first.height
-        if _turns(first) % 2:
+        if orientation(first).transposed:
             width, height = height, width
         start = self._pts[0]
         self.info = ClipInfo(
@@ -158,6 +165,20 @@ class Clip:
             if needed or not h264.is_disposable(bytes(packet), prefix):
                 yield from packet.decode()
 
+    def _check_tables(self) -> None:
+        """FFmpeg believes a header's tables while it opens the file, before any other limit counts."""
+        most = 2 * int(self._limits.max_duration_s * _MAX_RATE)
+        try:
+            entries = promised_entries(self._data, most)
+        except CompressedHeaderError:
+            raise _broken("its header is compressed (cmov), which is not supported") from None
+        if entries > most:
+            raise BadRequestError(
+                f"the video's header promises more than {most} frames and samples, {2 * _MAX_RATE} for each of the "
+                f"{self._limits.max_duration_s:g} s allowed (setting --max-video-duration-s)",
+                code="video_too_long",
+            )
+
     def _check_time(self) -> None:
         if self._called_off:
             raise _CalledOffError
@@ -179,17 +200,17 @@ class Clip:
         plane = picture.planes[0]  # lives as long as the array
         lines = np.frombuffer(memoryview(plane), np.uint8).reshape(picture.height, plane.line_size)
         rgb = lines[:, : 3 * picture.width].reshape(picture.height, picture.width, 3)
-        return np.ascontiguousarray(np.rot90(rgb, _turns(frame)))
+        return np.ascontiguousarray(orientation(frame).apply(rgb))
 
     @contextlib.contextmanager
     def _open(self, threads: int) -> Iterator[tuple[InputContainer, VideoStream]]:
         # max_pixels makes FFmpeg refuse frames before it allocates them.
         options = {"max_pixels": str(self._limits.max_frame_pixels)}
         try:
-            with av.open(io.BytesIO(self._data), "r", format=self._format, options=options) as container:
-                if not container.streams.video:
-                    raise BadRequestError("the video file has no video stream", code=_CODE)
-                stream = container.streams.video[0]
+            with av.open(
+                io.BytesIO(self._data), "r", format=self._format, options=options, metadata_errors="replace"
+            ) as container:
+                stream = _video_stream(container)
                 if stream.codec_context is None:
                     raise BadRequestError("the video's codec is not supported", code=_CODE)
                 check_frame_size(stream.width, stream.height, self._limits)
@@ -213,8 +234,10 @@ class Clip:
         first frame, the only one decoded."""
         limit = self._limits.max_duration_s
         declared = (container.duration or 0) / av.time_base
-        if declared > limit:
-            raise _too_long(declared, limit)
+        # Matroska's duration is the time of its end, wherever it begins.
+        before = max(0, container.start_time or 0) / av.time_base if self._format == "matroska" else 0.0
+        if declared - before > limit:
+            raise _too_long(declared - before, limit)
         if stream.time_base is None:
             raise _broken("its video has no clock")
         tick = float(stream.time_base)
@@ -223,6 +246,7 @@ class Clip:
         keys: set[int] = set()
         ends = 0.0  # of any stream, in seconds
         first: VideoFrame | None = None
+        latest, lasts = -math.inf, 0  # the time of the last frame and how long it is shown, in ticks
         for packet in container.demux():
             self._check_time()
             if first is None and packet.stream is stream:
@@ -231,10 +255,14 @@ class Clip:
             if at is None or packet.size == 0:
                 continue
             ends = max(ends, (at + (packet.duration or 0)) * ticks.get(packet.stream_index, 0.0))
-            if packet.stream is not stream or packet.is_discard or _is_hidden(stream, packet):
+            if packet.stream is not stream or _is_hidden(stream, packet):
                 continue
             if packet.is_keyframe:
                 keys.add(at)
+            if packet.is_discard:  # decoded and not shown: what an edit list leaves out
+                continue
+            if at >= latest:
+                latest, lasts = at, packet.duration or 0
             if keys:  # nothing before the first keyframe can be decoded
                 pts.add(at)
             if len(pts) > limit * _MAX_RATE:
@@ -256,6 +284,8 @@ class Clip:
         elif declared - ends > 0.5 + 0.05 * declared:
             raise _broken(f"its header promises {declared:.2f} s, its data end after {ends:.2f} s; it may be cut off")
         rate = float(stream.average_rate or stream.guessed_rate or 24)
+        if self._format == "matroska":
+            rate = _matroska_rate(rate, [at * tick for at in times], lasts * tick)
         if first is None:
             raise _broken(f"its frame 0 of {len(times)} cannot be decoded")
         return times, sorted(keys), rate, tick, first
@@ -291,14 +321,33 @@ def _format_of(data: bytes) -> str:
     )
 
 
+def _video_stream(container: InputContainer) -> VideoStream:
+    """The first one that is no cover."""
+    streams = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
+    if streams:
+        return streams[0]
+    cover = ", only a picture of its cover" if container.streams.video else ""
+    raise BadRequestError(f"the video file has no video stream{cover}", code=_CODE)
+
+
+def _matroska_rate(told: float, times: Sequence[float], lasts: float) -> float:
+    """Frames per second of a Matroska or WebM file, whose header says how long one frame lasts, or nothing, when FFmpeg
+    guesses from the first few. That stands where it agrees with the clip's length to a frame and a half.
+
+    times: seconds of each frame. lasts: seconds that the last one is shown, 0 where nothing says so.
+    """
+    if len(times) < 2:
+        return told
+    lasts = min(lasts, max(after - before for before, after in pairwise(times)))
+    seconds = times[-1] - times[0] + lasts
+    if abs(len(times) / told - seconds) <= 1.5 / told:
+        return told
+    return len(times) / seconds  # as torchcodec's average_fps
+
+
 def _is_hidden(stream: VideoStream, packet: av.Packet) -> bool:
     """VP8's alternate reference frames are packets of their own that show nothing (RFC 6386, section 9.1)."""
     return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
-
-
-def _turns(frame: VideoFrame) -> int:
-    """Quarter turns counterclockwise that bring a frame upright."""
-    return round(frame.rotation / 90) % 4
 
 
 def _too_long(seconds: float, limit: float) -> BadRequestError:

@@ -73,10 +73,15 @@ def decode_all(data: bytes) -> tuple[np.ndarray, float]:
 def with_rotation(data: bytes, degrees: int) -> bytes:
     """An MP4 with a display matrix that turns it clockwise when shown, as cameras write it."""
     cos, sin = {90: (0, 1), 180: (-1, 0), 270: (0, -1)}[degrees]
-    one = 1 << 16
+    return with_matrix(data, (cos, sin, -sin, cos))
+
+
+def with_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
+    """An MP4 whose point (x, y) is shown at (a*x + c*y, b*x + d*y); matrix: a, b, c, d."""
+    a, b, c, d = (part << 16 for part in matrix)
     turned = bytearray(data)
     at = turned.index(b"tkhd") + 4 + 40  # version 0: the matrix is 40 bytes into the box
-    struct.pack_into(">9i", turned, at, cos * one, sin * one, 0, -sin * one, cos * one, 0, 0, 0, 1 << 30)
+    struct.pack_into(">9i", turned, at, a, b, 0, c, d, 0, 0, 0, 1 << 30)
     return bytes(turned)
 
 

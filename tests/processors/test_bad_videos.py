@@ -199,7 +199,8 @@ def test_an_mp4s_durations_do_not_matter(seconds):
 
 
 def test_a_table_of_samples_that_are_not_there():
-    refused(overwritten(MP4, b"stsz", 8, 2**28), "cut off")
+    refused(overwritten(MP4, b"stsz", 8, 2**20), "cut off|no frames")
+    refused(overwritten(MP4, b"stsz", 8, 2**28), "header promises more than 3456000 frames and samples")
 
 
 # ---------------------------------------------------------------- memory
@@ -238,6 +239,12 @@ def test_memory_does_not_grow_with_the_clip(tmp_path):
     count, grown = growth(black_clip(640, 360, frames=300), tmp_path)  # 198 MiB of RGB
     assert count == 300
     assert grown < 100
+
+
+def test_room_is_not_made_for_what_a_header_promises(tmp_path):
+    """All samples have one size, so that their table has no more than their number."""
+    named = overwritten(overwritten(MP4, b"stsz", 4, 1), b"stsz", 8, 3 * 10**7)
+    assert growth(overwritten(named, b"stsc", 12, 3 * 10**7), tmp_path)[1] < 60
 
 
 def test_a_frame_over_the_limit_is_not_decoded(tmp_path):
