@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,11 @@ class ServerSettings:
     allow_private_media: bool = _arg(
         False, "fetch pictures from loopback, private and link-local addresses too: only where all clients are trusted"
     )
+    allowed_media_domains: str | None = _arg(
+        None,
+        "the only hosts that media are fetched from, with commas between them; .example.com stands for all below it; "
+        "default: any",
+    )
     allowed_local_media_path: str | None = _arg(
         None, "folder that file: URLs may read from; default: file: URLs are refused"
     )
@@ -115,6 +121,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
         "media_timeout_s",
         "media_max_redirects",
         "allow_private_media",
+        "allowed_media_domains",
         "allowed_local_media_path",
         "max_pixels",
         "low_detail_tokens",
@@ -166,6 +173,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 _OTHER = "other"
+_DOMAIN = re.compile(r"\.?[\w-]+(?:\.[\w-]+)*|[\da-fA-F:]+")
 # pydantic's error types -> what is allowed, in fewer words than its own
 _ALLOWED = dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number") | {
     "float_parsing": "a number",
@@ -318,6 +326,9 @@ def _server_problems(settings: ServerSettings) -> list[str]:
     store = settings.file_store_dir
     if store is not None and not (store and Path(store).is_dir() and os.access(store, os.W_OK | os.X_OK)):
         refuse("file_store_dir", "an existing folder that can be written to")
+    domains = settings.allowed_media_domains
+    if domains is not None and not all(_DOMAIN.fullmatch(domain) for domain in domains.split(",")):
+        refuse("allowed_media_domains", "host names such as example.com or .example.com, with commas between them")
     if settings.api_key == "":
         refuse("api_key", "a key, or left out")
     local = settings.allowed_local_media_path

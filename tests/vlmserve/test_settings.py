@@ -116,6 +116,10 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"port": "65536"}, "--port is 65536; it must be between 0 and 65535"),
         ({"media_timeout_s": "0"}, "--media-timeout-s is 0.0; it must be above 0 and at most 2000000"),
         ({"max_image_decode_s": "0"}, "--max-image-decode-s is 0.0; it must be above 0 and at most 2000000"),
+        (
+            {"allowed_media_domains": "a.example,,b"},
+            "--allowed-media-domains is 'a.example,,b'; it must be host names such as example.com or",
+        ),
         ({"startup_timeout_s": "3e6"}, "--startup-timeout-s is 3000000.0; it must be above 0 and at most 2000000"),
         ({"shutdown_timeout_s": "inf"}, "--shutdown-timeout-s is inf; it must be 0 or more, at most 2000000"),
         ({"max_body_mib": "inf"}, "--max-body-mib is inf; it must be above 0, and finite"),

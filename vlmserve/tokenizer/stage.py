@@ -112,9 +112,11 @@ def make_request_media(
 
 def stage_limits(settings: ServerSettings) -> StageLimits:
     """What a server's settings say."""
+    domains = settings.allowed_media_domains
     return StageLimits(
         fetch=FetchSettings(
             allow_private_media=settings.allow_private_media,
+            allowed_media_domains=None if domains is None else tuple(domains.split(",")),
             allowed_local_media_path=settings.allowed_local_media_path,
             max_bytes=settings.media_max_bytes,
             max_video_bytes=settings.max_video_bytes,
