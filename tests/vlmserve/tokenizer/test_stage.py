@@ -82,13 +82,13 @@ class StartedError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("given", "allowed"), [(None, True), ("other.example,127.0.0.1", True), ("other.example,.0.0.1", False)]
+    ("given", "allowed"), [(None, True), ("other.example,127.0.0.1", True), ("other.example,.example", False)]
 )
 def test_hosts_that_media_may_come_from(settings: ServerSettings, given: str | None, allowed: bool) -> None:
     settings = replace(settings, allow_private_media=True, allowed_media_domains=given)
     settings = replace(settings, engine=replace(settings.engine, media_processes=0))
     media = stage.make_request_media(settings.engine, stage.stage_limits(settings), max_model_len=100)
-    why = "cannot be fetched: .*refused|connect" if allowed else "not in the setting"
+    why = "cannot fetch from" if allowed else "which is not in"
     try:
         with pytest.raises(BadRequestError, match=why):
             media.load_sync([ImageRef(source="http://127.0.0.1:9/a.png", param="here")])
