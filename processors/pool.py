@@ -282,7 +282,9 @@ class ProcessorPool:
         source, knobs = request.source, request.knobs or VideoKnobs()
         match = _JPEG_FRAMES.match(source) if isinstance(source, str) else None
         if match:
-            source = tuple(f"data:image/jpeg;base64,{part}" for part in match.string[match.end() :].split(","))
+            # One part more than there may be tells enough: millions of commas would be gigabytes of parts.
+            parts = match.string[match.end() :].split(",", self._processor.limits.video.max_frames)
+            source = tuple(f"data:image/jpeg;base64,{part}" for part in parts)
         elif isinstance(source, str | MediaFile):
             source = self._fetch(source, request.param, Modality.VIDEO)
         if isinstance(source, bytes):

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import threading
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -434,6 +435,25 @@ def test_errors_of_videos_name_the_request_field(make_pool, name):
         assert caught.value.param == "messages[0].content[1]"
         assert caught.value.status == 400
     assert pool.in_pool == 0
+
+
+def test_a_joined_list_of_far_too_many_frames_is_refused_before_it_is_taken_apart(make_pool):
+    pool, url = make_pool(), "data:video/jpeg;base64," + "," * 2**20
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequestError, match=r"769 frames; the limit is 768 \(setting --max-video-frames\)"):
+            pool.load_sync([VideoRequest(source=url)])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * len(url), "a few copies of the text, not an object for each comma"
+
+
+def test_a_joined_list_may_have_as_many_frames_as_allowed(make_pool, processor):
+    most = processor.limits.video.max_frames
+    url = "data:video/jpeg;base64," + ",".join(["%%%"] * most)
+    with pytest.raises(BadRequestError, match="base64"):  # of a frame, not of their number
+        make_pool().load_sync([VideoRequest(source=url)])
 
 
 def test_videos_have_a_byte_limit_of_their_own(processor):
