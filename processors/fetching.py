@@ -142,10 +142,7 @@ class MediaFetcher:
         root = self._settings.allowed_local_media_path
         if root is None:
             raise BadRequestError("file: URLs are refused (setting allowed_local_media_path)", code=_CODE)
-        parts = urlsplit(url)
-        path = unquote(parts.path)
-        if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
-            raise BadRequestError(f"{_shorten(url)} is not of the form file:///absolute/path", code=_CODE)
+        path = _local_path(url)
         root = os.path.realpath(root)
         inside = os.path.relpath(os.path.realpath(path), root)
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
@@ -200,6 +197,18 @@ def _decode_data(url: str, limit: ByteLimit) -> bytes:
 def _pieces(data: bytes) -> Iterator[bytes]:
     """Decoding holds Python's lock: in one go it would stop the event loop for tens of milliseconds."""
     return (data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES))
+
+
+def _local_path(url: str) -> str:
+    """What a file: URL names. Raises BadRequestError for what cannot be a path."""
+    try:
+        parts = urlsplit(url)
+        path = unquote(parts.path)
+        if parts.netloc in ("", "localhost") and path.startswith("/") and b"\0" not in os.fsencode(path):
+            return path
+    except ValueError:  # a host with an open bracket, say, or half a character in the path
+        pass
+    raise BadRequestError(f"{_shorten(url)} is not of the form file:///absolute/path", code=_CODE)
 
 
 def _read_below(root: str, names: list[str], url: str, limit: ByteLimit) -> bytes:

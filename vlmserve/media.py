@@ -106,4 +106,6 @@ def _read(source: Any) -> Any:
     try:
         return source.read_bytes()
     except OSError as error:
-        raise BadRequestError(f"cannot read {source}: {error.strerror}") from None
+        raise BadRequestError(f"cannot read {str(source)!r}: {error.strerror}") from None
+    except ValueError as error:  # a name that no file can have
+        raise BadRequestError(f"cannot read {str(source)!r}: {error}") from None

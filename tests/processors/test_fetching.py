@@ -11,6 +11,8 @@ import time
 
 import httpcore2
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from processors.fetching import FetchSettings, MediaFetcher
 from tests.processors.web import BODY, TLS, closed_port, serve
@@ -185,6 +187,21 @@ def test_files_below_the_allowed_folder(tmp_path):
     refused(f"file://otherhost{folder}/a/a", "not of the form", **allowed)
     refused(f"file://{folder}/a%00b", "not of the form", **allowed)
     refused(f"file://{folder}/a/a/a b.png", "the limit is 5", max_bytes=5, **allowed)
+
+
+@pytest.mark.parametrize("url", ["file://[", "file://]/x", "file://\u2100/x", "file:///a\ud800", "file:a"])
+def test_what_cannot_be_a_path_is_refused(tmp_path, url):
+    refused(url, "is not of the form file:///absolute/path", allowed_local_media_path=str(tmp_path))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    start=st.sampled_from(["file:", "file://", "file:///"]),
+    rest=st.text(st.one_of(st.sampled_from("/[]@:%?#.\0\u2100\ud800"), st.characters()), max_size=12),
+)
+def test_any_file_url_is_refused_and_nothing_worse(tmp_path, start, rest):
+    with pytest.raises(BadRequestError):
+        fetcher(allowed_local_media_path=str(tmp_path)).fetch(start + rest)
 
 
 def test_a_link_slipped_in_after_the_check_is_not_followed(tmp_path, monkeypatch):

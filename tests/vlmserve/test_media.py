@@ -1,0 +1,39 @@
+"""A request's media on their way to the pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from processors.fetching import FetchSettings, MediaFetcher
+from processors.pool import PoolSettings, ProcessorPool
+from tests import hf_env  # noqa: F401
+from tests.processors.helpers import encoded, picture, tiny_processor
+from vlmserve.common.errors import BadRequestError
+from vlmserve.media import RequestMedia
+from vlmserve.tokenizer.chat_messages import ImageRef
+
+
+@pytest.fixture
+def media(tmp_path):
+    processor = tiny_processor(tmp_path, "qwen2_vl")
+    media = RequestMedia(processor, ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings()))
+    yield media
+    media.close()
+
+
+def test_a_path_is_read(media, tmp_path):
+    (tmp_path / "x.png").write_bytes(encoded(picture(60, 60)))
+    [one] = media.load_sync([ImageRef(source=tmp_path / "x.png", param="here")])
+    assert one.source_size == (60, 60)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("gone", "No such file"), ("", "directory"), ("a\0b", "null byte"), ("a\ud800", "surrogates")]
+)
+def test_a_path_that_cannot_be_read_is_the_requests_fault(media, tmp_path, name, why):
+    with pytest.raises(BadRequestError, match=f"^cannot read .*{why}") as caught:
+        media.load_sync([ImageRef(source=Path(tmp_path, name), param="here")])
+    assert caught.value.param == "here"
+    caught.value.message.encode()  # can be printed
