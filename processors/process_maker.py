@@ -163,7 +163,7 @@ class ProcessMaker:
                 raise
             else:
                 if not isinstance(made, kind):
-                    raise EngineError(f"{worker.child.title} made a {type(made).__name__} of a {what}")
+                    raise WorkerBugError(f"{worker.child.title} made a {type(made).__name__} of a {what}")
                 made.feature.flags.writeable = False
                 return made
             finally:
@@ -205,7 +205,7 @@ class ProcessMaker:
                 trouble, expected = f"media worker {number} died {idle_deaths} times before it had done anything", True
             except Exception as error:
                 expected = isinstance(error, EngineError)
-                trouble = str(error) if expected else f"media worker {number} cannot be started: {error!r}"
+                trouble = str(error) if expected else f"media worker {number} cannot be started; the log has the reason"
                 if not expected:
                     logger.exception("a media worker cannot be started")
             with self._changed:
@@ -258,6 +258,11 @@ class ProcessMaker:
         child.take_report()
 
 
+class WorkerBugError(Exception):
+    """A worker failed as it never should. Like any exception that nobody expects in a thread: for the log, not for
+    clients, and so no EngineError."""
+
+
 class _NotBegunError(Exception):
     """A worker died before it looked at its work."""
 
@@ -301,13 +306,13 @@ class _Worker:
             raise _crashed(what, reason, by_itself=not self.child.was_killed) from None
         except WireError as error:
             self._kill()
-            raise EngineError(f"{self.child.title} sent what cannot be used: {error}") from error
+            raise WorkerBugError(f"{self.child.title} sent what cannot be used: {error}") from error
         finally:
             self._channel.discard(frames[:2])
         if isinstance(answer, WorkRefused):
             raise BadRequestError(answer.message, code=answer.code, status=answer.status)
         if isinstance(answer, WorkFailed):
-            raise EngineError(answer.message)
+            raise WorkerBugError(f"{self.child.title} failed: {answer.message}")
         return answer
 
     def _kill(self) -> None:

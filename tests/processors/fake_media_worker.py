@@ -32,7 +32,11 @@ def fake_worker(parent: Parent, settings: MediaWorkerSettings) -> None:
     _start(folder / "plan")
     shared = SharedArrays(settings.shared_dir, spare_bytes=2**30)
     channel = MessageChannel(
-        parent.send, parent.receive, send_types=ANSWER_MESSAGES, receive_types=WORK_MESSAGES, shared=shared
+        parent.send,
+        parent.receive,
+        send_types=(*ANSWER_MESSAGES, PictureWork),
+        receive_types=WORK_MESSAGES,
+        shared=shared,
     )
     parent.ready({})
     while True:

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from processors import worker
+from processors import process_maker, worker
 from processors.base import ImageKnobs
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.making import FatalMediumError
@@ -31,7 +31,7 @@ from processors.video_options import VideoKnobs
 from processors.worker_messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun
 from processors.worker_start import start_worker
 from tests.processors.clips import jpeg, make_clip
-from tests.processors.fake_media_worker import CRASH, EARLY, EXIT, FAIL, PAUSE, fake_worker
+from tests.processors.fake_media_worker import CRASH, EARLY, EXIT, FAIL, LIE, PAUSE, fake_worker
 from tests.processors.helpers import encoded, picture, tiny_processor
 from tests.vlmserve.server_process import PATIENCE_S, gone
 from vlmserve.common.child import STOP_PATIENCE_S
@@ -41,6 +41,7 @@ from vlmserve.common.shm import MAPPED_FROM_BYTES, SharedArrays
 from vlmserve.common.shm_block import block_of
 from vlmserve.common.wire import SHARED_FROM_BYTES
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+from vlmserve.server.errors import describe
 
 GOOD = encoded(picture(60, 60))
 
@@ -354,13 +355,34 @@ def test_what_cannot_be_sent_is_a_failure_of_the_worker_s(tmp_path, caplog):
     assert "object" in ours.receive().message
 
 
-def test_a_bug_is_not_the_client_s_fault(fakes):
+@pytest.mark.parametrize(("order", "log"), [(FAIL, "RuntimeError: a bug"), (LIE, "sent what cannot be used")])
+def test_a_bug_is_not_the_client_s_fault_and_told_to_the_log_alone_as_in_threads(
+    fakes, caplog, monkeypatch, order, log
+):
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
     fake = fakes()
+    monkeypatch.setattr(fake.processor, "process_image", broken)
+    with contextlib.closing(fake.make_pool()) as threads, pytest.raises(RuntimeError, match="a bug") as in_threads:
+        threads.load_sync([ImageRequest(source=GOOD)])
     for _ in range(2):  # it may be tried again
-        with pytest.raises(EngineError, match="RuntimeError: a bug"):
-            fake.load(FAIL)
+        with pytest.raises(Exception, match=log) as in_processes:
+            fake.load(order)
+        caplog.clear()
+        assert describe(in_processes.value) == describe(in_threads.value)
+        assert log in caplog.text
     fake.check_works()
-    assert len(fake.pids()) == 1
+
+
+def test_a_start_that_fails_as_none_should_is_told_to_the_log_alone(fakes, caplog, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(process_maker, "ChildProcess", broken)
+    with pytest.raises(EngineError, match=r"^media worker 0 cannot be started; the log has the reason$"):
+        fakes(first_pause_s=PATIENCE_S).maker.wait_ready()
+    assert "RuntimeError: a bug" in caplog.text
 
 
 def test_a_worker_that_cannot_start_is_tried_again_and_waiting_tells(fakes):
