@@ -26,7 +26,9 @@ class FatalMedia:
 
     def add(self, key: bytes, error: FatalMediumError) -> None:
         """Do not try this one again."""
+        # Not the error itself: its traceback holds the medium's bytes.
+        plain = FatalMediumError(error.message, code=error.code, status=error.status)
         with self._lock:
-            self._errors[key] = error
+            self._errors[key] = plain
             while len(self._errors) > self._max_entries:
                 self._errors.popitem(last=False)
