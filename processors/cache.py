@@ -6,9 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from processors.base import ProcessedMedium
 from processors.hashing import digest_fields
+from processors.knobs import ImageKnobs
+from processors.video_options import VideoKnobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +36,14 @@ class ProcessorCache:
         self._misses = 0
 
     @staticmethod
-    def key(files: Sequence[bytes], knobs: object) -> bytes:
-        """The bytes of a file, or of a list of frames, and what is asked of it: a dataclass, whose repr is the key."""
-        return digest_fields([repr(knobs).encode(), *files])
+    def key(
+        kind: Literal["picture", "clip", "frames"], files: Sequence[bytes], knobs: ImageKnobs | VideoKnobs
+    ) -> bytes:
+        """The bytes of a file, or of a video's frames; what they are taken for, and what is asked of it.
+
+        Knobs are dataclasses, whose repr has all that they say.
+        """
+        return digest_fields([kind.encode(), repr(knobs).encode(), *files])
 
     def get(self, key: bytes) -> ProcessedMedium | None:
         """What was put under `key`, if it is still there."""

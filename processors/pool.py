@@ -251,7 +251,7 @@ class ProcessorPool:
             raise
 
     def _process_file(self, data: bytes, knobs: ImageKnobs) -> ProcessedImage:
-        found = self._once(self._cache.key([data], knobs), partial(self._maker.picture, data, knobs))
+        found = self._once(self._cache.key("picture", [data], knobs), partial(self._maker.picture, data, knobs))
         assert isinstance(found, ProcessedImage)
         return found
 
@@ -288,14 +288,14 @@ class ProcessorPool:
         elif isinstance(source, str | MediaFile):
             source = self._fetch(source, request.param, Modality.VIDEO)
         if isinstance(source, bytes):
-            files, make = [source], partial(self._maker.clip, source, knobs)
+            key, make = self._cache.key("clip", [source], knobs), partial(self._maker.clip, source, knobs)
         else:
             fetched = self._frame_lists.fetch(source, request.param)
             files = [frame for frame in fetched if isinstance(frame, bytes)]
             if len(files) < len(fetched):
                 return self._direct.frames(fetched, knobs)
-            make = partial(self._maker.frames, files, knobs)
-        found = self._once(self._cache.key(files, (type(source).__name__, knobs)), make)
+            key, make = self._cache.key("frames", files, knobs), partial(self._maker.frames, files, knobs)
+        found = self._once(key, make)
         assert isinstance(found, ProcessedVideo)
         return found
 

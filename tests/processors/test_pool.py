@@ -303,6 +303,15 @@ def test_a_picture_that_many_send_at_once_is_processed_once(make_pool, processor
     assert gate.calls == 1
 
 
+def test_keys_tell_apart_what_is_asked_and_of_what():
+    image, video, fast = ImageKnobs(), VideoKnobs(), VideoKnobs(fps=3)
+    asked = [("picture", [b"a"], image), ("picture", [b"a"], ImageKnobs(max_pixels=9)), ("clip", [b"a"], video)]
+    asked += [("frames", [b"a"], video), ("frames", [b"a"], fast), ("frames", [b"a", b""], video)]
+    asked += [("frames", [b"ab"], video), ("frames", [b"a", b"b"], video), ("frames", [], video)]
+    assert len({ProcessorCache.key(*each) for each in asked}) == len(asked)
+    assert ProcessorCache.key("clip", [b"a"], VideoKnobs()) == ProcessorCache.key("clip", [b"a"], video)
+
+
 def processed(size, mark=0):
     feature = np.full(size // 4, mark, np.float32)
     return ProcessedImage(
