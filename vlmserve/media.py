@@ -8,7 +8,8 @@ from typing import Any
 
 from processors.base import ExpandedPrompt, MultimodalProcessor, ProcessedMedium
 from processors.knobs import check_image_knobs, laid_over
-from processors.pool import EmbedsRequest, ImageRequest, MediaRequest, ProcessorPool, VideoRequest
+from processors.media_requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
+from processors.pool import ProcessorPool
 from processors.processor_kwargs import RequestKnobs
 from processors.report import MediumReport, report_medium
 from processors.video_options import check_knobs, video_knobs_over

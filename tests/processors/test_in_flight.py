@@ -1,66 +1,76 @@
-"""Work that several ask for at the same time is done once, and its failures are each one's own."""
+"""Work that several ask for at the same time: one leads, and nobody is lost."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from processors.in_flight import InFlight
 
+KEYS = st.sampled_from("ab")
 
-class Key:
-    """Tells when it is looked up, which happens under the lock that the removal of finished work needs, too."""
+
+class Model(RuleBasedStateMachine):
+    """Against lists of who leads and who follows, in order."""
 
     def __init__(self):
-        self.asked = threading.Semaphore(0)
+        super().__init__()
+        self.in_flight = InFlight()
+        self.under_way = {}  # key: [leader, follower, ...]
+        self.comers = iter(range(10**6))
 
-    def __hash__(self):
-        self.asked.release()
-        return 1
+    @rule(key=KEYS)
+    def come(self, key):
+        who = next(self.comers)
+        assert self.in_flight.leads(key, who) == (key not in self.under_way)
+        self.under_way.setdefault(key, []).append(who)
 
-    def wait(self, times):
-        for _ in range(times):
-            assert self.asked.acquire(timeout=20)
+    @precondition(lambda self: self.under_way)
+    @rule(key=KEYS, place=st.integers(0, 9))
+    def leave(self, key, place):
+        those = self.under_way.get(key, [])
+        who = those[place] if place < len(those) else -1
+        follows = who in those[1:]
+        assert self.in_flight.leave(key, who) == follows
+        if follows:
+            those.remove(who)
 
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data())
+    def done(self, data):
+        key = data.draw(st.sampled_from(sorted(self.under_way)))
+        assert self.in_flight.done(key) == self.under_way.pop(key)[1:]
 
-def run(first, second):
-    """Two threads: the second one asks while the first one works. What each got, or raised."""
-    in_flight, key = InFlight(), Key()
-    working, go_on = threading.Event(), threading.Event()
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data())
+    def hand_over(self, data):
+        key = data.draw(st.sampled_from(sorted(self.under_way)))
+        del self.under_way[key][0]
+        assert self.in_flight.hand_over(key) == next(iter(self.under_way[key]), None)
+        if not self.under_way[key]:
+            del self.under_way[key]
 
-    def slow():
-        working.set()
-        assert go_on.wait(20)
-        return first()
-
-    with ThreadPoolExecutor(2) as threads:
-        a = threads.submit(in_flight.share, key, slow)
-        assert working.wait(20)
-        key.wait(2)  # looked up, and noted
-        b = threads.submit(in_flight.share, key, second)
-        key.wait(1)
-        go_on.set()
-        results = [future.exception(20) or future.result() for future in (a, b)]
-    assert in_flight.share(key, lambda: "afterwards") == "afterwards"
-    return results
-
-
-def test_who_comes_later_gets_what_is_being_made():
-    made = object()
-    assert run(lambda: made, lambda: pytest.fail("made again")) == [made, made]
-
-
-def test_who_waited_in_vain_tries_alone():
-    def fail():
-        raise ValueError("of the first")
-
-    first, second = run(fail, lambda: "made")
-    assert str(first) == "of the first"
-    assert second == "made"
+    @invariant()
+    def nothing_else_is_kept(self):
+        assert len(self.in_flight) == len(self.under_way)
 
 
-def test_other_keys_do_not_wait():
-    in_flight = InFlight()
-    assert in_flight.share("a", lambda: in_flight.share("b", lambda: 2)) == 2
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_one_leads_however_many_come_at_once():
+    in_flight, barrier = InFlight(), threading.Barrier(8)
+
+    def come(who):
+        barrier.wait(20)
+        return in_flight.leads("key", who)
+
+    with ThreadPoolExecutor(8) as threads:
+        led = list(threads.map(come, range(8)))
+    assert led.count(True) == 1
+    assert sorted([*in_flight.done("key"), led.index(True)]) == list(range(8))

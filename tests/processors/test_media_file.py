@@ -10,7 +10,8 @@ import pytest
 from processors.byte_limit import ByteLimit
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.media_file import MediaFile
-from processors.pool import ImageRequest, PoolSettings, ProcessorPool, VideoRequest
+from processors.media_requests import ImageRequest, VideoRequest
+from processors.pool import PoolSettings, ProcessorPool
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture, tiny_processor

@@ -17,7 +17,9 @@ from PIL import Image
 from processors.base import ImageKnobs, ProcessedImage
 from processors.cache import ProcessorCache
 from processors.fetching import FetchSettings, MediaFetcher
-from processors.pool import ImageRequest, PoolSettings, ProcessorPool, VideoRequest
+from processors.media_file import MediaFile
+from processors.media_requests import ImageRequest, VideoRequest
+from processors.pool import PoolSettings, ProcessorPool
 from processors.video_options import VideoKnobs
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import jpeg, make_clip
@@ -146,8 +148,10 @@ def test_a_failure_calls_off_the_rest(make_pool, processor, monkeypatch):
         rest = [ImageRequest(source=encoded(picture(30, 30, n))) for n in range(5)]
         with pytest.raises(BadRequestError, match="ftp"):
             await pool.load([*rest, bad])
-        assert pool.in_pool == 0
+        assert pool.in_pool <= 1, "the one that a worker may be at"
         gate.opened.set()
+        await asyncio.to_thread(pool.close)
+        assert pool.in_pool == 0
 
     asyncio.run(scenario())
     assert gate.calls <= 1, "what was queued was never begun"
@@ -187,13 +191,103 @@ def test_cancelling_frees_the_queue(make_pool, processor, monkeypatch):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert pool.in_pool == 0
+        assert pool.in_pool == 1, "the one that a worker is at, whoever wants it"
+        with pytest.raises(BadRequestError, match="1 pictures and videos are being processed and 8 more came"):
+            await pool.load([ImageRequest(source=b"")] * 8)
         gate.opened.set()
         result = await pool.load([ImageRequest(source=encoded(picture(30, 30, 99)))])
         assert len(result) == 1
+        assert pool.in_pool == 0
 
     asyncio.run(scenario())
     assert gate.calls == 2, "the seven that waited were never begun"
+
+
+async def cancelled(task):
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+class SlowFile(MediaFile):
+    """A file on a disk that answers when `gate` is opened."""
+
+    modality = None
+
+    def __init__(self, data):
+        self.data = data
+        self.reading, self.gate = threading.Event(), threading.Event()
+
+    def read(self, limit):
+        self.reading.set()
+        assert self.gate.wait(20)
+        return self.data
+
+
+def test_what_was_cancelled_while_it_was_fetched_is_not_decoded(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    gate.opened.set()
+    file, other = (SlowFile(encoded(picture(30, 30, n))) for n in range(2))
+    other.gate.set()
+
+    async def scenario():
+        pool = make_pool(max_downloads=1, max_queued=1)
+        task = asyncio.create_task(pool.load([ImageRequest(source=file)]))
+        assert await asyncio.to_thread(file.reading.wait, 20)
+        await cancelled(task)
+        assert pool.in_pool == 1, "a thread is still at it"
+        with pytest.raises(BadRequestError, match="being processed"):
+            await pool.load([ImageRequest(source=other)])
+        file.gate.set()
+        await asyncio.to_thread(pool.load_sync, [ImageRequest(source=other)])  # in the same thread, after it
+        assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+    assert gate.calls == 1
+
+
+def test_what_was_cancelled_is_not_fetched_any_further(make_pool):
+    """With one thread for downloads, which a host that stalls keeps."""
+
+    async def scenario():
+        pool = make_pool(max_downloads=1)
+        with serve() as server:
+            serve_picture(server, picture(30, 30))
+            for stalls in (server.url("/stall"), (server.url("/stall"),) * 2):
+                server.stalled.clear()
+                kind = VideoRequest if isinstance(stalls, tuple) else ImageRequest
+                task = asyncio.create_task(pool.load([kind(source=stalls)]))
+                assert await asyncio.to_thread(server.stalled.wait, 20)
+                await cancelled(task)
+                assert await asyncio.wait_for(pool.load([ImageRequest(source=server.url("/picture"))]), 20)
+                assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_download_does_not_wait_for_a_worker(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    files = [SlowFile(encoded(picture(30, 30, n))) for n in range(2)]
+
+    async def scenario():
+        pool = make_pool(max_workers=1, max_downloads=1)
+        slow = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(40, 40)))]))
+        await gate.someone_arrived()  # the only worker is held
+        task = asyncio.create_task(pool.load([ImageRequest(source=files[0])]))
+        files[0].gate.set()
+        while not pool._workers._work_queue.qsize():
+            await asyncio.sleep(0)
+        await cancelled(task)
+        assert pool.in_pool == 1
+        last = asyncio.create_task(pool.load([ImageRequest(source=files[1])]))
+        assert await asyncio.to_thread(files[1].reading.wait, 20), "the download thread is free again"
+        for event in (files[1].gate, gate.opened):
+            event.set()
+        await asyncio.gather(slow, last)
+        assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+    assert gate.calls == 2
 
 
 def test_the_event_loop_stays_free(make_pool, processor, monkeypatch):
@@ -301,6 +395,129 @@ def test_a_picture_that_many_send_at_once_is_processed_once(make_pool, processor
 
     assert len(set(map(id, asyncio.run(scenario())))) == 1
     assert gate.calls == 1
+
+
+def test_who_waits_for_what_is_being_made_keeps_no_worker(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    data = encoded(picture(60, 60))
+
+    async def scenario():
+        pool = make_pool(max_workers=2, max_downloads=1)
+        same = asyncio.create_task(pool.load([ImageRequest(source=data)] * 3))
+        file = SlowFile(data)
+        file.gate.set()
+        elsewhere = asyncio.create_task(pool.load([ImageRequest(source=file)]))
+        await gate.someone_arrived()
+        other = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(90, 90)))]))
+        await gate.someone_arrived()
+        last = SlowFile(data)
+        last.gate.set()
+        again = asyncio.create_task(pool.load([ImageRequest(source=last)]))
+        assert await asyncio.to_thread(last.reading.wait, 20), "nor a download thread"
+        gate.opened.set()
+        results = [*await same, *await elsewhere, *await again]
+        assert len(set(map(id, results))) == 1
+        await other
+        assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+    assert gate.calls == 2
+
+
+async def followed_by(pool, count):
+    """Return when so many wait for what another one has in work."""
+    while sum(map(len, pool._in_flight._followers.values())) < count:
+        await asyncio.sleep(0)
+
+
+def test_who_waits_is_unharmed_when_the_first_one_is_cancelled(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    request = ImageRequest(source=encoded(picture(60, 60)))
+
+    async def scenario():
+        pool = make_pool()
+        first = asyncio.create_task(pool.load([request]))
+        await gate.someone_arrived()
+        second, third = (asyncio.create_task(pool.load([request])) for _ in range(2))
+        await followed_by(pool, 2)
+        await cancelled(first)
+        await cancelled(third)
+        assert pool.in_pool == 2, "the first one's is still in work; the third waited in nobody's hands"
+        gate.opened.set()
+        assert await second
+        assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+    assert gate.calls == 1
+
+
+def test_who_waits_gets_no_error_of_the_first_one_s(make_pool, processor, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    real, calls = processor.process_image, []
+
+    def fails_once(image, knobs=None):
+        calls.append(image)
+        begun.set()
+        assert go_on.wait(20)
+        if len(calls) == 1:
+            raise BadRequestError("of the first")
+        return real(image, knobs)
+
+    monkeypatch.setattr(processor, "process_image", fails_once)
+    data = encoded(picture(60, 60))
+
+    async def scenario():
+        pool = make_pool(max_workers=2)
+        first = asyncio.create_task(pool.load([ImageRequest(source=data, param="first")]))
+        assert await asyncio.to_thread(begun.wait, 20)
+        others = [asyncio.create_task(pool.load([ImageRequest(source=data)])) for _ in range(3)]
+        await followed_by(pool, 3)
+        go_on.set()
+        with pytest.raises(BadRequestError, match="of the first") as caught:
+            await first
+        assert caught.value.param == "first"
+        assert len({id(medium) for loaded in await asyncio.gather(*others) for medium in loaded}) == 1
+        assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+    assert len(calls) == 2, "made once more, for all others"
+
+
+def test_closing_refuses_what_waits_before_what_is_in_work_is_done(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    data = encoded(picture(60, 60))
+
+    async def scenario():
+        pool = make_pool(max_workers=2)
+        first = asyncio.create_task(pool.load([ImageRequest(source=data)]))
+        await gate.someone_arrived()
+        second = asyncio.create_task(pool.load([ImageRequest(source=data)]))
+        await followed_by(pool, 1)
+        other = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(40, 40)))]))
+        await gate.someone_arrived()
+        third = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(90, 90)))]))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(pool.close))
+        for waits in (second, third):
+            with pytest.raises(BadRequestError, match="shutting down") as caught:
+                await waits
+            assert caught.value.status == 503
+        gate.opened.set()
+        await closing
+        assert await first
+        assert await other
+        assert pool.in_pool == 0
+
+    asyncio.run(scenario())
+    assert gate.calls == 2
+
+
+def test_a_thread_that_cannot_be_had_is_no_shutdown(make_pool):
+    pool = make_pool()
+    pool._workers.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.load_sync([ImageRequest(source=b"")])
+    assert pool.in_pool == 0
 
 
 def test_keys_tell_apart_what_is_asked_and_of_what():

@@ -25,7 +25,8 @@ from processors import process_maker, worker
 from processors.base import ImageKnobs
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.making import FatalMediumError
-from processors.pool import ImageRequest, PoolSettings, ProcessorPool, VideoRequest
+from processors.media_requests import ImageRequest, VideoRequest
+from processors.pool import PoolSettings, ProcessorPool
 from processors.process_maker import ProcessMaker, ProcessSettings, TimeLimit, WorkerMain
 from processors.video_options import VideoKnobs
 from processors.worker_messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun
