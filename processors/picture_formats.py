@@ -26,6 +26,10 @@ class PictureFormat:
     opener: str
 
 
+_HEAD_BYTES = 4096
+"""What says which format a file is of: its text formats may begin with white space, and to follow that through tens of
+megabytes would hold Python's lock for seconds."""
+
 # An ISO media file says its brands first: one of its own, then those of others that it agrees with.
 _BRANDS = rb"....ftyp(?:....){0,16}?"
 _READ = (
@@ -75,11 +79,12 @@ def picture_format(data: bytes) -> PictureFormat:
     """The format of a picture file. Raises BadRequestError, with the format's name where there is one."""
     if not data:
         raise BadRequestError("the picture is empty (zero bytes)", code=INVALID_IMAGE)
-    found = next((known for known in _READ if known.magic.match(data)), None)
+    head = data[:_HEAD_BYTES]
+    found = next((known for known in _READ if known.magic.match(head)), None)
     supported = supported_formats()
     if found is not None and found.name in supported:
         return found
-    others = (name for name, magic in _OTHER_PICTURES + _NO_PICTURES if magic.match(data))
+    others = (name for name, magic in _OTHER_PICTURES + _NO_PICTURES if magic.match(head))
     name = f"an {found.name} picture" if found else next(others, None)
     readable = f"pictures of the formats {', '.join(supported)} are read"
     if name is not None:

@@ -234,6 +234,14 @@ def test_other_formats_are_called_by_their_names(name):
     assert "JPEG, WebP" in refused(data, word).message
 
 
+@pytest.mark.parametrize(("page", "word"), [(b"<svg xmlns='x'/>", "SVG"), (b"<!doctype html><html>", "HTML")])
+def test_only_a_files_head_says_its_format(page, word):
+    """Text formats may begin with white space: through a whole file it would be followed with Python's lock held."""
+    assert word in refused(b" " * 1000 + page, word).message
+    assert "not a picture of a supported format" in refused(b" " * 5000 + page, "begins with b'        '").message
+    assert "not a picture" in refused(b"<!--" + b" " * 5000 + b"-->" + page, "begins with").message
+
+
 def test_avif_of_the_general_brand():
     data = encoded(picture(40, 30), "AVIF")
     assert data[8:12] == b"avif"
