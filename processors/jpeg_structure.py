@@ -20,6 +20,10 @@ _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _PIECE_BYTES = 2**20  # searching holds Python's lock: a millisecond or so for each
 
+# Pillow hands libjpeg what it has so far, again and with more behind it, as long as the next marker is not there.
+_MOST_FILL = 4096
+_TOO_MUCH_FILL = b"\xff" * (_MOST_FILL + 1)
+
 _SOS, _EOI, _DQT, _TEM = 0xDA, 0xD9, 0xDB, 0x01
 _APP1, _APP2, _APP13 = 0xE1, 0xE2, 0xED
 _EXIF, _MPF = b"Exif\0\0", b"MPF\0"
@@ -87,9 +91,13 @@ def check_jpeg(data: bytes) -> None:
 
 
 def _next_marker(data: bytes, at: int, *, in_scan: bool) -> int | None:
-    """Where the next marker's 0xff stands, from `at` on; None where there is none."""
+    """Where the next marker's 0xff stands, from `at` on; None where there is none. Raises BadRequestError."""
     pattern = _MARKER_IN_SCAN if in_scan else _MARKER
     for start in range(at, len(data), _PIECE_BYTES):
-        if found := pattern.search(data, start, start + _PIECE_BYTES + 1):
+        found = pattern.search(data, start, start + _PIECE_BYTES + 1)
+        end = found.start() if found else start + _PIECE_BYTES + len(_TOO_MUCH_FILL)
+        if in_scan and data.find(_TOO_MUCH_FILL, start, end) >= 0:
+            check_count("JPEG", "or more fill bytes in a row", len(_TOO_MUCH_FILL), _MOST_FILL)
+        if found:
             return found.start()
     return None

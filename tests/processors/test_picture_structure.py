@@ -86,6 +86,8 @@ COSTLY = {
     "jpeg, no segments": (in_jpeg(b"\xff\xd9" + bytes(70_000)), "bytes between its segments, the limit is 65536"),
     "jpeg, nothing more": (b"\xff\xd8\xff" + bytes(70_000), "bytes between its segments"),
     "jpeg, fill bytes": (in_jpeg(b"\xff" * 70_000), "bytes between its segments"),
+    "jpeg, fill bytes in a scan": (JPEG[:-2] + b"\xff" * 5000 + JPEG[-2:], "4097 or more fill bytes in a row"),
+    "jpeg, fill bytes at the end": (JPEG[:-2] + bytes(2**20 - 999) + b"\xff" * 9000, "fill bytes in a row"),
     "jpeg, frames": (in_jpeg(segment(0xC0, bytes(400)) * 3), "bytes of frame headers, the limit is 1024"),
     "jpeg, tables": (in_jpeg(segment(0xDB, bytes(65)) * 1000), "bytes of quantization tables, the limit is 65536"),
     "jpeg, photoshop": (in_jpeg(segment(0xED, bytes(65_000)) * 70), "bytes of Photoshop resources"),
@@ -233,6 +235,7 @@ ORDINARY = {
         JPEG,
     ),
     "jpeg, fill bytes and a comment": (lambda: in_jpeg(b"\xff" * 9, segment(0xFE, b"words"), b"\xff" * 3), JPEG),
+    "jpeg, fill bytes at its end": (lambda: JPEG[:-2] + b"\xff" * 3000 + JPEG[-2:], JPEG),
     "jpeg, restart markers": (
         lambda: encoded(picture(400, 300), "JPEG", restart_marker_blocks=1),
         encoded(picture(400, 300), "JPEG"),
