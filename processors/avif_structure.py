@@ -20,7 +20,7 @@ _CONTAINERS = frozenset((b"moov", b"trak", b"mdia", b"minf", b"stbl"))
 _MOST_BOXES = 10_000
 # A picture put together from others has up to 256 x 256 of them by its format; the decoder looks each up in a list.
 _MOST_ITEMS = 4096
-# Of all AV1 frames together, as multiples of the largest picture: colours, alpha, a thumbnail, and one to spare.
+# Of all AV1 frames together, as multiples of the largest picture: colours and alpha, of an item and of a track.
 _LARGEST_PICTURES = 4
 _MOST_UNITS = 10_000
 
