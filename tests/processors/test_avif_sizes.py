@@ -144,6 +144,14 @@ def test_a_frame_larger_than_the_file_says_is_refused_unopened(make, monkeypatch
     assert error.code == "image_too_large"
 
 
+def test_a_tracks_first_sample_counts():
+    data = avif(save_all=True, append_images=[picture(1000, 800)])
+    at = data.index(b"meta")
+    refused(data[:at] + b"free" + data[at + 4 :], "AV1 frame of 1000x800", LARGE)
+    refused(data.replace(b"stsz", b"free"), "a track without its samples' places")
+    refused(data.replace(b"stss", b"stco"), "two tables of a kind")
+
+
 def test_the_alpha_plane_counts_too():
     data = encoded(Image.new("RGBA", (1000, 800), (9, 99, 199, 99)), "AVIF")
     assert pixels(data)

@@ -74,6 +74,8 @@ def rle_bmp(width: int, height: int, data: bytes, compression: int = 1) -> bytes
     return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + 1024) + header + palette + data
 
 
+COMMENTS = b"!\xfe\0" * 10_001
+
 COSTLY = {
     "jpeg, empty segments": (in_jpeg(segment(0xE0, b"") * 10_000), "100.. segments, the limit is 10000"),
     "jpeg, markers": (in_jpeg(b"\xff\xd0" * 10_001), "segments, the limit is 10000"),
@@ -81,6 +83,12 @@ COSTLY = {
     "jpeg, exif in pieces": (in_jpeg(segment(0xE1, EXIF_PREFIX + b"abcd") * 101), "101 segments of Exif data"),
     "jpeg, exif": (in_jpeg(segment(0xE1, EXIF_PREFIX + bytes(65_000)) * 17), "bytes of Exif data, the limit is 1048"),
     "jpeg, exif directory": (in_jpeg(segment(0xE1, EXIF_PREFIX + OVERLAPPING)), "bytes of values in a directory"),
+    "jpeg, exif directory in pieces": (
+        in_jpeg(
+            *(segment(0xE1, EXIF_PREFIX + part) for part in (FRACTIONS[:20], FRACTIONS[20:50_000], FRACTIONS[50_000:]))
+        ),
+        "numbers in a directory",
+    ),
     "jpeg, exif prefixes": (in_jpeg(segment(0xE1, EXIF_PREFIX * 3 + OVERLAPPING)), "prefixes of Exif"),
     "jpeg, several pictures": (in_jpeg(segment(0xE2, b"MPF\0" + OVERLAPPING)), "bytes of values in a directory"),
     "jpeg, no segments": (in_jpeg(b"\xff\xd9" + bytes(70_000)), "bytes between its segments, the limit is 65536"),
@@ -104,13 +112,11 @@ COSTLY = {
     ),
     "gif, comment": (in_gif(b"!\xfe" + sub_blocks(bytes(300_000))), "bytes of comments, the limit is 262144"),
     "gif, comment in pieces": (in_gif(b"!\xfe" + sub_blocks(bytes(30_000), 3)), "10001 blocks of comments"),
-    "gif, empty comments": (in_gif(b"!\xfe\0" * 10_001), "10001 blocks of comments"),
+    "gif, empty comments": (in_gif(COMMENTS), "10001 blocks of comments"),
     "gif, extensions": (in_gif(b"!\xff" + sub_blocks(bytes(2**17), 1)), "blocks before its first picture"),
     "gif, nothing known": (in_gif(bytes(2**17 + 1)), "blocks before its first picture, the limit is 131072"),
-    "gif, behind an end that is none": (
-        in_gif(b"!\xff" + b"\0" + sub_blocks(bytes(2**17), 1)),
-        "blocks before its first picture",
-    ),
+    "gif, behind an end that is none": (in_gif(b"!\xff\0" + b"\1,\0" + COMMENTS), "10001 blocks of comments"),
+    "gif, behind another": (in_gif(b"!\xff\x0bNETSCAPE2.0\0" + b"\1,\0" + COMMENTS), "10001 blocks of comments"),
     "webp, chunks": (in_webp(*[(b"none", b"")] * 2**16), "chunks, the limit is 65536"),
     "webp, exif directory": (
         (lambda data: edited(data, 20, "B", 8))(in_webp((b"EXIF", OVERLAPPING))),
