@@ -150,6 +150,8 @@ def test_pixels_wider_than_16_bits_are_refused(mode):
     assert image.mode == mode
     expected = "floating-point" if mode == "F" else "values from 100000 to 100000; whole numbers from 0 to 65535"
     with pytest.raises(BadRequestError, match=expected):
+        normalize_image(image, LIMITS)
+    with pytest.raises(BadRequestError, match="floating-point" if mode == "F" else "signed pixels"):
         decode_image(encoded(image, "TIFF"), LIMITS)
 
 

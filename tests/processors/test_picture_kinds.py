@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, features
+from PIL import Image, ImageFile, features
 
 from processors import rgb
 from processors.decoding import DecodeLimits, decode_image, normalize_image
@@ -123,11 +123,12 @@ UNSUPPORTED = {
         tiff(1, 1, struct.pack("<3f", 0, 0.5, 1), bits=(32,) * 3, photometric=RGB, t339=(3, 3, 3)),
         "sample format",
     ),
-    "signed": (tiff(2, 1, struct.pack("<2h", -5, 7), bits=(16,), t339=(2,)), "values from -5 to 7; whole numbers"),
-    "32 bits": (
-        tiff(2, 1, struct.pack("<2I", 3, 65536), bits=(32,)),
-        "values from 3 to 65536; whole numbers from 0 to",
-    ),
+    "signed": (tiff(2, 1, struct.pack("<2h", -5, 7), bits=(16,), t339=(2,)), "signed pixels .here of 16 bits"),
+    "signed, no negative value": (tiff(2, 1, struct.pack("<2h", 5, 7), bits=(16,), t339=(2,)), "signed pixels"),
+    "signed, 8 bits": (tiff(2, 1, b"\x05\xff", t339=(2,)), "signed pixels .here of 8 bits"),
+    "32 bits": (tiff(2, 1, struct.pack("<2I", 3, 65536), bits=(32,)), "pixels of 32 bits are not supported, 16 are"),
+    "32 bits, small values": (tiff(2, 1, struct.pack("<2I", 3, 255), bits=(32,)), "pixels of 32 bits"),
+    "32 bits, signed": (encoded(Image.new("I", (2, 1), 200), "TIFF"), "signed pixels .here of 32 bits"),
 }
 
 
@@ -321,6 +322,44 @@ def test_transparency_is_laid_on_white_band_by_band(name, monkeypatch):
     monkeypatch.setattr(rgb, "_BAND_PIXELS", 40 * 7)
     data = FILES[name]()
     assert np.array_equal(pixels(data), reference_rgb(data))
+
+
+@pytest.mark.parametrize("mode", ["I", "I;16", "I;16B"])
+def test_wide_grey_is_scaled_band_by_band(mode, monkeypatch):
+    """A step for each row of a thin picture would take seconds, with Python's lock held."""
+    monkeypatch.setattr(rgb, "_BAND_PIXELS", 1000)
+    cut = Image.Image.crop
+    boxes = []
+    monkeypatch.setattr(Image.Image, "crop", lambda image, box: boxes.append(box) or cut(image, box))
+    wide = (np.arange(10_500) * 6).astype({"I": np.int32, "I;16": "<u2", "I;16B": ">u2"}[mode])
+    image = Image.frombytes(mode, (1, 10_500), wide.tobytes())
+    levels = np.asarray(rgb.to_rgb(image))
+    assert levels[:, 0, 0].tolist() == ((wide.astype(int) * 255 + 32767) // 65535).tolist()
+    assert levels.shape == (10_500, 1, 3)
+    assert np.ptp(levels, axis=-1).max() == 0
+    assert len(boxes) == 2 * 11  # once for the range, once for the pixels
+
+
+LONG_SIDE = 113_138  # one more than 64 * 10**6 pixels have at 200:1
+
+
+@pytest.mark.parametrize("size", [(1, LONG_SIDE), (LONG_SIDE, 1)])
+def test_thin_pictures_are_refused_before_they_are_decoded(size, monkeypatch):
+    """Pillow keeps 8 bytes for each row, and others work by rows."""
+    fine = Image.new("L", (size[0] - (size[0] > 1), size[1] - (size[1] > 1)), 5)
+    assert decode_image(encoded(fine, "TIFF"), LIMITS).size == fine.size
+    small = DecodeLimits(max_image_pixels=400)
+    assert decode_image(encoded(Image.new("L", (282, 1))), small).size == (282, 1)
+    refused(encoded(Image.new("L", (283, 1))), "283x1 pixels: its longer side may be 282", small)
+    files = [encoded(Image.new("L", size), format) for format in ("PNG", "TIFF", "BMP")]
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("decoded"))
+    for data in files:
+        error = refused(
+            data, rf"{size[0]}x{size[1]} pixels: its longer side may be 113137 .*\(setting max_image_pixels"
+        )
+        assert error.code == "image_too_large"
+    with pytest.raises(BadRequestError, match="its longer side may be 113137"):
+        normalize_image(Image.new("L", size), LIMITS)
 
 
 _MEASURE = """
