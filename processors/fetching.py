@@ -175,7 +175,7 @@ def _decode_data(url: str, limit: ByteLimit) -> bytes:
             f"data: URL is not valid base64: foreign character {payload[error.start]!r}", code=_CODE
         ) from None
     if b"%" in raw:
-        raw = unquote_to_bytes(raw)
+        raw = b"".join(unquote_to_bytes(piece) for piece in _pieces_of_escapes(raw))
     if any(space in raw for space in _WHITESPACE):
         raw = b"".join(piece.translate(None, _WHITESPACE) for piece in _pieces(raw))
     size = len(raw) * 3 // 4
@@ -209,6 +209,17 @@ def _local_path(url: str) -> str:
     except ValueError:  # a host with an open bracket, say, or half a character in the path
         pass
     raise BadRequestError(f"{_shorten(url)} is not of the form file:///absolute/path", code=_CODE)
+
+
+def _pieces_of_escapes(data: bytes) -> Iterator[bytes]:
+    """Pieces that end between percent-encoded bytes: taking those apart makes an object of each."""
+    start = 0
+    while start < len(data):
+        end = start + _PIECE_BYTES
+        cut = data.rfind(b"%", end - 2, end)
+        end = end if cut < 0 else cut
+        yield data[start:end]
+        start = end
 
 
 def _read_below(root: str, names: list[str], url: str, limit: ByteLimit) -> bytes:
