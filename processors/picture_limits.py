@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 from processors.picture_formats import INVALID_IMAGE
-from processors.resize import MAX_ASPECT_RATIO
 from vlmserve.common.errors import BadRequestError
+
+MAX_SIDES_RATIO = 200
+"""MAX_ASPECT_RATIO of `processors.resize`, which needs torch: no side is resized that is longer than so many others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,7 @@ class DecodeLimits:
 
         Pillow keeps a pointer for each row, and decoders work by rows: thin pictures cost far more than their pixels.
         """
-        return math.isqrt(self.max_image_pixels * MAX_ASPECT_RATIO)
+        return math.isqrt(self.max_image_pixels * MAX_SIDES_RATIO)
 
 
 def check_size(width: int, height: int, limits: DecodeLimits, what: str = "picture") -> None:
@@ -34,7 +36,7 @@ def check_size(width: int, height: int, limits: DecodeLimits, what: str = "pictu
     if max(width, height) > limits.max_side:
         raise BadRequestError(
             f"a {what} of {width}x{height} pixels: its longer side may be {limits.max_side} pixels, "
-            f"those of {limits.max_image_pixels} pixels (setting max_image_pixels) at {MAX_ASPECT_RATIO}:1",
+            f"those of {limits.max_image_pixels} pixels (setting max_image_pixels) at {MAX_SIDES_RATIO}:1",
             code="image_too_large",
         )
 

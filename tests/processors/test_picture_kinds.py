@@ -14,6 +14,8 @@ from PIL import Image, ImageFile, features
 from processors import rgb
 from processors.decoding import DecodeLimits, decode_image, normalize_image
 from processors.picture_formats import looks_like_picture
+from processors.picture_limits import MAX_SIDES_RATIO
+from processors.resize import MAX_ASPECT_RATIO
 from tests.processors.helpers import encoded, picture
 from tests.processors.test_decoding import FILES, LIMITS, NOT_PICTURES, png_chunk, reference_rgb, with_alpha
 from vlmserve.common.errors import BadRequestError
@@ -338,6 +340,10 @@ def test_wide_grey_is_scaled_band_by_band(mode, monkeypatch):
     assert levels.shape == (10_500, 1, 3)
     assert np.ptp(levels, axis=-1).max() == 0
     assert len(boxes) == 2 * 11  # once for the range, once for the pixels
+
+
+def test_thin_pictures_have_one_limit():
+    assert MAX_SIDES_RATIO == MAX_ASPECT_RATIO
 
 
 LONG_SIDE = 113_138  # one more than 64 * 10**6 pixels have at 200:1
