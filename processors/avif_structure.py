@@ -139,8 +139,7 @@ def _items(data: bytes, meta: _Box) -> Iterator[memoryview]:
         if kind == b"av01":
             yield parts[0]
         else:  # behind exif_tiff_header_offset (23008-12, annex A)
-            exif = parts[0][4:]
-            check_exif("AVIF", exif)
+            check_exif("AVIF", parts[0][4:], inner=True)  # Pillow writes them anew where `irot` turns the picture
 
 
 def _read_meta(data: bytes, meta: _Box) -> _Meta:

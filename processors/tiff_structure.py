@@ -54,8 +54,11 @@ def check_tiff(data: bytes) -> None:
     _check_inner("TIFF", data, pointers, layout)
 
 
-def check_exif(format: str, exif: bytes | memoryview) -> None:
-    """Raises BadRequestError for Exif data (CIPA DC-008) that are costly to read. Broken ones pass."""
+def check_exif(format: str, exif: bytes | memoryview, *, inner: bool = False) -> None:
+    """Raises BadRequestError for Exif data (CIPA DC-008) that are costly to read. Broken ones pass.
+
+    inner: whether directories that the first one names are read as well, for camera and place.
+    """
     check_count(format, "bytes of Exif data", len(exif), _MOST_EXIF_BYTES)
     data = bytes(exif)
     prefixes = 0
@@ -63,7 +66,9 @@ def check_exif(format: str, exif: bytes | memoryview) -> None:
         prefixes += 1
         check_count(format, "prefixes of Exif data", prefixes, 2)
         data = data[len(_EXIF_PREFIX) :]
-    _check_inner(format, data, check_small_directory(format, data), _layout(data))
+    pointers = check_small_directory(format, data)
+    if inner:
+        _check_inner(format, data, pointers, _layout(data))
 
 
 def check_small_directory(format: str, data: bytes) -> Mapping[int, int]:
@@ -94,12 +99,13 @@ def _check_directory(format: str, data: bytes, at: int, layout: _Layout, most_nu
     head, entry, pointer = layout.order + head, layout.order + entry, layout.order + pointer
     if not 0 <= at <= len(data) - struct.calcsize(head):
         return {}
-    (count,) = struct.unpack_from(head, data, at)
-    check_count(format, "entries in a directory", count, _MOST_ENTRIES)
     start, width = at + struct.calcsize(head), struct.calcsize(entry)
+    (count,) = struct.unpack_from(head, data, at)
+    count = min(count, (len(data) - start) // width)  # what a broken one says may be anything
+    check_count(format, "entries in a directory", count, _MOST_ENTRIES)
     found: dict[int, int] = {}
     numbers = value_bytes = 0
-    for entry_at in range(start, min(start + count * width, len(data) - width + 1), width):
+    for entry_at in range(start, start + count * width, width):
         tag, kind, length, value = struct.unpack_from(entry, data, entry_at)
         if kind not in _VALUE_BYTES:
             continue

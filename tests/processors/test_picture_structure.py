@@ -66,6 +66,9 @@ EXIF_PREFIX = b"Exif\0\0"
 OVERLAPPING = directory(*((0x9000 + n, UNDEFINED, 3000, 0) for n in range(400)))
 # The place of another directory, of fractions.
 FRACTIONS = directory((34665, LONG, 1, 26)) + struct.pack("<HHHII", 1, 0x9000, RATIONAL, 10_001, 64) + bytes(80_100)
+MANY = directory((0x9000, RATIONAL, 10_001, 26)) + bytes(80_100)
+INNER = struct.pack("<HHHII", 1, 0x9000, SHORT, 10_001, 64)
+SAME_SIZE = directory((0x0100, SHORT, 1, 1)) + b"x" * (len(FRACTIONS) - 26)
 
 
 def rle_bmp(width: int, height: int, data: bytes, compression: int = 1) -> bytes:
@@ -84,9 +87,7 @@ COSTLY = {
     "jpeg, exif": (in_jpeg(segment(0xE1, EXIF_PREFIX + bytes(65_000)) * 17), "bytes of Exif data, the limit is 1048"),
     "jpeg, exif directory": (in_jpeg(segment(0xE1, EXIF_PREFIX + OVERLAPPING)), "bytes of values in a directory"),
     "jpeg, exif directory in pieces": (
-        in_jpeg(
-            *(segment(0xE1, EXIF_PREFIX + part) for part in (FRACTIONS[:20], FRACTIONS[20:50_000], FRACTIONS[50_000:]))
-        ),
+        in_jpeg(*(segment(0xE1, EXIF_PREFIX + part) for part in (MANY[:20], MANY[20:50_000], MANY[50_000:]))),
         "numbers in a directory",
     ),
     "jpeg, exif prefixes": (in_jpeg(segment(0xE1, EXIF_PREFIX * 3 + OVERLAPPING)), "prefixes of Exif"),
@@ -121,6 +122,11 @@ COSTLY = {
     "webp, exif directory": (
         (lambda data: edited(data, 20, "B", 8))(in_webp((b"EXIF", OVERLAPPING))),
         "bytes of values in a directory",
+    ),
+    "avif, exif directory": (
+        # Pillow would read these when it writes them.
+        encoded(picture(40, 30), "AVIF", exif=EXIF_PREFIX + SAME_SIZE).replace(SAME_SIZE, FRACTIONS),
+        "10001 numbers in a directory",
     ),
     "bmp, run lengths": (rle_bmp(4096, 2049, b"\0\1"), "8392704 run-length coded pixels, the limit is 8388608"),
     "bmp, no progress": (rle_bmp(8, 8, bytes(2**23)), "bytes of run lengths"),
@@ -236,6 +242,14 @@ ORDINARY = {
         lambda: in_jpeg(segment(0xE1, EXIF_PREFIX + directory((0x0112, SHORT, 1, 1)) + JPEG * 3)),
         JPEG,
     ),
+    "jpeg, exif that points at a directory Pillow does not read": (
+        lambda: in_jpeg(segment(0xE1, EXIF_PREFIX + FRACTIONS[:26] + INNER + bytes(20_100))),
+        JPEG,
+    ),
+    "jpeg, exif directory that is none": (
+        lambda: in_jpeg(segment(0xE1, EXIF_PREFIX + b"II*\0\x08\0\0\0" + b"\xff" * 999)),
+        JPEG,
+    ),
     "jpeg, exif in two segments": (
         lambda: in_jpeg(segment(0xE1, exif(1) + bytes(50_000)), segment(0xE1, EXIF_PREFIX + bytes(50_000))),
         JPEG,
@@ -283,6 +297,7 @@ ORDINARY = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize("name", ORDINARY)
 def test_reads_ordinary_and_odd_files(name):
     make, same = ORDINARY[name]
