@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from vlmserve.engine import resolve_device
 from vlmserve.verify.answers import TOP, Answer, Step
 from vlmserve.verify.cases import Case, media_paths
 from vlmserve.verify.ours import RunSettings
+from vlmserve.verify.plain_clip import length_of, read_frames
 
 _DEFAULT_FPS = 2.0  # of ours too, where a checkpoint says nothing
 
@@ -93,17 +93,17 @@ class Reference:
         return inputs.to(self._device)
 
     def _read_video(self, path: Path) -> tuple[Any, Any]:
-        """Frames uint8 [T, H, W, 3] and metadata: transformers' reader, and the frames its video processor asks for."""
-        from transformers import video_utils
+        """Frames uint8 [T, H, W, 3] and metadata; of all there are, those that transformers' processor asks for."""
+        from transformers.video_utils import VideoMetadata
 
-        load_video: Any = video_utils.load_video  # it gives more than it declares
+        length = length_of(path)
+        metadata = VideoMetadata(total_num_frames=length.frames, fps=length.rate)
         processor = self._processor.video_processor
         names = ("num_frames", "min_frames", "max_frames", "temporal_patch_size")
         asked = {name: getattr(processor, name, None) for name in names}
         fps = None if asked["num_frames"] else getattr(processor, "fps", None) or _DEFAULT_FPS
-        sample = partial(processor.sample_frames, fps=fps, **asked)
-        frames, metadata = load_video(str(path), backend="pyav", sample_indices_fn=sample)
-        return frames, metadata
+        metadata.frames_indices = [int(index) for index in processor.sample_frames(metadata, fps=fps, **asked)]
+        return read_frames(path, metadata.frames_indices), metadata
 
 
 def _without_media(message: dict[str, Any]) -> dict[str, Any]:

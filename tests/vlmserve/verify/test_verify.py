@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,15 @@ import numpy as np
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.processors.clips import make_clip
+from tests.processors.clips import frame, make_clip, with_rotation
 from vlmserve import cli
 from vlmserve.common.errors import EngineError
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.verify import command, reference
-from vlmserve.verify.cases import made_cases
+from vlmserve.verify.cases import made_cases, own_case
 from vlmserve.verify.comparison import Finding, Verdict
 from vlmserve.verify.ours import RunSettings
+from vlmserve.verify.plain_clip import Length, length_of, read_frames
 
 SETTINGS = RunSettings(dtype="float32", device="cpu", max_tokens=8, num_threads=1)
 FEW = ["--max-tokens", "8", "--num-threads", "1"]
@@ -110,6 +112,62 @@ def test_the_built_in_model_agrees_also_about_own_files(
     assert "3 of 3 agree with transformers" in capsys.readouterr().out
     assert {found["case"] for found in json.loads(out.read_text())["findings"]} == {"own"}
     assert cli.main(["verify", "--cases", "text", "--dtype", "bfloat16", *FEW]) == 0
+
+
+EDITED = {"avoid_negative_ts": "disabled", "use_editlist": "1"}
+CLIPS = {
+    # no number of frames in the header
+    "a.webm": {"frames": 25, "codec": "libvpx-vp9", "container": "webm"},
+    "b.mkv": {"frames": 31, "codec": "libx264", "container": "matroska", "gop": 7},
+    # an edit list that leaves out the first five
+    "c.mp4": {"frames": 25, "gop": 5, "times": [100 * n for n in range(-5, 20)], "container_options": EDITED},
+    "d.gif": {"frames": 9, "codec": "gif", "container": "gif"},
+}
+
+
+def test_every_kind_of_clip_is_read_by_both_sides(folder: Path, tmp_path: Path) -> None:
+    cases = []
+    for name, made in CLIPS.items():
+        (tmp_path / name).write_bytes(make_clip(**made))
+        cases.append(own_case((), [tmp_path / name], "What?"))
+    turned = tmp_path / "e.mp4"
+    turned.write_bytes(with_rotation(make_clip(10), 90))
+    cases.append(own_case((), [turned], "What?"))
+    findings = command.run(folder, folder, cases, SETTINGS, TOLERANCE)
+    assert len(findings) == 3 * len(cases)
+    assert [finding.why for finding in findings if finding.why] == []
+
+
+@pytest.mark.parametrize(
+    ("made", "length"),
+    [
+        ({"frames": 12}, Length(frames=12, rate=10.0)),
+        ({**CLIPS["c.mp4"]}, Length(frames=20, rate=10.0)),
+        ({**CLIPS["a.webm"]}, Length(frames=25, rate=10.0)),
+        # 33 ms each from frame to frame and of the last one, and now and then 34
+        ({"frames": 31, "fps": 30, "codec": "libvpx", "container": "webm"}, Length(frames=31, rate=31 / 1.033)),
+        (
+            {"frames": 4, "times": [0, 40, 500, 900], "codec": "libx264", "container": "matroska"},
+            Length(frames=4, rate=4.0),  # the last one is said to last 0.1 s
+        ),
+    ],
+    ids=str,
+)
+def test_a_clip_s_length_is_what_is_shown(made: dict[str, Any], length: Length, tmp_path: Path) -> None:
+    path = tmp_path / "clip"
+    path.write_bytes(make_clip(**made))
+    found = length_of(path)
+    assert found.frames == length.frames
+    assert found.rate == pytest.approx(length.rate)
+
+
+def test_frames_are_read_by_number_and_may_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(make_clip(9))
+    shown = read_frames(path, [1, 1, 4, 8])
+    assert np.array_equal(shown, np.stack([frame(number, 112, 84) for number in (1, 1, 4, 8)]))
+    path.write_bytes(with_rotation(make_clip(3), 90))
+    assert np.array_equal(read_frames(path, [2])[0], np.rot90(frame(2, 112, 84), 3))
 
 
 def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
