@@ -106,7 +106,9 @@ class OnTimeGrid:
     max_frames: int
 
     def __call__(self, times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
-        """See above. More frames than the limit are refused: thinned out they would leave the grid."""
+        """See above. More frames than the limit are refused: thinned out they would leave the grid. So are parts in
+        which no temporal patch begins: another one's frames are outside of them, and half of one is none of the grid's.
+        """
         fps, start = knobs.fps or self.fps, knobs.video_start or 0.0
         last = times[-1] if knobs.video_end is None else min(knobs.video_end, times[-1])
         if start > last:
@@ -115,6 +117,13 @@ class OnTimeGrid:
                 code="invalid_value",
             )
         places = grid_places(last, fps=fps, start=start, depth=self.depth)
+        if not places:
+            end = f"video_end {knobs.video_end}" if last < times[-1] else f"the last frame at {last:.2f} s"
+            raise BadRequestError(
+                f"no temporal patch of the time grid begins between video_start {start} and {end}: one begins every "
+                f"{self.depth / fps:g} s ({self.depth} frames at fps {fps:g}): ask for a higher fps, or a longer part",
+                code="invalid_value",
+            )
         most = min(self.max_frames, knobs.max_frames or self.max_frames)
         if len(places) > most:
             raise BadRequestError(

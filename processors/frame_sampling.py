@@ -56,12 +56,13 @@ def qwen_vl_utils_indices(
 def grid_places(end: float, *, fps: float, start: float = 0.0, depth: int = 2) -> range:
     """Numbers k of the grid times k / fps, counted from the start of the file, within [start, end] seconds.
 
-    The first is a multiple of `depth`, so that clips of one file that overlap share whole temporal patches.
+    The first is a multiple of `depth`, so that clips of one file that overlap share whole temporal patches. None where
+    no temporal patch begins in there: the nearest one would show what was not asked for.
     """
     slack = 1e-6  # seconds in floating point: 0.3 is not 3 * 0.1
     first = math.ceil((start * fps - slack) / depth) * depth
     last = math.floor(end * fps + slack)
-    return range(first, max(last, first) + 1)
+    return range(first, last + 1)
 
 
 def frame_range(total: int, rate: float, start: float | None, end: float | None) -> tuple[int, int]:
