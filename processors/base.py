@@ -135,7 +135,8 @@ class MultimodalProcessor(ABC):
     def process_image(self, image: Image.Image, knobs: ImageKnobs | None = None) -> ProcessedImage:
         """Bring one picture upright, to RGB and to size, and cut it into patches. Raises BadRequestError."""
         rgb = normalize_image(image, self.limits.decode)
-        height, width, clamps = self.sizes.fit(rgb.height, rgb.width, knobs or ImageKnobs())
+        knobs = knobs or ImageKnobs()
+        height, width, clamps = self.sizes.fit(rgb.height, rgb.width, knobs)
         patches = self.config.patches
         pixels = planes(resize_frames(np.array(rgb)[None], height, width, patches.resample))
         count = height * width // patches.patch_size**2
@@ -152,6 +153,7 @@ class MultimodalProcessor(ABC):
             num_tokens=self._num_tokens(grid),
             source_size=rgb.size,
             clamps=clamps,
+            ignored=self.sizes.ignored(knobs),
         )
 
     def check_embeds_allowed(self) -> None:

@@ -94,5 +94,6 @@ def _whole_patches(total: int, asked: int | None, by_rate: float, least: int, mo
         return max(math.floor(min(max(by_rate, least), most) / depth) * depth, depth)
     count = max(round(asked / depth) * depth, depth)
     if count > total:
-        raise BadRequestError(f"nframes is {asked}, but the clip has only {total} frames", code=_CODE)
+        rounded = "" if count == asked else f" ({asked} in whole temporal patches)"
+        raise BadRequestError(f"{count} frames{rounded} are asked for, but the clip has only {total}", code=_CODE)
     return count

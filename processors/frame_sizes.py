@@ -27,7 +27,8 @@ class Areas:
     """What all sizers go by. Areas are in pixels.
 
     factor: pixels a side of a token. depth: frames in a temporal patch. low, high: the smallest and largest area where
-    nothing is asked. server: the server's limit of a frame's area; None: `high` is the limit.
+    nothing is asked. server: the server's limit of a frame's area; None: `high` is the limit. max_frames: the server's
+    limit of a clip's frames.
     """
 
     factor: int
@@ -35,6 +36,7 @@ class Areas:
     low: int
     high: int
     server: int | None
+    max_frames: int
 
     def limit(self, frames: int = 1) -> Limit:
         """Of an area of so many frames, where `high` is of as many."""
@@ -63,6 +65,10 @@ class Areas:
         """A frame's of a whole clip's area; the frames of a temporal patch count as one."""
         return total * self.depth // num_frames
 
+    def of_clip(self, limit: Limit) -> Limit:
+        """Of the whole area of any clip, with that limit of a frame's (see `share`)."""
+        return -(-limit[0] * self.max_frames // self.depth), limit[1]
+
     def fit(self, height: int, width: int, knobs: VideoKnobs, low: int, high: int) -> tuple[int, int]:
         """A frame's size with an area from `low` to `high`, narrowed by what was asked for and the server allows."""
         highest = min(cap for cap in (high, knobs.max_pixels, self.server) if cap is not None)
@@ -83,6 +89,9 @@ class FrameSizer(Protocol):
     def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
         """Of a frame's area, in a clip of which that many frames are used."""
 
+    def total_limit(self, knobs: VideoKnobs) -> Limit | None:
+        """Of the area of a whole clip, however many frames it has; None where nothing counts it."""
+
 
 def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[VideoKnobs, tuple[Clamp, ...]]:
     """`knobs` with their areas within the sizer's limits, for a clip of which that many frames are used."""
@@ -90,6 +99,9 @@ def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[
     limit, areas = sizer.limit(num_frames, knobs), sizer.areas
     least = at_most("min_pixels", knobs.min_pixels, [limit], found)
     most = at_most("max_pixels", knobs.max_pixels, [limit], found)
+    total, total_limit = knobs.total_pixels, sizer.total_limit(knobs)
+    if total_limit is not None:
+        total = at_most("total_pixels", total, [total_limit], found)
     low, high = ("shortest_edge", "longest_edge") if sizer.counts_clip else ("min_pixels", "max_pixels")
     size_limit = areas.limit(max(num_frames, areas.depth)) if sizer.counts_clip else limit
     defaults = knobs.defaults or _NOTHING
@@ -97,7 +109,7 @@ def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[
     shortest = at_most(low, defaults.shortest_edge, [size_limit], found if least is None else [])
     longest = at_most(high, defaults.longest_edge, [size_limit], found if most is None else [])
     defaults = replace(defaults, shortest_edge=shortest, longest_edge=longest)
-    return replace(knobs, min_pixels=least, max_pixels=most, defaults=defaults), tuple(found)
+    return replace(knobs, min_pixels=least, max_pixels=most, total_pixels=total, defaults=defaults), tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +139,10 @@ class Qwen2Sizes:
             cap = max(self.areas.share(self.clip_cap, num_frames), _least_cap(self.areas.low))
             limit = min(limit, (cap, CAP))
         return limit
+
+    def total_limit(self, knobs: VideoKnobs) -> Limit:
+        limit = self.areas.of_clip(self.areas.limit())
+        return min(limit, (self.clip_cap, CAP)) if _capped(knobs, self.capped) else limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +180,13 @@ class Qwen3Sizes:
             limit = min(limit, (max(self.frame_cap, self._least_cap(knobs)), CAP))
         return limit
 
+    def total_limit(self, knobs: VideoKnobs) -> Limit:
+        areas = self.areas
+        limit = areas.limit(areas.max_frames)
+        if _capped(knobs, self.capped):
+            limit = min(limit, (max(self.frame_cap, self._least_cap(knobs)) * areas.max_frames, CAP))
+        return limit
+
     def _least_cap(self, knobs: VideoKnobs) -> int:
         """The reference counts a clip's smallest area for each frame here."""
         asked = (knobs.defaults or _NOTHING).shortest_edge
@@ -192,6 +215,9 @@ class QwenVLUtilsSizes:
             limit = min(limit, (self.areas.server, MAX_PIXELS_SETTING))
         return limit
 
+    def total_limit(self, knobs: VideoKnobs) -> Limit:
+        return self.areas.of_clip(self.limit(self.areas.max_frames, knobs))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeGridSizes:
@@ -205,6 +231,9 @@ class TimeGridSizes:
 
     def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
         return self.areas.limit()
+
+    def total_limit(self, knobs: VideoKnobs) -> None:
+        return None
 
 
 def _capped(knobs: VideoKnobs, otherwise: bool) -> bool:

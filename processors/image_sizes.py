@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from processors.knobs import Clamp, ImageKnobs, at_most, check_image_knobs
+from processors.knobs import Clamp, ImageKnobs, areas_without_effect, at_most, check_image_knobs
 from processors.resize import smart_resize
 from vlmserve.common.errors import BadRequestError
 
@@ -61,6 +61,10 @@ class ImageSizes:
             low = min(self.min_pixels, high)
         high = max(low, high)
         return Fit(*smart_resize(height, width, factor=self.factor, min_pixels=low, max_pixels=high), tuple(found))
+
+    def ignored(self, knobs: ImageKnobs) -> tuple[str, ...]:
+        """What was given and has no effect."""
+        return areas_without_effect(knobs)
 
     def knobs_for_detail(self, detail: str | None) -> ImageKnobs:
         """OpenAI's `detail`: "low" is a few tokens, "high" all that the server allows; "auto" and None say nothing.

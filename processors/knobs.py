@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _CODE = "invalid_value"
 _LARGEST = 2**53  # above it JSON readers disagree about whole numbers
+AREAS = ("min_pixels", "max_pixels", "total_pixels")
+"""Knobs in whose place a size stands, where one is given (`resized_height`, `resized_width`)."""
 _Knobs = TypeVar("_Knobs", bound="DataclassInstance")
 
 
@@ -76,6 +78,11 @@ def check_number(name: str, value: object, what: str, *, zero: bool = False) -> 
         raise BadRequestError(f"{name} is {shown(value)}; it must be {what}", code=_CODE)
 
 
+def areas_without_effect(knobs: object) -> tuple[str, ...]:
+    """Those that a size beside them puts aside."""
+    return named(knobs, AREAS) if named(knobs, ("resized_height", "resized_width")) else ()
+
+
 def check_pair(knobs: object, first: str, second: str) -> None:
     """Raises BadRequestError when only one of two fields is given."""
     if (getattr(knobs, first) is None) != (getattr(knobs, second) is None):
@@ -100,9 +107,11 @@ def laid_over(
     """`knobs`, and `base` where it is silent and does not contradict.
 
     ranges: (least, most); one of base's beyond the other one in `knobs` is dropped. exclusive: names, of which any in
-    `knobs` drops all of base's.
+    `knobs` drops all of base's. A size in `knobs` drops base's areas.
     """
     mine, rest = _given(knobs), _given(base)
+    if "resized_height" in mine:
+        rest = {name: value for name, value in rest.items() if name not in AREAS}
     if mine.keys() & exclusive:
         rest = {name: value for name, value in rest.items() if name not in exclusive}
     for low, high in ranges:

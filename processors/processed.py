@@ -18,7 +18,7 @@ class ProcessedImage:
     digest, patch_digests, grid_thw, feature, scale, encoded: as in `MultimodalDataItem`; feature is read-only, for
     requests may share it.
     num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
-    clamps: what the server's limits changed of its knobs.
+    clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
     """
 
     digest: bytes
@@ -29,6 +29,7 @@ class ProcessedImage:
     source_size: tuple[int, int]
     scale: LevelScale | None = None
     clamps: tuple[Clamp, ...] = ()
+    ignored: tuple[str, ...] = ()
     encoded: bool = False
 
 

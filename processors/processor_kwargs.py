@@ -84,8 +84,9 @@ def _video_knobs(values: Mapping[str, Any], *, counts_clip: bool) -> VideoKnobs:
         unused=unused,
     )
     check_ranges(defaults, (_SIZE,))
-    knobs = VideoKnobs(**{name: values[name] for name in _SAMPLING}, defaults=defaults)
-    check_knobs(knobs, num_frames="num_frames")
+    word = None if values["num_frames"] is None else "num_frames"
+    knobs = VideoKnobs(**{name: values[name] for name in _SAMPLING}, count_word=word, defaults=defaults)
+    check_knobs(knobs)
     return knobs
 
 

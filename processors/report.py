@@ -91,7 +91,7 @@ def report_medium(processor: MultimodalProcessor, medium: ProcessedMedium, param
         tokens=medium.num_tokens,
         coordinates=processor.coordinates,
         clamps=medium.clamps,
-        ignored=() if video is None else video.ignored,
+        ignored=medium.ignored,
         video=None if video is None else _video(video),
     )
 

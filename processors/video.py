@@ -22,7 +22,6 @@ from processors.ahead import ahead
 from processors.frame_choice import FrameChoice
 from processors.hashing import media_digest, patch_digest
 from processors.inputs import Modality
-from processors.knobs import named
 from processors.processed import ProcessedVideo
 from processors.resize import Allocate, PatchConfig, frames_to_patches, planes, resize_frames
 from processors.side_by_side import side_by_side
@@ -108,7 +107,7 @@ class VideoProcessor:
             times=tuple(i / fps for i in range(count)),
             fps=fps,
             rule="list",
-            ignored=named(knobs, _OF_FILES),
+            ignored=knobs.given(_OF_FILES),
         )
         height, width = first.shape[:2]
         source = _Source(size=(width, height), fps=fps, num_frames=count)
@@ -164,7 +163,7 @@ class VideoProcessor:
             sampling=choice.rule,
             sample_fps=choice.fps,
             clamps=choice.clamps + clamps,
-            ignored=choice.ignored + self._rules.ignored(knobs),
+            ignored=tuple(dict.fromkeys(choice.ignored + self._rules.ignored(knobs))),
         )
 
     def _cut(

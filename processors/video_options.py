@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from processors.knobs import check_count, check_number, check_pair, check_ranges, laid_over, shown
+from processors.knobs import check_count, check_number, check_pair, check_ranges, laid_over, named, shown
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import BadRequestError
 
@@ -81,7 +82,8 @@ class VideoDefaults:
 class VideoKnobs:
     """What a request says about one video (the fields of Qwen's message parts); None keeps the default.
 
-    fps or num_frames (their nframes), not both; min_frames, max_frames: bounds where fps counts. min_pixels and
+    fps or num_frames, not both; count_word: what the request calls the latter, None for Qwen's "nframes". min_frames,
+    max_frames: bounds where fps counts. min_pixels and
     max_pixels: area of a resized frame; total_pixels: of the whole clip. resized_height, resized_width: a frame's size,
     rounded to whole tokens, in the place of all these areas. video_start, video_end: the part to use, in seconds.
     do_sample_frames: False uses every frame. For a list of frames, which are all used, fps is the rate they were taken
@@ -100,24 +102,32 @@ class VideoKnobs:
     video_start: int | float | None = None
     video_end: int | float | None = None
     do_sample_frames: bool | None = None
+    count_word: str | None = None
     defaults: VideoDefaults | None = None
+
+    def word(self, name: str) -> str:
+        """What the request calls the field of that name."""
+        return self.count_word or "nframes" if name == "num_frames" else name
+
+    def given(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the fields that are given, as the request calls them."""
+        return tuple(map(self.word, named(self, names)))
 
 
 # Beyond these, times and positions that are counted from it leave what integers and texts can hold.
 _LEAST_FPS, _MOST_FPS = 1e-5, 1e5
+_SAMPLING = frozenset(("fps", "num_frames", "count_word", "do_sample_frames"))
 _RANGES = (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels"))
 
 
 def video_knobs_over(knobs: VideoKnobs, base: VideoKnobs) -> VideoKnobs:
     """`knobs`, and `base` where it is silent and does not contradict."""
-    return laid_over(knobs, base, ranges=_RANGES, exclusive=frozenset(("fps", "num_frames", "do_sample_frames")))
+    return laid_over(knobs, base, ranges=_RANGES, exclusive=_SAMPLING)
 
 
-def check_knobs(knobs: VideoKnobs, *, num_frames: str = "nframes") -> None:
-    """Raises BadRequestError naming the first value that no clip can be processed with.
-
-    num_frames: what the request calls that field.
-    """
+def check_knobs(knobs: VideoKnobs) -> None:
+    """Raises BadRequestError naming the first value that no clip can be processed with."""
+    num_frames = knobs.word("num_frames")
     check_count(num_frames, knobs.num_frames)
     areas = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
     for name in ("min_frames", "max_frames", *areas):

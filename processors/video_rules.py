@@ -19,7 +19,7 @@ from processors.frame_sizes import (
     limit_areas,
 )
 from processors.image_sizes import Fit, aimed_size
-from processors.knobs import named
+from processors.knobs import areas_without_effect, named
 from processors.resize import PatchConfig
 from processors.video_options import Sampling, VideoConfig, VideoDefaults, VideoKnobs
 
@@ -62,7 +62,8 @@ class VideoRules:
     def ignored(self, knobs: VideoKnobs) -> tuple[str, ...]:
         """What was given and has no effect."""
         defaults = knobs.defaults or VideoDefaults()
-        return (*named(knobs, self.unused), *named(defaults, self.unused), *defaults.unused)
+        given = (*knobs.given(self.unused), *areas_without_effect(knobs), *named(defaults, self.unused))
+        return tuple(dict.fromkeys((*given, *defaults.unused)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,14 +99,14 @@ def qwen2_rules(settings: RuleSettings) -> VideoRules:
         areas=_checkpoint_areas(settings, 28 * 28), capped=settings.capped, clip_cap=int(tokens * token * 0.9)
     )
     sample = partial(qwen2_vl_indices, depth=settings.patches.temporal_patch_size)
-    return VideoRules(chooser=_by_number(settings, sample), sizer=sizer)
+    return VideoRules(chooser=_by_number(settings, sample, whole_patches=True), sizer=sizer)
 
 
 def qwen3_rules(settings: RuleSettings) -> VideoRules:
     """As transformers' Qwen3VLVideoProcessor."""
     token, tokens = settings.patches.factor**2, settings.config.max_video_tokens or 768
     sizer = Qwen3Sizes(areas=_checkpoint_areas(settings, 32 * 32), capped=settings.capped, frame_cap=tokens * token)
-    return VideoRules(chooser=_by_number(settings, qwen3_vl_indices), sizer=sizer)
+    return VideoRules(chooser=_by_number(settings, qwen3_vl_indices, whole_patches=False), sizer=sizer)
 
 
 def qwen_vl_utils_rules(settings: RuleSettings) -> VideoRules:
@@ -117,7 +118,8 @@ def qwen_vl_utils_rules(settings: RuleSettings) -> VideoRules:
         setting=f"--video-sampling {rule}",
     )
     sample = partial(qwen_vl_utils_indices, depth=settings.patches.temporal_patch_size)
-    return VideoRules(chooser=_by_number(settings, sample, rule), sizer=sizer, unused=(CAP,), resize_in_float=True)
+    chooser = _by_number(settings, sample, rule, whole_patches=True)
+    return VideoRules(chooser=chooser, sizer=sizer, unused=(CAP,), resize_in_float=True)
 
 
 def time_grid_rules(settings: RuleSettings) -> VideoRules:
@@ -142,9 +144,14 @@ SHARED_RULES: Mapping[Sampling, Callable[[RuleSettings], VideoRules]] = {
 """What `--video-sampling` puts in the place of a family's own."""
 
 
-def _by_number(settings: RuleSettings, sample: Sampler, rule: str = "transformers") -> ByNumber:
+def _by_number(settings: RuleSettings, sample: Sampler, rule: str = "transformers", *, whole_patches: bool) -> ByNumber:
     return ByNumber(
-        rule=rule, sample=sample, config=settings.config, fps=settings.default_fps, max_frames=settings.max_frames
+        rule=rule,
+        sample=sample,
+        config=settings.config,
+        fps=settings.default_fps,
+        max_frames=settings.max_frames,
+        multiple=settings.patches.temporal_patch_size if whole_patches else 1,
     )
 
 
@@ -159,5 +166,10 @@ def _checkpoint_areas(settings: RuleSettings, token: int) -> Areas:
 def _areas(settings: RuleSettings, low: int, high: int) -> Areas:
     patches = settings.patches
     return Areas(
-        factor=patches.factor, depth=patches.temporal_patch_size, low=low, high=high, server=settings.max_pixels
+        factor=patches.factor,
+        depth=patches.temporal_patch_size,
+        low=low,
+        high=high,
+        server=settings.max_pixels,
+        max_frames=settings.max_frames,
     )

@@ -82,7 +82,9 @@ def test_the_knobs_of_one_level_over_those_of_another():
     assert laid_over(part, ImageKnobs(min_pixels=11)) == part
     assert laid_over(ImageKnobs(min_pixels=30), request) == ImageKnobs(min_pixels=30)
     size = ImageKnobs(resized_height=3, resized_width=4)
-    assert laid_over(size, request) == ImageKnobs(min_pixels=5, max_pixels=20, resized_height=3, resized_width=4)
+    assert laid_over(size, request) == size
+    own = ImageKnobs(max_pixels=7, resized_height=3, resized_width=4)
+    assert laid_over(own, request) == own
 
 
 def test_detail(tmp_path):
@@ -313,13 +315,18 @@ FRAMES = "setting --max-video-frames"
 @pytest.mark.parametrize(
     ("knobs", "config", "frames", "told"),
     [
-        (VideoKnobs(num_frames=50), {}, 20, [("num_frames", 50, 20, 20, FRAMES)]),
+        (VideoKnobs(num_frames=50), {}, 20, [("nframes", 50, 20, 20, FRAMES)]),
         (VideoKnobs(max_frames=50, fps=1.0), {}, 10, [("max_frames", 50, 20, 20, FRAMES)]),
         (VideoKnobs(min_frames=50), {}, 20, [("min_frames", 50, 20, 20, FRAMES)]),
         (VideoKnobs(min_frames=50), {"max_frames": 8}, 8, [("min_frames", 50, 8, 8, "max_frames")]),
         (VideoKnobs(fps=5.0), {}, 20, [("fps", 5.0, 2.0, 20, FRAMES)]),
         (VideoKnobs(fps=5.0), {"max_frames": 8}, 8, [("fps", 5.0, 0.8, 8, "max_frames")]),
         (VideoKnobs(fps=5.0, max_frames=10), {}, 10, [("fps", 5.0, 1.0, 10, "max_frames")]),
+        (VideoKnobs(num_frames=50, count_word="num_frames"), {}, 20, [("num_frames", 50, 20, 20, FRAMES)]),
+        (VideoKnobs(fps=0.001), {}, 4, [("fps", 0.001, 0.4, 4, "min_frames")]),
+        (VideoKnobs(fps=0.5, min_frames=8), {}, 8, [("fps", 0.5, 0.8, 8, "min_frames")]),
+        (VideoKnobs(fps=0.4), {}, 4, []),
+        (VideoKnobs(fps=50.0), {"max_frames": 200}, 20, [("fps", 50.0, 2.0, 20, FRAMES)]),
         (VideoKnobs(fps=2.0), {}, 20, []),
         (VideoKnobs(), {"num_frames": 50}, 20, []),
         (VideoKnobs(), {"fps": 9.0}, 20, []),
@@ -336,9 +343,81 @@ def test_frames_are_clamped_and_told(kind, knobs, config, frames, told):
 @pytest.mark.parametrize("kind", [qwen2_rules, qwen_vl_utils_rules])
 def test_a_refusal_tells_what_was_changed_before(kind):
     with pytest.raises(
-        BadRequestError, match="nframes is 20, but the clip has only 10 frames; num_frames 900 was chang"
+        BadRequestError, match="nframes: 20 frames are asked for, but the clip has only 10; nframes 900 was chang"
     ):
         rules(kind).choose(TIMES[:10], 10.0, VideoKnobs(num_frames=900))
+    with pytest.raises(BadRequestError, match=r"num_frames: 12 frames \(11 in whole temporal patches\) are"):
+        rules(kind).choose(TIMES[:10], 10.0, VideoKnobs(num_frames=11, count_word="num_frames"))
+
+
+@pytest.mark.parametrize("kind", [qwen2_rules, qwen3_rules, qwen_vl_utils_rules])
+@pytest.mark.parametrize("knobs", [VideoKnobs(num_frames=50), VideoKnobs(num_frames=7), VideoKnobs()])
+def test_an_odd_limit_holds_whole_patches(kind, knobs):
+    """Also for the checkpoint's own number."""
+    made = rules(kind, VideoConfig(num_frames=9), max_frames=7)
+    choice = made.choose(TIMES, 10.0, knobs)
+    assert len(choice.indices) == (7 if kind is qwen3_rules else 6)
+    told = [(c.knob, c.asked, c.used, c.limit, c.setting) for c in choice.clamps]
+    if knobs.num_frames is None or knobs.num_frames == len(choice.indices):
+        assert told == []
+    else:
+        assert told == [("nframes", knobs.num_frames, len(choice.indices), 7, FRAMES)]
+    assert made.choose(TIMES, 10.0, VideoKnobs(num_frames=6)).clamps == ()
+
+
+def test_fewer_frames_than_a_patch_has():
+    """A picture's worth of video still is a temporal patch, where a rule counts in these."""
+    for kind, most in ((qwen2_rules, 2), (qwen3_rules, 1), (qwen_vl_utils_rules, 2)):
+        choice = rules(kind).choose(TIMES, 10.0, VideoKnobs(max_frames=1))
+        assert len(choice.indices) == most
+        told = [("max_frames", 1, 2, "frames of a temporal patch")] * (most == 2)
+        assert [(c.knob, c.asked, c.used, c.setting) for c in choice.clamps] == told
+
+
+@pytest.mark.parametrize("kind", [qwen2_rules, qwen3_rules, qwen_vl_utils_rules])
+def test_bounds_beside_a_number_of_frames_have_no_effect(kind):
+    bounds = VideoKnobs(num_frames=8, min_frames=2, max_frames=4)
+    assert rules(kind).choose(TIMES, 10.0, bounds).ignored == ("min_frames", "max_frames")
+    assert rules(kind).choose(TIMES, 10.0, VideoKnobs(num_frames=8, max_frames=10**6)).clamps == ()
+    of_checkpoint = rules(kind, VideoConfig(num_frames=8))
+    assert of_checkpoint.choose(TIMES, 10.0, VideoKnobs(max_frames=4)).ignored == ("max_frames",)
+    assert of_checkpoint.choose(TIMES, 10.0, VideoKnobs(fps=1.0, max_frames=4)).ignored == ()
+    every = VideoKnobs(do_sample_frames=False, max_frames=4)
+    assert rules(kind).choose(TIMES, 10.0, every).ignored == ("max_frames",)
+
+
+def test_a_time_grid_tells_that_max_frames_was_lowered():
+    (clamp,) = rules(time_grid_rules).choose(TIMES[:20], 10.0, VideoKnobs(max_frames=10**6)).clamps
+    assert (clamp.knob, clamp.asked, clamp.used, clamp.setting) == ("max_frames", 10**6, 20, FRAMES)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_whole_clips_area_is_clamped_to_the_largest_of_all_clips(kind):
+    """Whatever this one has: more than the server ever gives is what is told."""
+    frames, area = 20, 9 * TOKEN
+    patches = 1 if kind is qwen3_rules else 2  # the frames of a temporal patch count as one
+    limit = area * frames // patches
+    made = rules(kind, max_pixels=area)
+    beyond, within = (VideoKnobs(total_pixels=total) for total in (10**9, limit))
+    if kind is time_grid_rules:
+        assert clamps_of(made, beyond) == ()
+        assert made.ignored(beyond) == ("total_pixels",)
+        return
+    assert clamps_of(made, beyond) == (
+        Clamp(knob="total_pixels", asked=10**9, used=limit, limit=limit, setting=PIXELS),
+    )
+    assert clamps_of(made, within) == ()
+    for count in (4, 20):
+        assert len({frame_area(made, knobs, count) for knobs in (beyond, within, VideoKnobs())}) == 1
+
+
+@pytest.mark.parametrize("kind", [qwen2_rules, qwen3_rules])
+def test_a_whole_clips_area_has_the_cap(kind):
+    config = VideoConfig(max_pixels=10**9, min_pixels=TOKEN, max_video_tokens=100)
+    asked = VideoKnobs(total_pixels=10**8, defaults=VideoDefaults(cap_pixels_per_frame=True))
+    (clamp,) = clamps_of(rules(kind, config), asked)
+    assert (clamp.knob, clamp.setting) == ("total_pixels", "cap_pixels_per_frame")
+    assert clamp.used == (int(90 * TOKEN) if kind is qwen2_rules else 100 * TOKEN * 20)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -352,12 +431,27 @@ def test_every_frame(kind):
             made.choose(TIMES, 10.0, knobs)
 
 
+@pytest.mark.parametrize("kind", ALL)
+def test_areas_beside_a_size_have_no_effect(kind, tmp_path):
+    size = {"resized_height": 56, "resized_width": 84}
+    areas = VideoKnobs(**size, min_pixels=5, max_pixels=TOKEN, total_pixels=TOKEN)
+    assert set(rules(kind).ignored(areas)) == {"min_pixels", "max_pixels", "total_pixels"}
+    assert len(rules(kind).ignored(areas)) == 3
+    assert rules(kind).ignored(VideoKnobs(**size)) == ()
+    # the part goes before the request, which is no news
+    assert rules(kind).ignored(video_knobs_over(VideoKnobs(**size), VideoKnobs(total_pixels=5))) == ()
+    made = qwen2(tmp_path).process_image(picture(50, 60), ImageKnobs(**size, max_pixels=TOKEN))
+    assert made.ignored == ("max_pixels",)
+    assert made.grid_thw == (1, 4, 6)
+    assert qwen2(tmp_path).process_image(picture(50, 60), ImageKnobs(**size)).ignored == ()
+
+
 def test_knobs_without_effect_are_named():
     everything = VideoKnobs(
         num_frames=4, min_frames=2, total_pixels=9, defaults=VideoDefaults(cap_pixels_per_frame=True, unused=("x",))
     )
     assert rules(time_grid_rules).ignored(everything) == (
-        "num_frames",
+        "nframes",
         "min_frames",
         "total_pixels",
         "cap_pixels_per_frame",

@@ -109,7 +109,9 @@ def test_equals_transformers(pair, kwargs):
         assert np.float32(video.second_per_grid_t) == float(want["second_per_grid_ts"][0])
     ids, _ = pair.ours.expand(pair.tokenizer.encode(TEXT), [image, video])
     assert ids.tolist() == want["input_ids"][0].tolist()
-    assert image.clamps == video.clamps == ()
+    assert image.clamps == ()
+    # one frame of a clip of 2 s, and the least is 4
+    assert [(c.knob, c.setting) for c in video.clamps] == [("fps", "min_frames")] * (kwargs.get("fps") == 0.5)
 
 
 def test_what_a_family_does_not_know_is_told(pair):

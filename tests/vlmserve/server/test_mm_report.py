@@ -205,7 +205,14 @@ def test_a_videos_clamps_are_told(client):
 
 def test_a_knob_without_effect_is_told(client):
     part = {"type": "video", "video": [png_url(), png_url()], "nframes": 4}
-    assert answer(client, part)["warnings"] == ["messages[0].content[0]: num_frames has no effect on this video"]
+    assert answer(client, part)["warnings"] == ["messages[0].content[0]: nframes has no effect on this video"]
+    request = {"num_frames": 4, "max_frames": 3}
+    few = answer(client, {"type": "video", "video": CLIP}, mm_processor_kwargs=request)
+    assert few["warnings"] == ["messages[0].content[0]: max_frames has no effect on this video"]
+    of_list = answer(client, {"type": "video", "video": [png_url(), png_url()]}, mm_processor_kwargs={"num_frames": 4})
+    assert of_list["warnings"] == ["messages[0].content[0]: num_frames has no effect on this video"]
+    sized = answer(client, image(resized_height=56, resized_width=56, max_pixels=TOKEN), mm_processor_kwargs=request)
+    assert sized["warnings"] == ["messages[0].content[0]: max_pixels has no effect on this image"]
     assert report(client, part)[0]["video"]["sampling"] == "list"
 
 
