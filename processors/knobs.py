@@ -69,13 +69,13 @@ def check_count(name: str, value: object) -> None:
         raise BadRequestError(f"{name} is {shown(value)}; it must be at most 2**53", code=_CODE)
 
 
-def check_number(name: str, value: object, what: str, *, zero: bool = False) -> None:
-    """Raises BadRequestError unless `value` is None or a finite number above 0 (or 0, if `zero`)."""
+def check_number(name: str, value: object, what: str, *, least: float, most: float) -> None:
+    """Raises BadRequestError unless `value` is None or a number within these bounds. what: it is, for the message."""
     if value is None:
         return
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
-    if not good or (value == 0 and not zero):
-        raise BadRequestError(f"{name} is {shown(value)}; it must be {what}", code=_CODE)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        bounds = f"at least {least:g} and at most {most:g}"
+        raise BadRequestError(f"{name} is {shown(value)}; it must be {what} of {bounds}", code=_CODE)
 
 
 def areas_without_effect(knobs: object) -> tuple[str, ...]:

@@ -197,7 +197,7 @@ def test_unknown_keys(given, param):
         ({"size": {"shortest_edge": -1}}, "size.shortest_edge is -1"),
         ({"size": {"shortest_edge": 9, "longest_edge": 5}}, "exceeds"),
         ({"size": {"shortest_edge": 9}, "max_pixels": 5}, "exceeds"),
-        ({"fps": 0}, "fps is 0; it must be a number above 0"),
+        ({"fps": 0}, "fps is 0; it must be a number of at least 1e-05 and at most 100000"),
         ({"fps": float("nan")}, "fps is nan"),
         ({"fps": float("inf")}, "fps is inf"),
         ({"fps": [2.0]}, r"fps is \[2.0\]"),
