@@ -99,10 +99,11 @@ def smart_resize_clip(
     depth: frames in a temporal patch (`smart_resize` of transformers' video_processing_qwen3_vl, which refuses a clip
     shorter than that; here it counts as filled up). Raises BadRequestError as `smart_resize` does.
     """
+    source = height, width
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    check_aspect_ratio(height, width)
+    check_aspect_ratio(height, width, source)
     num_frames = max(num_frames, depth)
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
@@ -118,10 +119,14 @@ def smart_resize_clip(
     return new_height, new_width
 
 
-def check_aspect_ratio(height: int, width: int) -> None:
-    """Raises BadRequestError when one side is more than 200 times the other."""
+def check_aspect_ratio(height: int, width: int, source: tuple[int, int] | None = None) -> None:
+    """Raises BadRequestError when one side is more than 200 times the other.
+
+    source: the (height, width) that it came with, for the message.
+    """
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
+        height, width = source or (height, width)
         raise BadRequestError(
             f"a picture of {width}x{height} pixels has an aspect ratio of {ratio:.1f}, the limit is {MAX_ASPECT_RATIO}",
             code="invalid_image_size",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from processors.patch_values import patch_values
-from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
+from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize, smart_resize_clip
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import FAMILIES, noise, picture, preprocessor_config, tiny_processor, values
 from vlmserve.common.errors import BadRequestError
@@ -159,3 +159,10 @@ def test_qwen_vl_utils_gives_the_same_sizes_and_nearly_the_same_pixels(width, he
     ours = resize_frames(np.array(image)[None], theirs.height, theirs.width, "bicubic")[0]
     difference = np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).max()
     assert difference <= (0 if (theirs.width, theirs.height) == (width, height) else 2)
+
+
+@pytest.mark.parametrize(("width", "height"), [(4000, 16), (16, 4000), (500, 2)])
+def test_a_clip_that_is_too_long_a_strip_is_named_by_its_own_size(width, height):
+    """Though its ratio is that of a larger one, as in the reference."""
+    with pytest.raises(BadRequestError, match=f"of {width}x{height} pixels has an aspect ratio of 250.0"):
+        smart_resize_clip(4, height, width, factor=32, min_pixels=1, max_pixels=10**9)
