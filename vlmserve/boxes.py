@@ -200,8 +200,11 @@ def _fence_problems(text: str) -> list[str]:
 
 def _factors(medium: Mapping[str, Any]) -> tuple[float, float]:
     """What the model's x and y are multiplied with to be pixels of the source."""
-    if medium["coordinates"] == "absolute":
-        return medium["scale"]["x"], medium["scale"]["y"]
-    if medium["coordinates"] == "0-1000":
-        return medium["source_size"]["width"] / 1000, medium["source_size"]["height"] / 1000
+    try:
+        if medium["coordinates"] == "absolute":
+            return medium["scale"]["x"], medium["scale"]["y"]
+        if medium["coordinates"] == "0-1000":
+            return medium["source_size"]["width"] / 1000, medium["source_size"]["height"] / 1000
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this is no picture's entry of an mm_report: {error!r}") from error
     raise ValueError(f"coordinates {medium['coordinates']!r} are not known")

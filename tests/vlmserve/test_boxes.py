@@ -196,6 +196,10 @@ def test_back_to_the_source():
     assert absolute.problems == relative.problems == ("x",)
     with pytest.raises(ValueError, match="coordinates 'polar' are not known"):
         marks.to_source({"coordinates": "polar", **SOURCE})
+    without = ({}, {"coordinates": "absolute"}, {"coordinates": "0-1000", "source_size": {}}, [], None)
+    for entry in (*without, {"coordinates": "absolute", "scale": 2}):
+        with pytest.raises(ValueError, match="this is no picture's entry of an mm_report"):
+            marks.to_source(entry)
 
 
 def test_it_needs_nothing_but_the_standard_library():
