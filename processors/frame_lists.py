@@ -1,4 +1,4 @@
-"""Videos that come as lists of frames: whatever of them are URLs is fetched."""
+"""Videos that come as lists of frames: whatever of them are URLs is fetched, and uploaded files are read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from PIL import Image
 
 from processors.fetching import MediaFetcher, is_remote
 from processors.inputs import Modality
+from processors.media_file import MediaFile
 from processors.side_by_side import side_by_side
 from vlmserve.common.errors import BadRequestError
 
 FetchedFrame: TypeAlias = bytes | Image.Image
-Frame: TypeAlias = str | FetchedFrame
+Frame: TypeAlias = str | MediaFile | FetchedFrame
 
 
 class FrameLists:
@@ -65,4 +66,12 @@ class FrameLists:
 
 
 def _fetch(fetcher: MediaFetcher, frame: Frame, param: str | None) -> FetchedFrame:
-    return fetcher.fetch(frame, param=param) if isinstance(frame, str) else frame
+    if isinstance(frame, str):
+        return fetcher.fetch(frame, param=param)
+    if not isinstance(frame, MediaFile):
+        return frame
+    try:
+        return frame.read(fetcher.limit(Modality.IMAGE))
+    except BadRequestError as error:
+        error.param = error.param or param
+        raise

@@ -155,11 +155,27 @@ class VideoUrlPart(_VideoFields):
     video_url: Annotated[VideoUrl, BeforeValidator(_url_object)]
 
 
+class FrameFile(StrictModel):
+    """The id of an uploaded picture."""
+
+    file_id: str
+
+
+def _frame_kind(value: Any) -> str | None:
+    return "url" if isinstance(value, str) else "file" if isinstance(value, dict | FrameFile) else None
+
+
+_FRAME = Discriminator(
+    _frame_kind, custom_error_type="frame_type", custom_error_message="must be a URL, or an object with a file_id"
+)
+Frame = Annotated[Annotated[str, Tag("url")] | Annotated[FrameFile, Tag("file")], _FRAME]
+
+
 class VideoPart(_VideoFields):
-    """Qwen's own form: a URL, or the frames'."""
+    """Qwen's own form: a URL, or the frames', of which some may be uploaded files."""
 
     type: Literal["video"]
-    video: Annotated[list[str], BeforeValidator(_list_of_one)]
+    video: Annotated[list[Frame], BeforeValidator(_list_of_one)]
 
 
 class InputAudio(StrictModel):

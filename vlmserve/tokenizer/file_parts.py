@@ -19,7 +19,8 @@ def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> 
     """The messages with files for their ids: {"type": "image", "image": MediaFile} or the same with "video".
 
     An id stands in {"type": "file", "file": {"file_id": ...}}, where the file's first bytes tell which of both it is,
-    or in the place of a URL. find: None where there are no uploaded files. Raises BadRequestError naming the part.
+    in the place of a URL, or in that of a video's frame, {"type": "video", "video": [{"file_id": ...}]}.
+    find: None where there are no uploaded files. Raises BadRequestError naming the part.
     """
     return [_with_files(message, f"messages[{index}]", find) for index, message in enumerate(messages)]
 
@@ -57,7 +58,15 @@ def _with_file(part: Any, param: str, find: FindFile | None) -> Any:
         others = {key: value for key, value in part.items() if key != kind}
         rest = {key: value for key, value in given.items() if key not in ("file_id", "url")}
         return {**others, **rest, "type": name, name: _find(given["file_id"], f"{param}.{kind}", find)}
+    if kind == "video" and isinstance(frames := part.get("video"), list | tuple):
+        return {**part, "video": [_frame(one, f"{param}.video[{place}]", find) for place, one in enumerate(frames)]}
     return part
+
+
+def _frame(given: Any, param: str, find: FindFile | None) -> Any:
+    if isinstance(given, Mapping) and given.get("file_id") is not None:
+        return _find(given["file_id"], param, find)
+    return given
 
 
 def _find(file_id: Any, param: str, find: FindFile | None) -> MediaFile:

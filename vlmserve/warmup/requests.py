@@ -180,7 +180,8 @@ def _with_files(message: Message, files: Mapping[tuple[str, Modality], bytes]) -
             others |= {name: given for name, given in value.items() if name != "url"}
             value = value["url"]
         if isinstance(value, list):
-            content: object = [files.get((address, modality), address) for address in value]
+            # uploaded files stay as they are
+            content: object = [files.get((one, modality), one) if isinstance(one, str) else one for one in value]
         else:
             content = files[value, modality]
         return {**others, "type": modality.value, modality.value: content}
@@ -204,7 +205,8 @@ def _part_for_server(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**others, "type": "image_url", "image_url": url}
 
 
-def _data_url(content: bytes | str) -> str:
-    if isinstance(content, str):
+def _data_url(content: Any) -> Any:
+    """URLs, and uploaded files, stay as they are."""
+    if not isinstance(content, bytes):
         return content
     return "data:application/octet-stream;base64," + base64.b64encode(content).decode()

@@ -114,6 +114,34 @@ def test_several_files_and_urls_in_their_order(client, served):
     assert [item.digest for item in again] == expected
 
 
+def test_frames_by_id_are_those_frames(client, served):
+    """Among others, in their order."""
+    red, blue = png_url((255, 0, 0)), png_url((0, 0, 255))
+    names = [upload(client, base64.b64decode(url.split(",")[1])) for url in (red, blue)]
+    (expected,) = media_of(served, client, {"type": "video", "video": [red, png_url(), blue]})
+    mixed = [{"file_id": names[0]}, png_url(), {"file_id": names[1]}]
+    (item,) = media_of(served, client, {"type": "video", "video": mixed, "fps": 2})
+    assert item.media_key == expected.media_key
+
+
+def test_frames_by_id_that_are_refused(client):
+    name, gone = upload(client), upload(client)
+    assert client.delete(f"/v1/files/{gone}").status_code == 200
+    place = "messages[0].content[0].video"
+
+    def refuse(frame, status, param, code=None):
+        return refused(ask(client, {"type": "video", "video": [{"file_id": name}, frame]}), status, param, code)
+
+    refuse({"file_id": gone}, 404, f"{place}[1].file_id", "file_not_found")
+    assert "url is not a known field" in refuse({"file_id": name, "url": png_url()}, 400, f"{place}[1].url")
+    assert "file_id is missing" in refuse({}, 400, f"{place}[1].file_id")
+    assert "must be a URL, or an object with a file_id" in refuse(5, 400, f"{place}[1]")
+    refuse({"file_id": 5}, 400, f"{place}[1].file_id")
+    text, large = upload(client, b"some text"), upload(client, PNG + bytes(100_000))
+    assert "frame 1 of the video: " in refuse({"file_id": text}, 400, "messages[0].content[0]", "invalid_image")
+    assert "the limit is 100000" in refuse({"file_id": large}, 400, "messages[0].content[0]")
+
+
 def test_a_file_that_is_not_there(client):
     name = "file-" + "0" * 32
     place = "messages[0].content[0]"

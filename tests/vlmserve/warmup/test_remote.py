@@ -148,6 +148,23 @@ def test_requests_are_sent_with_all_their_knobs(folder, tmp_path, capsys):
     asyncio.run(served.frontend.close())
 
 
+def test_uploaded_files_stay_as_they_are(folder, tmp_path, capsys):
+    """Also among the frames of a list."""
+    served = make_served(folder)
+    (tmp_path / "a.png").write_bytes(png(1, 224, 224))
+    with real_server(served.app) as port:
+        url = f"http://127.0.0.1:{port}"
+        files = openai.OpenAI(base_url=f"{url}/v1", api_key="none").files
+        name = files.create(file=("b.png", png(2, 224, 224)), purpose="vision").id
+        part = {"type": "video", "video": ["a.png", {"file_id": name}, "a.png"]}
+        request = {"messages": [{"role": "user", "content": [part]}]}
+        (tmp_path / "requests.jsonl").write_text(json.dumps(request))
+        assert warmup(capsys, tmp_path / "requests.jsonl", "--url", url)["done"] == 1
+    (asked,) = served.scheduler.encodes
+    assert [item.grid_thw[0] for item in asked.items] == [2]
+    asyncio.run(served.frontend.close())
+
+
 def test_a_server_that_cannot_write_ends_the_run(folder, tmp_path, capsys, monkeypatch):
     served, journal = make_served(folder), tmp_path / "done.jsonl"
     answer = served.scheduler._encoded
