@@ -110,7 +110,7 @@ class LLM:
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Completion:
-        """The answer to one conversation, in OpenAI's message form; media may be bytes, Paths or PIL images.
+        """The answer to one conversation, in OpenAI's message form; media may be bytes, Paths, PIL images and arrays.
 
         mm_processor_kwargs: how media are prepared where a part does not say (`processors.processor_kwargs`).
         """

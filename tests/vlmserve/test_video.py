@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -95,6 +96,7 @@ def test_sources_of_a_video(family, tmp_path):
     urls = ["data:image/jpeg;base64," + base64.b64encode(one).decode() for one in jpegs]
     joined = "data:video/jpeg;base64," + ",".join(url.split(",")[1] for url in urls)
     pictures = [Image.open(io.BytesIO(one)) for one in jpegs]
+    arrays = [np.asarray(picture) for picture in pictures]
     with LLM(str(folder), num_threads=1) as llm:
         for equal in (
             [
@@ -103,7 +105,7 @@ def test_sources_of_a_video(family, tmp_path):
                 {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{text}"}},
                 {"type": "video_url", "video_url": f"data:video/mp4;base64,{text}"},
             ],
-            [video(jpegs), video(urls), video(joined), video(pictures)],
+            [video(jpegs), video(urls), video(joined), video(pictures), video(arrays), video(np.stack(arrays))],
         ):
             answers = [llm.chat(ask(part, "What?"), GREEDY) for part in equal]
             assert len({answer.token_ids for answer in answers}) == 1

@@ -102,6 +102,7 @@ class ImagePart(_ImageFields):
 
     type: Literal["image"]
     image: str
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class Embeds(StrictModel):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from processors.knobs import ImageKnobs
+from processors.media_file import MediaFile
 from processors.processor_kwargs import RequestKnobs
 from processors.video_options import VideoKnobs
 from vlmserve.common.errors import BadRequestError
+from vlmserve.tokenizer.media_sources import picture_source, video_source
 
 Message = Mapping[str, Any]
 
@@ -31,6 +34,16 @@ _VIDEO_FIELDS = {
     "video_end": "video_end",
 }
 _IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+# type of a part -> what may stand in it, as the API has it: what is mistyped is told without a server, too
+_KNOWN_FIELDS = {
+    "text": ("text",),
+    "refusal": ("refusal",),
+    "image_url": ("image_url", *_IMAGE_FIELDS),
+    "image": ("image", "detail", *_IMAGE_FIELDS),
+    "image_embeds": ("image_embeds",),
+    "video_url": ("video_url", *_VIDEO_FIELDS),
+    "video": ("video", *_VIDEO_FIELDS),
+}
 _OTHER_PARTS = ("input_audio", "audio_url")
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -160,6 +173,8 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
     if not isinstance(part, Mapping):
         raise BadRequestError(f"{param} is a {type(part).__name__}; it must be an object with a type", param=param)
     kind = part.get("type")
+    if kind in _KNOWN_FIELDS:
+        _check_fields(part, ("type", *_KNOWN_FIELDS[kind]), param)
     if kind in ("text", "refusal"):
         text = part.get(kind)
         if not isinstance(text, str):
@@ -188,12 +203,13 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
 
 
 def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
-    value: Any = part.get(kind)
-    detail = part.get("detail")
-    if kind == "image_url" and isinstance(value, Mapping):
-        value, detail = value.get("url"), value.get("detail")
-    if value is None or (kind == "image_url" and not isinstance(value, str)):
-        raise BadRequestError(f"{param}.{kind} has no url", param=f"{param}.{kind}")
+    value, detail = part.get(kind), part.get("detail")
+    if kind == "image_url":
+        if isinstance(value, Mapping):
+            detail = value.get("detail")
+        value = _url(value, ("url", "detail"), f"{param}.image_url", "image")
+    else:
+        value = picture_source(value, f"{param}.image")
     knobs = ImageKnobs(**{name: part.get(name) for name in _IMAGE_FIELDS})
     return ImageRef(source=value, param=param, detail=detail, knobs=knobs)
 
@@ -207,23 +223,49 @@ def _embeds_ref(part: Mapping[str, Any], param: str) -> EmbedsRef:
         value = "data:application/octet-stream;base64," + value["data"]
     elif isinstance(value, Mapping) and isinstance(value.get("url"), str):
         value = value["url"]
-    if value is None:
-        raise BadRequestError(f"{param}.image_embeds is missing", param=f"{param}.image_embeds")
+    if not isinstance(value, str | bytes | Path | MediaFile | Mapping):
+        raise BadRequestError(
+            f"{param}.image_embeds is a {type(value).__name__}; it must be a safetensors file: base64, or without a "
+            "server bytes, a Path or tensors by name",
+            param=f"{param}.image_embeds",
+            code="invalid_value",
+        )
     return EmbedsRef(source=value, param=param)
 
 
 def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
     value: Any = part.get(kind)
-    if kind == "video_url" and isinstance(value, Mapping):
-        value = value.get("url")
-    if value is None or (kind == "video_url" and not isinstance(value, str)):
-        raise BadRequestError(f"{param}.{kind} has no url", param=f"{param}.{kind}")
-    if isinstance(value, list | tuple):
-        value = tuple(value)
+    if kind == "video_url":
+        value = _url(value, ("url",), f"{param}.video_url", "video")
+    else:
+        value = video_source(value, f"{param}.video")
     if "fps" in part and "sample_fps" in part:
         raise BadRequestError(f"{param}: fps and sample_fps exclude each other", param=param, code="invalid_value")
     knobs = {knob: part[name] for name, knob in _VIDEO_FIELDS.items() if part.get(name) is not None}
     return VideoRef(source=value, param=param, knobs=VideoKnobs(**knobs))
+
+
+def _url(value: Any, known: Collection[str], param: str, kind: str) -> str:
+    """Of image_url or video_url, which may be the URL itself. kind: of the part that takes other things."""
+    if isinstance(value, Mapping):
+        _check_fields(value, known, param)
+        value = value.get("url")
+    if value is None:
+        raise BadRequestError(f"{param} has no url", param=param)
+    if not isinstance(value, str):
+        what = f"{param} is a {type(value).__name__}, not a URL; other things belong into a part of type {kind!r}"
+        raise BadRequestError(what, param=param, code="invalid_value")
+    return value
+
+
+def _check_fields(given: Mapping[str, Any], known: Collection[str], param: str) -> None:
+    for name in given:
+        if name not in known:
+            raise BadRequestError(
+                f"{param}.{name} is not a known field; known are {', '.join(known)}",
+                param=f"{param}.{name}",
+                code="invalid_value",
+            )
 
 
 def _convert_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

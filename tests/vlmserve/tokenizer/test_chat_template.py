@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from pydantic import ValidationError
 
 from processors.video_options import VideoKnobs
 from tests.vlmserve.tiny_tokenizer import TEMPLATE
 from vlmserve.common.errors import BadRequestError, CheckpointError
-from vlmserve.tokenizer.chat_messages import ImageRef, VideoRef, to_template_messages
+from vlmserve.server.protocol import (
+    ChatCompletionRequest,
+    ImageEmbedsPart,
+    ImagePart,
+    ImageUrlPart,
+    RefusalPart,
+    TextPart,
+    VideoPart,
+    VideoUrlPart,
+)
+from vlmserve.tokenizer.chat_messages import _KNOWN_FIELDS, ImageRef, VideoRef, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate, load_chat_template
 
 HI = [{"role": "user", "content": "hi"}]
@@ -147,6 +162,89 @@ def test_videos_and_what_is_said_about_them():
         VideoRef(source="u3", param=f"{where}[2]", knobs=VideoKnobs(num_frames=6, video_start=2)),
         VideoRef(source=("f1", "f2"), param=f"{where}[3]", knobs=VideoKnobs(fps=4)),
     ]
+
+
+PICTURE = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
+
+
+def media_of(*parts):
+    return to_template_messages([{"role": "user", "content": list(parts)}]).media
+
+
+def test_arrays_are_pictures_and_videos():
+    clip = np.stack([PICTURE, PICTURE[::-1], PICTURE[:, ::-1]])
+    image, strided, video, listed = media_of(
+        {"type": "image", "image": PICTURE},
+        {"type": "image", "image": PICTURE[::-1, ::2]},
+        {"type": "video", "video": clip},
+        {"type": "video", "video": [PICTURE, "f", Image.fromarray(PICTURE)]},
+    )
+    assert image.source.size == (4, 5)
+    assert np.array_equal(image.source, PICTURE)
+    assert np.array_equal(strided.source, PICTURE[::-1, ::2])
+    assert np.array_equal([np.asarray(frame) for frame in video.source], clip)
+    assert np.array_equal(listed.source[0], PICTURE)
+    assert listed.source[1] == "f"
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "what"),
+    [
+        ({"type": "image", "image": 5}, "image", "is a int; it must be a URL, or without a server bytes"),
+        ({"type": "image"}, "image", "is missing"),
+        ({"type": "image", "image": [PICTURE]}, "image", "is a list"),
+        ({"type": "image", "image": {"url": "x"}}, "image", "is a dict"),
+        ({"type": "image", "image": PICTURE / 255}, "image", r"is a numpy array float64 \[5, 4, 3\]; .*uint8 \[height"),
+        ({"type": "image", "image": PICTURE[..., 0]}, "image", r"is a numpy array uint8 \[5, 4\]"),
+        ({"type": "image", "image": PICTURE[:0]}, "image", r"is a numpy array uint8 \[0, 4, 3\]"),
+        ({"type": "image", "image": PICTURE.transpose(2, 0, 1)}, "image", r"uint8 \[3, 5, 4\]"),
+        ({"type": "image", "image": torch.zeros(5, 4, 3)}, "image", "is a Tensor"),
+        ({"type": "image_url", "image_url": Image.fromarray(PICTURE)}, "image_url", "a part of type 'image'"),
+        ({"type": "image_url", "image_url": {"url": b"x"}}, "image_url", "is a bytes, not a URL"),
+        ({"type": "image_embeds", "image_embeds": 5}, "image_embeds", "is a int; it must be a safetensors file"),
+        ({"type": "video", "video": 5}, "video", "is a int; it must be a URL or a list of frames"),
+        ({"type": "video", "video": Image.fromarray(PICTURE)}, "video", "is a Image; it must be"),
+        ({"type": "video", "video": PICTURE}, "video", r"uint8 \[5, 4, 3\]; .*uint8 \[frames, height"),
+        ({"type": "video", "video": torch.zeros(2, 5, 4, 3)}, "video", "is a Tensor"),
+        ({"type": "video", "video": ["f", 5]}, "video[1]", "is a int; it must be a URL"),
+        ({"type": "video", "video": [PICTURE[None]]}, "video[0]", r"uint8 \[1, 5, 4, 3\]"),
+        ({"type": "video_url", "video_url": Image.fromarray(PICTURE)}, "video_url", "a part of type 'video'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_a_medium(part, param, what):
+    with pytest.raises(BadRequestError, match=what) as caught:
+        media_of(part)
+    assert caught.value.param == f"messages[0].content[0].{param}"
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "text", "text": "t", "txt": 5}, "txt"),
+        ({"type": "image", "image": "u", "fps": 2}, "fps"),
+        ({"type": "image_url", "image_url": "u", "detail": "low"}, "detail"),
+        ({"type": "image_url", "image_url": {"url": "u", "max_pixels": 5}}, "image_url.max_pixels"),
+        ({"type": "image_embeds", "image_embeds": "e", "detail": "low"}, "detail"),
+        ({"type": "video", "video": "u", "num_frames": 5}, "num_frames"),
+        ({"type": "video_url", "video_url": "u", "video": "u"}, "video"),
+        ({"type": "video_url", "video_url": {"url": "u", "detail": "low"}}, "video_url.detail"),
+    ],
+)
+def test_unknown_fields_of_a_part_are_refused_as_by_the_server(part, param):
+    with pytest.raises(BadRequestError, match=f"{param} is not a known field; known are ") as caught:
+        media_of(part)
+    assert caught.value.param == f"messages[0].content[0].{param}"
+    request = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+    with pytest.raises(ValidationError, match="not permitted"):
+        ChatCompletionRequest.model_validate(request)
+
+
+def test_the_server_knows_the_fields_that_are_known_here():
+    """The tables of both."""
+    models = (TextPart, RefusalPart, ImageUrlPart, ImagePart, ImageEmbedsPart, VideoUrlPart, VideoPart)
+    fields = {kind: {"type", *names} for kind, names in _KNOWN_FIELDS.items()}
+    assert fields == {get_args(model.model_fields["type"].annotation)[0]: {*model.model_fields} for model in models}
 
 
 @pytest.mark.parametrize(
