@@ -100,8 +100,8 @@ class MediaFetcher:
     def limit(self, modality: Modality) -> ByteLimit:
         """The largest file of a modality."""
         if modality is Modality.VIDEO:
-            return ByteLimit(bytes=self._settings.max_video_bytes, setting="max_video_bytes")
-        return ByteLimit(bytes=self._settings.max_bytes, setting="media_max_bytes")
+            return ByteLimit(bytes=self._settings.max_video_bytes, setting="--max-video-bytes")
+        return ByteLimit(bytes=self._settings.max_bytes, setting="--media-max-bytes")
 
     def close(self) -> None:
         """Break off downloads under way and refuse new ones."""
@@ -141,13 +141,13 @@ class MediaFetcher:
     def _read_file(self, url: str, limit: ByteLimit) -> bytes:
         root = self._settings.allowed_local_media_path
         if root is None:
-            raise BadRequestError("file: URLs are refused (setting allowed_local_media_path)", code=_CODE)
+            raise BadRequestError("file: URLs are refused (setting --allowed-local-media-path)", code=_CODE)
         path = _local_path(url)
         root = os.path.realpath(root)
         inside = os.path.relpath(os.path.realpath(path), root)
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
             raise BadRequestError(
-                f"{_shorten(url)} is not below the folder of the setting allowed_local_media_path", code=_CODE
+                f"{_shorten(url)} is not below the folder of the setting --allowed-local-media-path", code=_CODE
             )
         try:
             return _read_below(root, inside.split(os.sep), url, limit)

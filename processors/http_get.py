@@ -66,11 +66,11 @@ class HttpGetter:
                 target = self._parse(result, target)
         except (TimeoutError, httpcore2.TimeoutException):
             raise GetError(
-                f"{target.host!r} did not deliver within {self._limits.timeout_s:g} s (setting media_timeout_s)"
+                f"{target.host!r} did not deliver within {self._limits.timeout_s:g} s (setting --media-timeout-s)"
             ) from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError, ValueError) as error:
             raise GetError(f"cannot fetch from {target.host!r}: {_reason(error)}") from error
-        raise GetError(f"more than {self._limits.max_redirects} redirects (setting media_max_redirects)")
+        raise GetError(f"more than {self._limits.max_redirects} redirects (setting --media-max-redirects)")
 
     def child(self) -> HttpGetter:
         """Another one like this, whose GETs end with it, and which may be closed by itself."""
@@ -98,7 +98,7 @@ class HttpGetter:
             raise GetError(f"{where}a URL with a user name or password, which is not supported")
         domains = self._limits.allowed_media_domains
         if domains is not None and not any(_within(parsed.host, domain) for domain in domains):
-            raise GetError(f"{where}host {parsed.host!r}, which is not in the setting allowed_media_domains")
+            raise GetError(f"{where}host {parsed.host!r}, which is not in the setting --allowed-media-domains")
         return parsed
 
     def _get_once(self, url: httpx2.URL, deadline: float, size: ByteLimit) -> bytes | str:
@@ -211,7 +211,7 @@ class _PinnedBackend(httpcore2.NetworkBackend):
         addresses = resolve(self._resolver, host, port, self._remaining())
         if not self._allow_private and not all(is_public_address(address) for address in addresses):
             raise GetError(
-                f"{host!r} is at a private or reserved address, which is refused (setting allow_private_media)"
+                f"{host!r} is at a private or reserved address, which is refused (setting --allow-private-media)"
             )
         failure: Exception | None = None
         for place, address in enumerate(addresses):

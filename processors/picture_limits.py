@@ -36,7 +36,7 @@ def check_size(width: int, height: int, limits: DecodeLimits, what: str = "pictu
     if max(width, height) > limits.max_side:
         raise BadRequestError(
             f"a {what} of {width}x{height} pixels: its longer side may be {limits.max_side} pixels, "
-            f"those of {limits.max_image_pixels} pixels (setting max_image_pixels) at {MAX_SIDES_RATIO}:1",
+            f"those of {limits.max_image_pixels} pixels (setting --max-image-pixels) at {MAX_SIDES_RATIO}:1",
             code="image_too_large",
         )
 
@@ -44,7 +44,7 @@ def check_size(width: int, height: int, limits: DecodeLimits, what: str = "pictu
 def too_large(what: str, limits: DecodeLimits) -> BadRequestError:
     """A picture (`what`) that has more pixels than the setting allows."""
     return BadRequestError(
-        f"a {what}; the limit is {limits.max_image_pixels} (setting max_image_pixels)", code="image_too_large"
+        f"a {what}; the limit is {limits.max_image_pixels} (setting --max-image-pixels)", code="image_too_large"
     )
 
 

@@ -127,7 +127,7 @@ def test_percent_encoding_is_decoded_piece_by_piece(monkeypatch, shift):
 
 def test_data_url_is_measured_before_it_is_decoded(monkeypatch):
     assert fetcher(max_bytes=999).fetch("data:;base64," + b64(bytes(999))) == bytes(999)
-    refused("data:;base64," + b64(bytes(1000)), "the limit is 999 .*media_max_bytes", max_bytes=999)
+    refused("data:;base64," + b64(bytes(1000)), "the limit is 999 .*--media-max-bytes", max_bytes=999)
     monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("decoded"))
     refused("data:;base64," + b64(bytes(5000)), "the limit is 999", max_bytes=999)
 
@@ -179,7 +179,7 @@ def test_long_urls_are_shortened_in_messages():
 
 def test_files_are_refused_by_default(tmp_path):
     (tmp_path / "a").write_bytes(BODY)
-    refused(f"file://{tmp_path}/a", "allowed_local_media_path")
+    refused(f"file://{tmp_path}/a", "--allowed-local-media-path")
 
 
 def test_files_below_the_allowed_folder(tmp_path):
@@ -268,7 +268,7 @@ def test_http(web):
         ("/to?data:image/png;base64,aGk=", "redirected to a data URL"),
         ("/to?http://user@127.0.0.1/", "redirected to a URL with a user name"),
         ("/to?http://[", "redirected to a malformed URL"),
-        ("/hops?6", "more than 5 redirects .*media_max_redirects"),
+        ("/hops?6", "more than 5 redirects .*--media-max-redirects"),
     ],
 )
 def test_http_answers_that_are_refused(web, path, match):
@@ -288,7 +288,7 @@ def test_a_redirect_loop_ends(web):
 
 def test_size_limit(web):
     assert fetcher(max_bytes=1000).fetch(web.url("/size?1000")) == bytes(1000)
-    refused(web.url("/size?1001"), "1001 bytes, more than the limit of 1000 .*media_max_bytes", max_bytes=1000)
+    refused(web.url("/size?1001"), "1001 bytes, more than the limit of 1000 .*--media-max-bytes", max_bytes=1000)
     refused(web.url("/claims?99999999999"), "99999999999 bytes, more than", max_bytes=1000)
     refused(web.url("/endless"), "more than the limit of 300000 bytes", max_bytes=300_000)
 
@@ -296,7 +296,7 @@ def test_size_limit(web):
 @pytest.mark.parametrize("path", ["/stall", "/drip", "/drip_headers", "/claims?50"])
 def test_the_deadline_covers_the_whole_answer(web, path):
     start = time.monotonic()
-    refused(web.url(path), r"did not deliver within 0\.3 s .*media_timeout_s", timeout_s=0.3)
+    refused(web.url(path), r"did not deliver within 0\.3 s .*--media-timeout-s", timeout_s=0.3)
     assert time.monotonic() - start < 5
 
 
@@ -358,7 +358,7 @@ def test_proxies_of_the_environment_are_ignored(web, monkeypatch):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "[::ffff:127.0.0.1]"])
 def test_this_machine_is_refused_by_default(web, host):
     before = len(web.paths)
-    refused(web.url("/good", host=host), "private or reserved address.*allow_private_media", allow_private_media=False)
+    refused(web.url("/good", host=host), "or reserved address.*--allow-private-media", allow_private_media=False)
     assert len(web.paths) == before, "not even connected to"
 
 
@@ -425,7 +425,7 @@ def test_allowed_domains(connections):
     for host in ("media.example", "MEDIA.example", "media.example.", "a.cdn.example", "a.b.cdn.example"):
         assert fetcher(**settings).fetch(f"http://{host}/good") == BODY
     for host in ("cdn.example", "xmedia.example", "media.example.evil.example", "a.media.example"):
-        refused(f"http://{host}/good", "allowed_media_domains", **settings)
+        refused(f"http://{host}/good", "--allowed-media-domains", **settings)
     refused("http://media.example/to?http://evil.example/good", "redirected to host 'evil.example'", **settings)
 
 

@@ -91,7 +91,7 @@ def test_a_failure_breaks_off_what_is_under_way(frames):
 def test_too_many_bytes_break_off_what_is_under_way(frames):
     start = time.monotonic()
     urls = [frames.server.url(path) for path in ("/stall", "/late?60", "/late?60", "/frame?1")]
-    with pytest.raises(BadRequestError, match=r"larger together than 100 bytes \(setting max_video_bytes\)") as caught:
+    with pytest.raises(BadRequestError, match=r"together than 100 bytes \(setting --max-video-bytes\)") as caught:
         lists(max_video_bytes=100).fetch(urls, PARAM)
     assert caught.value.param == PARAM
     assert time.monotonic() - start < 30

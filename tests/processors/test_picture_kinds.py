@@ -291,7 +291,7 @@ def test_a_webp_canvas_larger_than_its_picture():
     side = (16382).to_bytes(3, "little")
     refused(
         data[:at] + side + side + data[at + 6 :],
-        r"of 16383x16383 = 268402689 pixels; the limit is 64000000 \(setting max_image",
+        r"of 16383x16383 = 268402689 pixels; the limit is 64000000 \(setting --max-image",
     )
 
 
@@ -361,7 +361,7 @@ def test_thin_pictures_are_refused_before_they_are_decoded(size, monkeypatch):
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("decoded"))
     for data in files:
         error = refused(
-            data, rf"{size[0]}x{size[1]} pixels: its longer side may be 113137 .*\(setting max_image_pixels"
+            data, rf"{size[0]}x{size[1]} pixels: its longer side may be 113137 .*\(setting --max-image-pixels"
         )
         assert error.code == "image_too_large"
     with pytest.raises(BadRequestError, match="its longer side may be 113137"):

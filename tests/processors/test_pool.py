@@ -693,13 +693,13 @@ def test_videos_have_a_byte_limit_of_their_own(processor):
         for source in (url + "clip", data_url(clip)):
             (video,) = pool.load_sync([VideoRequest(source=source)])
             assert video.num_tokens
-            with pytest.raises(BadRequestError, match=r"limit (is|of) .*max_video_bytes"):
+            with pytest.raises(BadRequestError, match=r"limit (is|of) .*--max-video-bytes"):
                 tight.load_sync([VideoRequest(source=source)])
-        with pytest.raises(BadRequestError, match="media_max_bytes"):  # a frame is a picture
+        with pytest.raises(BadRequestError, match="--media-max-bytes"):  # a frame is a picture
             pool.load_sync([VideoRequest(source=(url + "frame",))])
         settings = FetchSettings(allow_private_media=True, max_video_bytes=2 * len(jpeg(0)) + 9)
         small = ProcessorPool(processor, MediaFetcher(settings), PoolSettings())
-        with pytest.raises(BadRequestError, match=r"larger together than .*max_video_bytes"):
+        with pytest.raises(BadRequestError, match=r"larger together than .*--max-video-bytes"):
             small.load_sync([VideoRequest(source=(url + "frame",) * 3)])
     for one in (pool, tight, small):
         one.close()

@@ -284,9 +284,9 @@ def test_as_a_medium(store):
     assert file.read(ByteLimit(bytes=len(png), setting="s")) == png
     refused(
         file.read,
-        ByteLimit(bytes=len(png) - 1, setting="media_max_bytes"),
+        ByteLimit(bytes=len(png) - 1, setting="--media-max-bytes"),
         code="invalid_media_url",
-        match=rf"{len(png)} bytes, the limit is {len(png) - 1} \(setting media_max_bytes\)",
+        match=rf"{len(png)} bytes, the limit is {len(png) - 1} \(setting --media-max-bytes\)",
     )
     store.delete("a", file.record.id)
     refused(file.read, ByteLimit(bytes=1000, setting="s"), code="file_not_found", status=404)

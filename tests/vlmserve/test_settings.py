@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from pathlib import Path
 
@@ -214,3 +215,17 @@ def test_encoder_settings_that_do_not_go_together(settings: dict[str, object], w
 )
 def test_how_many_encoder_processes(settings: dict[str, object], count: int) -> None:
     assert EngineArgs(model="", **settings).num_encoders == count
+
+
+def test_messages_name_settings_by_their_flags() -> None:
+    """Wherever a text of the sources says "setting ..."."""
+    root = Path(__file__).resolve().parents[2]
+    flags = {f"--{setting.name.replace('_', '-')}" for setting in iter_settings()}
+    found: dict[str, Path] = {}
+    for folder in ("processors", "vision", "vlmserve"):
+        for path in (root / folder).rglob("*.py"):
+            # some texts go on in the next line
+            named = re.findall(r"""setting[\s"f]+(--[a-z0-9-]+|[a-z]+_[a-z_]+)""", path.read_text())
+            found |= dict.fromkeys(named, path)
+    assert len(found) > 15
+    assert {name: path for name, path in found.items() if name not in flags} == {}

@@ -64,7 +64,7 @@ def test_what_is_refused(client):
     assert f"[6, {ROW_WIDTH}]" in message
     large = base64.b64encode(bytes(10_001)).decode()
     message = refused(ask(client, embeds(large)), 400, PLACE, "invalid_media_url")
-    assert "10001 bytes, the limit is 10000 (setting media_max_bytes)" in message
+    assert "10001 bytes, the limit is 10000 (setting --media-max-bytes)" in message
     refused(ask(client, embeds("no base64!")), 400, PLACE, "invalid_media_url")
     refused(ask(client, embeds({"url": "file:///etc/passwd"})), 400, PLACE, "invalid_media_url")
     refused(ask(client, embeds({"data": TEXT, "url": "x"})), 400, f"{PLACE}.image_embeds", "invalid_value")

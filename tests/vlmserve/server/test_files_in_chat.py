@@ -170,7 +170,7 @@ def test_a_file_that_is_no_medium(client, data):
 def test_a_file_over_the_limit_of_pictures(client):
     name = upload(client, PNG + bytes(100_000))
     message = refused(ask(client, {"type": "file", "file": {"file_id": name}}), 400, "messages[0].content[0]")
-    assert f"{len(PNG) + 100_000} bytes, the limit is 100000 (setting media_max_bytes)" in message
+    assert f"{len(PNG) + 100_000} bytes, the limit is 100000 (setting --media-max-bytes)" in message
 
 
 def test_shapes_that_are_refused(client):

@@ -187,7 +187,7 @@ def test_limits_of_files_hold(model, tmp_path, capsys):
     words = [model, tmp_path / "a.png", "--embedding-cache-dir", tmp_path / "cache", "--errors", failed]
     warmup(capsys, *words, "--media-max-bytes", "100", status=1)
     (error,) = lines(failed)
-    assert "the limit is 100 (setting media_max_bytes)" in error["message"]
+    assert "the limit is 100 (setting --media-max-bytes)" in error["message"]
     warmup(capsys, *words, "--max-image-pixels", "100", status=1)
     (error,) = lines(failed)
     assert "100" in error["message"]
