@@ -57,8 +57,8 @@ def test_a_file_is_what_its_bytes_are(pool):
     for one, other in zip(got, want, strict=True):
         assert one.digest == other.digest
         assert np.array_equal(one.feature, other.feature)
-    assert image.limits == [ByteLimit(bytes=100_000, setting="media_max_bytes")]
-    assert video.limits == [ByteLimit(bytes=200_000, setting="max_video_bytes")]
+    assert image.limits == [ByteLimit(bytes=100_000, setting="--media-max-bytes")]
+    assert video.limits == [ByteLimit(bytes=200_000, setting="--max-video-bytes")]
 
 
 @pytest.mark.parametrize("kind", [ImageRequest, VideoRequest])
