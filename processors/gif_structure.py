@@ -1,4 +1,4 @@
-"""What stands before a GIF's first picture (GIF89a specification), counted as Pillow reads it: block by block."""
+"""A GIF's blocks (GIF89a specification): those before its first picture, as Pillow reads them, and its end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,28 @@ _MOST_BLOCKS = 2**17
 _MOST_COMMENT_BLOCKS, _MOST_COMMENT_BYTES = 10_000, 256 * 2**10
 
 
+def is_whole_gif(data: bytes) -> bool:
+    """Whether it goes on to its end mark, whatever there is behind that."""
+    at = _SCREEN_BYTES + _table_bytes(data, 10)
+    while at < len(data):
+        if data[at] == _TRAILER:
+            return True
+        if data[at] == _IMAGE:  # section 20, with its table, and the smallest code's size (section 22)
+            at += 10 + _table_bytes(data, at + 9) + 1
+        elif data[at] == _EXTENSION:
+            at += 2
+        else:
+            return False
+        while at < len(data) and data[at]:
+            at += 1 + data[at]
+        at += 1
+    return False
+
+
 def check_gif(data: bytes) -> None:
     """Raises BadRequestError for a GIF of too many blocks, or too long a comment, before its first picture."""
     blocks = comment_blocks = comment_bytes = 0
-    at = _SCREEN_BYTES
-    if len(data) > 10 and data[10] & 0x80:  # a global colour table follows
-        at += 3 << (data[10] & 7) + 1
+    at = _SCREEN_BYTES + _table_bytes(data, 10)
     while at < len(data) and data[at] not in (_IMAGE, _TRAILER):
         blocks += 1
         if data[at] != _EXTENSION:  # nothing known, which Pillow skips byte by byte
@@ -40,6 +56,11 @@ def check_gif(data: bytes) -> None:
                 comment_bytes += size
                 check_count("GIF", "blocks of comments", comment_blocks, _MOST_COMMENT_BLOCKS)
                 check_count("GIF", "bytes of comments", comment_bytes, _MOST_COMMENT_BYTES)
+
+
+def _table_bytes(data: bytes, at: int) -> int:
+    """Of the colour table that the byte of flags there tells of (sections 18 and 20)."""
+    return 3 << (data[at] & 7) + 1 if at < len(data) and data[at] & 0x80 else 0
 
 
 def _sub_blocks(data: bytes, at: int, label: bytes) -> Iterator[int]:

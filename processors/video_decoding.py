@@ -27,6 +27,7 @@ from av.video.stream import VideoStream
 from processors import h264
 from processors.clip_stretches import SEEK_GAP, stretches
 from processors.display_matrix import orientation
+from processors.gif_structure import is_whole_gif
 from processors.mp4_tables import CompressedHeaderError, promised_entries
 from processors.video_formats import video_format
 from processors.video_options import VideoLimits
@@ -279,7 +280,7 @@ class Clip:
         if measured > limit:
             raise _too_long(measured, limit)
         if self._format == "gif":
-            if not self._data.rstrip(b"\0\r\n").endswith(b";"):
+            if not is_whole_gif(self._data):
                 raise _broken("it lacks its end mark")
         elif declared - ends > 0.5 + 0.05 * declared:
             raise _broken(f"its header promises {declared:.2f} s, its data end after {ends:.2f} s; it may be cut off")

@@ -138,6 +138,13 @@ def test_junk_is_refused(junk, head):
 # ---------------------------------------------------------------- too long, too large
 
 
+@pytest.mark.parametrize("behind", [b"", b"\0", b"\0\0\0", b"; not", b"\x2c", b"\x21\xfe"])
+def test_a_gif_has_an_end_mark_whatever_comes_behind_it(behind):
+    assert len(read_all(GIF + behind)) == len(read_all(GIF))
+    for cut in (GIF[:-1], GIF[: GIF.rindex(b";", 0, -1) + 1]):  # the last one ends with the same byte
+        refused(cut, "lacks its end mark")
+
+
 def test_ten_hours_between_frames():
     clip = make_clip(3, times=[0, 1000, 36_000_000], container="matroska", codec="libx264")
     error = refused(clip, r"36000\.\d s long; the limit is 7200 s \(setting --max-video-duration-s\)")
