@@ -21,6 +21,7 @@ from processors.inputs import Modality
 from processors.registry import make_processor
 from processors.video import ProcessedVideo
 from processors.video_decoding import Clip, _CalledOffError
+from processors.video_file import VideoFile
 from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, frame, jpeg, make_clip, with_matrix, with_rotation
@@ -113,14 +114,14 @@ class WatchedPacket:
 
 @pytest.fixture
 def watched(monkeypatch):
-    opened = Clip._open
+    opened = VideoFile.open
 
     @contextmanager
     def open_watched(self, threads):
         with opened(self, threads) as (container, stream):
             yield Watched(container), stream
 
-    monkeypatch.setattr(Clip, "_open", open_watched)
+    monkeypatch.setattr(VideoFile, "open", open_watched)
     monkeypatch.setattr(Watched, "decoded", 0)
     return monkeypatch
 
