@@ -17,6 +17,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from processors.addresses import Resolver, system_resolver
 from processors.byte_limit import ByteLimit
 from processors.inputs import Modality
+from processors.media_file import MediaFile
 from vlmserve.common.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -77,25 +78,28 @@ class MediaFetcher:
         child._parent = self
         return child
 
-    def fetch(self, url: str, *, param: str | None = None, modality: Modality = Modality.IMAGE) -> bytes:
-        """The bytes behind `url`; how many there may be depends on the modality.
+    def fetch(self, source: str | MediaFile, *, param: str | None = None, modality: Modality = Modality.IMAGE) -> bytes:
+        """The bytes behind a URL, or of a file; how many there may be depends on the modality.
 
         Raises BadRequestError (with `param`), whatever the reason.
         """
         limit = self.limit(modality)
-        match = _SCHEME.match(url)
-        scheme = match.group(1).lower() if match else ""
         try:
-            if scheme == "data":
-                return _decode_data(url, limit)
-            if scheme in ("http", "https"):
-                return self._get(url, limit)
-            if scheme == "file":
-                return self._read_file(url, limit)
+            return source.read(limit) if isinstance(source, MediaFile) else self._fetch(source, limit)
         except BadRequestError as error:
             error.param = error.param or param
             raise
-        raise BadRequestError(_explain_scheme(url, scheme), param=param, code=_CODE)
+
+    def _fetch(self, url: str, limit: ByteLimit) -> bytes:
+        match = _SCHEME.match(url)
+        scheme = match.group(1).lower() if match else ""
+        if scheme == "data":
+            return _decode_data(url, limit)
+        if scheme in ("http", "https"):
+            return self._get(url, limit)
+        if scheme == "file":
+            return self._read_file(url, limit)
+        raise BadRequestError(_explain_scheme(url, scheme), code=_CODE)
 
     def limit(self, modality: Modality) -> ByteLimit:
         """The largest file of a modality."""

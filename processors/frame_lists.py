@@ -66,12 +66,4 @@ class FrameLists:
 
 
 def _fetch(fetcher: MediaFetcher, frame: Frame, param: str | None) -> FetchedFrame:
-    if isinstance(frame, str):
-        return fetcher.fetch(frame, param=param)
-    if not isinstance(frame, MediaFile):
-        return frame
-    try:
-        return frame.read(fetcher.limit(Modality.IMAGE))
-    except BadRequestError as error:
-        error.param = error.param or param
-        raise
+    return fetcher.fetch(frame, param=param) if isinstance(frame, str | MediaFile) else frame

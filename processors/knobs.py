@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _CODE = "invalid_value"
-_LARGEST = 2**53  # above it JSON readers disagree about whole numbers
+LARGEST = 2**53
+"""Above it JSON readers disagree about whole numbers."""
 AREAS = ("min_pixels", "max_pixels", "total_pixels")
 """Knobs in whose place a size stands, where one is given (`resized_height`, `resized_width`)."""
 _Knobs = TypeVar("_Knobs", bound="DataclassInstance")
@@ -65,7 +66,7 @@ def check_count(name: str, value: object) -> None:
     """Raises BadRequestError unless `value` is None or a positive integer that JSON can carry."""
     if value is not None and (type(value) is not int or value < 1):
         raise BadRequestError(f"{name} is {shown(value)}; it must be a positive integer", code=_CODE)
-    if type(value) is int and value > _LARGEST:
+    if type(value) is int and value > LARGEST:
         raise BadRequestError(f"{name} is {shown(value)}; it must be at most 2**53", code=_CODE)
 
 

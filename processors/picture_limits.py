@@ -9,7 +9,7 @@ from processors.picture_formats import INVALID_IMAGE
 from vlmserve.common.errors import BadRequestError
 
 MAX_SIDES_RATIO = 200
-"""MAX_ASPECT_RATIO of `processors.resize`, which needs torch: no side is resized that is longer than so many others."""
+"""No picture is resized whose one side is longer than so many others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

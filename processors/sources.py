@@ -19,11 +19,7 @@ _JPEG_FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 
 def file_from(source: str | bytes | MediaFile | _AtHand, fetcher: MediaFetcher, modality: Modality) -> bytes | _AtHand:
     """The bytes of a URL or a file; anything else is at hand. Raises BadRequestError."""
-    if isinstance(source, str):
-        return fetcher.fetch(source, modality=modality)
-    if isinstance(source, MediaFile):
-        return source.read(fetcher.limit(modality))
-    return source
+    return fetcher.fetch(source, modality=modality) if isinstance(source, str | MediaFile) else source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from processors.knobs import check_count, check_number, check_pair, check_ranges, laid_over, named
+from processors.knobs import LARGEST, check_count, check_number, check_pair, check_ranges, laid_over, named
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import BadRequestError
 
@@ -116,7 +116,6 @@ class VideoKnobs:
 
 # Beyond these, times and positions that are counted from it leave what integers and texts can hold.
 _LEAST_FPS, _MOST_FPS = 1e-5, 1e5
-_MOST_SECONDS = 2**53
 _SAMPLING = frozenset(("fps", "num_frames", "count_word", "do_sample_frames"))
 _RANGES = (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels"))
 
@@ -135,7 +134,7 @@ def check_knobs(knobs: VideoKnobs) -> None:
         check_count(name, getattr(knobs, name))
     check_number("fps", knobs.fps, "a number", least=_LEAST_FPS, most=_MOST_FPS)
     for name in ("video_start", "video_end"):
-        check_number(name, getattr(knobs, name), "a number of seconds", least=0, most=_MOST_SECONDS)
+        check_number(name, getattr(knobs, name), "a number of seconds", least=0, most=LARGEST)
     if knobs.fps is not None and knobs.num_frames is not None:
         raise BadRequestError(f"fps and {num_frames} exclude each other", code="invalid_value")
     check_pair(knobs, "resized_height", "resized_width")

@@ -10,7 +10,8 @@ import pytest
 
 from processors.fetching import FetchSettings, MediaFetcher
 from processors.frame_lists import FrameLists
-from processors.pool import PoolSettings, ProcessorPool, VideoRequest
+from processors.media_requests import VideoRequest
+from processors.pool import PoolSettings, ProcessorPool
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import jpeg
 from tests.processors.helpers import tiny_processor

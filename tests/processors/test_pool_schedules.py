@@ -145,7 +145,7 @@ class Fetcher(MediaFetcher):
     def child(self):
         return self
 
-    def fetch(self, url, *, param=None, modality=None):
+    def _fetch(self, url, limit):
         self.world.others_run()
         return url.removeprefix("data:").encode()
 

@@ -27,8 +27,9 @@ import torch
 from processors.base import MultimodalProcessor, ProcessedMedium, data_item
 from processors.decoding import decode_image
 from processors.fetching import FetchSettings, MediaFetcher
+from processors.media_requests import ImageRequest
 from processors.patch_values import patch_values, value_width
-from processors.pool import ImageRequest, PoolSettings, ProcessorPool
+from processors.pool import PoolSettings, ProcessorPool
 from processors.process_maker import ProcessMaker, ProcessSettings
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video_options import VideoLimits
