@@ -1,0 +1,1 @@
+"""`vlmserve caption`: captions for pictures and videos by the million."""
