@@ -22,6 +22,7 @@ _TOOLS = {
     ("bench", "serve"): "vlmserve.bench.serve",
     ("bench", "vision"): "vlmserve.bench.vision",
     ("cache",): "vlmserve.cache.command",
+    ("caption",): "vlmserve.caption.command",
     ("demo",): "vlmserve.demo.command",
     ("verify",): "vlmserve.verify.command",
     ("warmup",): "vlmserve.warmup.command",
@@ -32,6 +33,7 @@ examples:
   vlmserve serve                                     a small built-in model, to try things out
   vlmserve serve Qwen/Qwen3-VL-2B-Instruct           a model of the Hugging Face hub
   vlmserve serve ./checkpoint --port 9000 --dtype bfloat16
+  vlmserve caption FOLDER --output captions.jsonl    caption pictures and videos
   vlmserve warmup FOLDER --embedding-cache-dir DIR   encode pictures and videos ahead of time
   vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it
@@ -78,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     cache.add_argument("rest", nargs=argparse.REMAINDER)
     warmup = commands.add_parser("warmup", help="encode pictures and videos ahead of time", add_help=False)
     warmup.add_argument("rest", nargs=argparse.REMAINDER)
+    caption = commands.add_parser("caption", help="caption pictures and videos by the million", add_help=False)
+    caption.add_argument("rest", nargs=argparse.REMAINDER)
     demo = commands.add_parser("demo", help="a page to chat with a model", add_help=False)
     demo.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")

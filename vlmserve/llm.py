@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from processors.fetching import FetchSettings
 from processors.report import MediumReport, report_json
-from vlmserve.checks import check_engine_args
 from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.engine import build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
-from vlmserve.helper_processes import HelperProcesses
-from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -26,11 +21,11 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
     TokenLogprobs,
 )
-from vlmserve.model_path import resolve_model
+from vlmserve.offline_engine import build_offline_engine
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
 from vlmserve.tokenizer.sampling import SamplingOverrides
-from vlmserve.tokenizer.stage import StageLimits, make_tokenizer_stage
+from vlmserve.tokenizer.stage import StageLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,24 +76,14 @@ class LLM:
     """
 
     def __init__(self, model: str = "", *, fetch: FetchSettings | None = None, **settings: Any) -> None:
-        args = EngineArgs(model=model, **settings)
-        check_engine_args(args)
-        self.args = args = replace(args, model=str(resolve_model(model)))
-        self._runner, self.info = build_runner(args)
-        # for arrays that go to and from encoder and media processes, where there are any
-        processes = args.num_encoders + args.media_processes
         limits = StageLimits(fetch=fetch or FetchSettings())
-        with ExitStack() as stack:
-            shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
-            helpers = None if shared is None else HelperProcesses(shared_dir=shared.path)
-            self._scheduler = build_scheduler(args, self._runner, self.info, self._take, encoders=helpers)
-            stack.callback(self._scheduler.close)
-            stage = make_tokenizer_stage(args, limits, max_model_len=self.info.max_req_len, processes=helpers)
-            stack.callback(stage.media.close)
-            self._stack = stack.pop_all()
-        self._media, self.builder = stage.media, stage.builder
-        self._detokenizer = DetokenizerManager(stage.tokenizer)
+        engine = build_offline_engine(EngineArgs(model=model, **settings), limits, self._take)
+        self.args, self.info = engine.args, engine.info
+        self._scheduler, self._stack = engine.scheduler, engine.stack
+        self._media, self.builder = engine.stage.media, engine.stage.builder
+        self._detokenizer = DetokenizerManager(engine.stage.tokenizer)
         self._pending: dict[str, _Pending] = {}
+        args = self.args
         self._max_waiting = min(args.max_running_requests, args.max_queued_requests)
         self._requests = 0
 

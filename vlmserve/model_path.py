@@ -37,3 +37,11 @@ def resolve_model(model: str) -> Path:
         raise CheckpointError(
             f"{model!r} is not a folder, and cannot be had from the Hugging Face hub: {reason}"
         ) from None
+
+
+def is_model(word: str, *, alone: bool) -> bool:
+    """Whether a word of a command line, where a model or something else may stand first, is a model. alone: it is the
+    only one, and so no hub id."""
+    path = Path(word).expanduser()
+    is_hub_id = not alone and not path.exists() and _HUB_ID.fullmatch(word) is not None
+    return is_hub_id or (path / "config.json").is_file()

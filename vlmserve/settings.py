@@ -199,17 +199,20 @@ def iter_settings() -> Iterator[Setting]:
             yield Setting(name=name, type=type_, default=default, help=field.metadata["help"], group=group)
 
 
-def load_settings(flags: Mapping[str, Any], *, config: str | None = None) -> ServerSettings:
+def load_settings(
+    flags: Mapping[str, Any], *, config: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> ServerSettings:
     """Settings from the flags given on the command line, `os.environ`, a YAML file, and the defaults, in that order.
 
     flags: setting name -> value (strings are parsed); only what was really given. config: the YAML file's path;
-    None looks at VLMSERVE_CONFIG. An unset model is "". Raises SettingsError, one line for each problem.
+    None looks at VLMSERVE_CONFIG. defaults: values of a command's own, where nothing else is said. An unset model is "".
+    Raises SettingsError, one line for each problem.
     """
     from pydantic import ValidationError
 
     path = config or os.environ.get(ENV_PREFIX + "CONFIG") or None
     from_yaml = _read_yaml(Path(path)) if path else {}
-    reader = _make_reader(from_yaml)
+    reader = _make_reader(from_yaml, defaults or {})
     try:
         read = reader(**flags)
     except ValidationError as error:
@@ -224,7 +227,7 @@ def load_settings(flags: Mapping[str, Any], *, config: str | None = None) -> Ser
     return settings
 
 
-def _make_reader(from_yaml: dict[str, Any]) -> type[BaseSettings]:
+def _make_reader(from_yaml: dict[str, Any], defaults: Mapping[str, Any]) -> type[BaseSettings]:
     """The pydantic-settings model with a field for every setting."""
     from pydantic import create_model
     from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -245,7 +248,9 @@ def _make_reader(from_yaml: dict[str, Any]) -> type[BaseSettings]:
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=from_yaml)
 
-    fields: dict[str, Any] = {setting.name: (setting.type, setting.default) for setting in iter_settings()}
+    fields: dict[str, Any] = {
+        setting.name: (setting.type, defaults.get(setting.name, setting.default)) for setting in iter_settings()
+    }
     return create_model("Settings", __base__=Reader, **fields)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vlmserve.checks import SettingsError
 from vlmserve.flags import CommandParser, add_settings
+from vlmserve.model_path import is_model
 from vlmserve.settings import ServerSettings, iter_settings, load_settings
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ examples:
 
 The exit status is 1 if anything failed, 2 for a wrong command line, 130 if interrupted.
 """
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _GROUPS = ("pictures", "videos", "vision encoder")
 _OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "log_level", "startup_timeout_s"}
 # Of no effect here.
@@ -121,7 +120,7 @@ def _read(argv: Sequence[str]) -> _Command:
         flags["api_key"] = args["api_key"]
     sources: list[str] = args["words"]
     url = args["url"]
-    if url is None and "model" not in flags and _is_model(sources[0], alone=len(sources) == 1):
+    if url is None and "model" not in flags and is_model(sources[0], alone=len(sources) == 1):
         flags["model"], sources = sources[0], sources[1:]
     settings = load_settings(flags, config=args["config"])
     engine = settings.engine
@@ -146,12 +145,6 @@ def _read(argv: Sequence[str]) -> _Command:
         errors=args["errors"],
         json=args["json"],
     )
-
-
-def _is_model(word: str, *, alone: bool) -> bool:
-    path = Path(word).expanduser()
-    is_hub_id = not alone and not path.exists() and _HUB_ID.fullmatch(word) is not None
-    return is_hub_id or (path / "config.json").is_file()
 
 
 def _run(command: _Command, found: Found) -> int:

@@ -1,0 +1,73 @@
+"""What failed, a line of JSON each, for people and for whoever mends it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from vlmserve.caption.journal import Failed
+
+logger = logging.getLogger("vlmserve.caption")
+
+_MOST_LOGGED = 20
+
+
+class ErrorsFile:
+    """Holds what failed and still stands: made of the journal's failures when a run begins and when it ends, and
+    appended to in between. path: None only logs the first few."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._logged = 0
+
+    def begin(self, standing: Iterable[Failed]) -> None:
+        """Open it with these. OSError."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self.write_anew(standing)
+            self._file = self._path.open("a", encoding="utf-8", errors="replace")
+
+    def write_anew(self, standing: Iterable[Failed]) -> None:
+        """Have exactly these in it."""
+        if self._path is None:
+            return
+        unfinished = self._path.with_name(f".{self._path.name}.part")
+        try:
+            with unfinished.open("w", encoding="utf-8", errors="replace") as file:
+                file.writelines(map(_line, standing))
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+
+    def add(self, failed: Sequence[Failed]) -> None:
+        """These failed just now."""
+        for failure in failed if self._file is None else ():
+            self._logged += 1
+            if self._logged <= _MOST_LOGGED:
+                logger.error("%s: %s", failure.id, failure.message)
+            if self._logged == _MOST_LOGGED:
+                logger.error("further failures are only counted: --errors FILE has them all")
+        if self._file is not None and failed:
+            self._file.writelines(map(_line, failed))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _line(failure: Failed) -> str:
+    line = {"id": failure.id, "message": failure.message, "code": failure.code}
+    return json.dumps(line, ensure_ascii=False) + "\n"

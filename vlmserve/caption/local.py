@@ -1,0 +1,96 @@
+"""Captions by the engine, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from vlmserve.async_llm import AsyncLLM
+from vlmserve.caption.captioner import CaptionStopped
+from vlmserve.caption.item import ChatRequest
+from vlmserve.common.errors import BadRequestError
+from vlmserve.server.answers import AnswerHead, AnswerWriter
+from vlmserve.server.body import checked
+from vlmserve.server.convert import to_generate_request
+from vlmserve.server.protocol import ChatCompletionRequest
+from vlmserve.settings import ServerSettings
+from vlmserve.tokenizer.request_builder import ChatPrompt
+from vlmserve.tokenizer.stage import stage_limits
+from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError
+
+MOST_CHOICES = 128
+_SAMPLED_BYTES = 1 << 20
+_NO_MESSAGES = [{"role": "user", "content": "-"}]
+
+
+class LocalCaptioner:
+    """See `Captioner`. concurrency: requests at a time. Raises CheckpointError, EngineError or SettingsError."""
+
+    def __init__(self, settings: ServerSettings, *, concurrency: int) -> None:
+        self._llm = AsyncLLM(
+            settings.engine,
+            stage_limits(settings),
+            joined=True,
+            max_pending=concurrency * MOST_CHOICES,
+            log_level=settings.log_level,
+        )
+        self.model = settings.served_model_name or settings.engine.model or "vlmserve-default"
+        digest = blake3.blake3(
+            f"{self._llm.info.dtype} {self._llm.args.sampling_defaults} {self._llm.describe_media_settings()}".encode()
+        )
+        self.identity = f"{_weights_digest(Path(self._llm.args.model))} {digest.hexdigest(16)}"
+
+    async def ask(self, request: ChatRequest) -> dict[str, Any]:
+        """See `Captioner`."""
+        body = {"model": self.model, **request.options, "messages": _NO_MESSAGES}
+        chat = checked(body, ChatCompletionRequest)
+        head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=self.model)
+        wanted = to_generate_request(chat, head.id, max_n=MOST_CHOICES, find_file=_no_file)
+        assert isinstance(wanted.prompt, ChatPrompt)
+        wanted = replace(wanted, prompt=replace(wanted.prompt, messages=request.messages))
+        writer = AnswerWriter(
+            head,
+            self._llm.builder.tokenizer,
+            n=wanted.n,
+            logprobs=bool(chat.logprobs),
+            mm_report=bool(chat.return_mm_report),
+        )
+        try:
+            async with contextlib.aclosing(self._llm.generate(wanted)) as outputs:
+                return await writer.whole(outputs)
+        except EngineUnavailableError as error:
+            raise CaptionStopped(str(error)) from None
+
+    def notes(self) -> list[str]:
+        """See `Captioner`."""
+        return []
+
+    async def close(self) -> None:
+        """See `Captioner`."""
+        await asyncio.to_thread(self._llm.close)
+
+
+def _no_file(file_id: str) -> Any:
+    raise BadRequestError(f"there are no uploaded files here, such as {file_id!r}", code="file_not_found")
+
+
+def _weights_digest(folder: Path) -> str:
+    """Another one for other weights or another tokenizer: of all names and sizes, and of the ends of each file."""
+    digest = blake3.blake3()
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in (".json", ".jinja", ".safetensors"):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLED_BYTES))
+            file.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(file.read(_SAMPLED_BYTES))
+    return digest.hexdigest(16)

@@ -1,0 +1,186 @@
+"""What all outputs are to a run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from vlmserve.caption.item import Item
+from vlmserve.caption.journal import Journal
+from vlmserve.caption.result import Captioned
+from vlmserve.common.errors import VlmserveError
+
+
+class OutputError(VlmserveError):
+    """An output cannot be used, or not gone on with; the message says what to do."""
+
+
+class Output(Protocol):
+    """Written by one thread. Order for each few results: `write` -> the journal -> `written`.
+
+    needs_media: whether results must bring their media's bytes.
+    """
+
+    needs_media: bool
+
+    def discard(self, journal: Journal) -> None:
+        """Before `begin`: delete what the run of the journal wrote. OutputError, OSError."""
+        ...
+
+    def begin(self, journal: Journal) -> None:
+        """Go on where the journal says the output is. OutputError, OSError."""
+        ...
+
+    def target(self, item: Item) -> str | None:
+        """The file that an item's caption goes to, where each has one."""
+        ...
+
+    def refusal(self, item: Item, target: str | None) -> str | None:
+        """Why an item's caption cannot go to its target, if so: known before anything is computed."""
+        ...
+
+    def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
+        """Bring results to disk; returns what the journal is to keep about the output. OSError."""
+        ...
+
+    def part(self) -> int | None:
+        """The number of the part that `write` wrote to."""
+        ...
+
+    def written(self) -> None:
+        """The journal has the results: finish a part that is full."""
+        ...
+
+    def check(self, item: Item) -> None:
+        """An item was finished by an earlier run: put back what is missing of it."""
+        ...
+
+    def finish(self) -> None:
+        """The run ends, however: what is finished is to be whole for readers."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files, after `finish` or after an error."""
+        ...
+
+
+class Appended:
+    """A file that only grows, of which the journal says how much counts. Locked while it is open."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Cut off what is beyond `size` bytes. OutputError if it is shorter, or another run has it."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            lock(self._fd, path)
+            there = os.fstat(self._fd).st_size
+            if there < size:
+                raise OutputError(f"{path} has {there} bytes, but {size} were written to it: it was changed since")
+            if there > size:
+                os.ftruncate(self._fd, size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.size = size
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Write at the end; not on disk before `sync`."""
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._fd, view, self.size)
+            self.size += count
+            view = view[count:]
+
+    def sync(self) -> None:
+        """Return when everything is on disk."""
+        os.fsync(self._fd)
+
+    def back_to(self, size: int) -> None:
+        """Forget what was written since: it failed in the middle."""
+        self.size = size
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, size)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class PartNames:
+    """The names of an output's parts: `pattern` with their number put in for "%05d"; one without it has one part."""
+
+    pattern: str
+
+    @property
+    def many(self) -> bool:
+        """Whether there is more than one part."""
+        return "%" in self.pattern
+
+    def path(self, part: int) -> Path:
+        """Of a part. Further parts of an output that is to have one are numbered before the suffix."""
+        if self.many:
+            return Path(self.pattern % part)
+        path = Path(self.pattern)
+        return path if part == 0 else path.with_name(f"{path.stem}-{part:05d}{path.suffix}")
+
+    def check_own(self, state: Mapping[str, Any]) -> None:
+        """OutputError for a first part that is there, but of which the journal knows nothing."""
+        check_own(self.path(0), state)
+
+
+def lock(fd: int, path: Path) -> None:
+    """Keep other runs from a file for as long as it is open. OutputError."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise OutputError(f"{path} is in use by another run: give each its own --output") from None
+
+
+def remove_locked(path: Path) -> None:
+    """Delete a file, unless another run has it: OutputError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        lock(fd, path)
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that readers see all of it or none."""
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when new names in a folder are on disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def check_own(path: Path, state: Mapping[str, Any]) -> None:
+    """OutputError for a file that is there, but of which the journal knows nothing."""
+    if not state and path.exists() and path.stat().st_size:
+        raise OutputError(
+            f"{path} is there already, and no journal says what is in it: name another --output, or --restart to "
+            "write it anew"
+        )
+

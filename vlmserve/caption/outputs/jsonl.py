@@ -1,0 +1,81 @@
+"""Lines of JSON, in the order in which items are finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmserve.caption.item import Item
+from vlmserve.caption.journal import Journal
+from vlmserve.caption.outputs.base import Appended, check_own, remove_locked
+from vlmserve.caption.result import Captioned, output_line
+
+
+class JsonLines:
+    """See `Output`. A file that was removed is written anew from the journal."""
+
+    needs_media = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Appended | None = None
+
+    def discard(self, journal: Journal) -> None:
+        """See `Output`."""
+        remove_locked(self._path)
+
+    def begin(self, journal: Journal) -> None:
+        """See `Output`."""
+        state = journal.state()
+        check_own(self._path, state)
+        anew = bool(state) and not self._path.exists()
+        self._file = Appended(self._path, 0 if anew else state.get("bytes", 0))
+        if anew:
+            for record in journal.records():
+                self._file.append(_line(record))
+            self._file.sync()
+            journal.add((), (), {"bytes": self._file.size})
+
+    def target(self, item: Item) -> str | None:
+        """See `Output`."""
+        return None
+
+    def refusal(self, item: Item, target: str | None) -> str | None:
+        """See `Output`."""
+        return None
+
+    def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
+        """See `Output`."""
+        assert self._file is not None
+        before = self._file.size
+        try:
+            self._file.append(b"".join(_line(result.record) for result in results))
+            self._file.sync()
+        except BaseException:
+            self._file.back_to(before)
+            raise
+        return {"bytes": self._file.size}
+
+    def part(self) -> int | None:
+        """See `Output`."""
+        return None
+
+    def written(self) -> None:
+        """See `Output`."""
+
+    def check(self, item: Item) -> None:
+        """See `Output`."""
+
+    def finish(self) -> None:
+        """See `Output`."""
+
+    def close(self) -> None:
+        """See `Output`."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(output_line(record), ensure_ascii=False).encode("utf-8", "replace") + b"\n"

@@ -1,0 +1,142 @@
+"""How far a run is, for people: a live display on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from vlmserve.caption.tally import Tally
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+_ON_TERMINAL_S, _ELSEWHERE_S = 0.2, 10.0
+_RATE_OVER_S = 60.0
+
+
+class Progress:
+    """Shows a tally that others change; `show` is called often. A context manager.
+
+    On a terminal it is drawn by rich, where that is installed.
+    """
+
+    def __init__(self, tally: Tally, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tally = tally
+        self._out = out
+        self._clock = clock
+        self._started = self._shown = clock()
+        self._marks: deque[tuple[float, int, int]] = deque([(self._started, 0, 0)])
+        self._live: Live | None = None
+        self._live = _make_live(out) if out.isatty() else None
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return self._clock() - self._started
+
+    def __enter__(self) -> Self:
+        self._started = self._shown = self._clock()
+        self._marks = deque([(self._started, 0, 0)])
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update("")
+            self._live.stop()
+
+    def show(self) -> None:
+        """Writes now and then."""
+        now = self._clock()
+        if now - self._shown < (_ON_TERMINAL_S if self._live is not None else _ELSEWHERE_S):
+            return
+        self._shown = now
+        tally = self._tally
+        self._marks.append((now, tally.worked_on, tally.completion_tokens))
+        while len(self._marks) > 2 and now - self._marks[1][0] > _RATE_OVER_S:
+            self._marks.popleft()
+        if self._live is not None:
+            self._live.update(self._drawn(), refresh=True)
+        else:
+            print(f"caption: {self.line()}", file=self._out, flush=True)
+
+    def line(self) -> str:
+        """Where the run is."""
+        tally = self._tally
+        items_s, tokens_s = self._rates()
+        total = f"{tally.total}" if tally.counted else f"{tally.total}+" if tally.total else "?"
+        parts = [f"{tally.passed}/{total}", f"{items_s:.1f} items/s", f"{tokens_s:.0f} tokens/s"]
+        left = self._seconds_left(items_s)
+        if left is not None:
+            parts.append(f"ETA {_clock_time(left)}")
+        parts += [f"{tally.reused} cache hits", f"{tally.failed} failures"]
+        if tally.skipped:
+            parts.append(f"{tally.skipped} finished before")
+        return ", ".join(parts)
+
+    def _rates(self) -> tuple[float, float]:
+        """Items and tokens a second, over the last minute."""
+        tally, (then, items, tokens) = self._tally, self._marks[0]
+        seconds = max(self._clock() - then, 1e-9)
+        return (tally.worked_on - items) / seconds, (tally.completion_tokens - tokens) / seconds
+
+    def _seconds_left(self, items_s: float) -> float | None:
+        tally = self._tally
+        left = tally.total - tally.passed
+        return left / items_s if tally.counted and items_s > 0 and left >= 0 else None
+
+    def _drawn(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        tally = self._tally
+        bar = ProgressBar(
+            total=tally.total if tally.counted else None,
+            completed=tally.passed,
+            pulse=not tally.counted,
+            animation_time=self._clock(),
+        )
+        return Group(bar, Text(self.line(), overflow="fold"))
+
+
+def _make_live(out: TextIO) -> Live | None:
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        return None
+    return Live(console=Console(file=out), auto_refresh=False, transient=True, redirect_stdout=False)
+
+
+def summary(tally: Tally, seconds: float, notes: Sequence[str], *, ended: str) -> dict[str, Any]:
+    """Everything about a run, for JSON. ended: "finished", "interrupted" or "stopped"."""
+    return {**asdict(tally), "seconds": round(seconds, 3), "ended": ended, "notes": list(notes)}
+
+
+def describe(tally: Tally, seconds: float, *, ended: str) -> str:
+    """The same for people."""
+    made = tally.done + tally.reused
+    rate = made / seconds if seconds > 0 else 0.0
+    parts = [f"{ended}: {made} captioned in {seconds:.1f} s ({rate:.1f} items/s, {tally.completion_tokens} tokens)"]
+    told = (
+        (tally.reused, "of them the same as others"),
+        (tally.skipped, "finished before"),
+        (tally.failed, "failed"),
+        (tally.failed_before, "failed before (--retry-failed tries them again)"),
+        (tally.repeated, "named twice"),
+    )
+    return ", ".join([*parts, *(f"{count} {what}" for count, what in told if count)])
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

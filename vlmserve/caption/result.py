@@ -1,0 +1,113 @@
+"""What became of an item, on its way to the output and the journal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from processors.inputs import Modality
+from vlmserve.caption.item import Item, MediumItem, RequestItem
+
+_NO_NAME = re.compile(r"[\x00-\x1f\\:*?\"<>|]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captioned:
+    """A finished item. key, fingerprint: see `journal.Done`. record: see `make_record`. data, modality: of the medium,
+    where there is one. target: see `journal.Done`. usage: tokens that the answer took; None where another's was used."""
+
+    item: Item
+    key: bytes
+    fingerprint: bytes
+    record: Mapping[str, Any]
+    data: bytes | None = None
+    modality: Modality | None = None
+    target: str | None = None
+    usage: Mapping[str, Any] | None = None
+
+
+def make_record(
+    item: Item,
+    answer: Mapping[str, Any],
+    captions: Sequence[str],
+    *,
+    digest: str | None,
+    prompt: str | None,
+) -> dict[str, Any]:
+    """What outputs say of an item, in JSON's types.
+
+    answer: the chat.completion. captions: its texts, as they are to be written. digest: of the medium, in hex.
+    prompt: what was asked.
+    """
+    finishes = [choice.get("finish_reason") for choice in answer["choices"]]
+    usage = answer.get("usage") or {}
+    record: dict[str, Any] = {
+        "id": item.id,
+        "caption": captions[0],
+        **({"captions": list(captions)} if len(captions) > 1 else {}),
+        "model": answer.get("model"),
+        "finish_reason": finishes[0] if len(set(finishes)) == 1 else finishes,
+        "prompt_tokens": usage.get("prompt_tokens"),
+        "completion_tokens": usage.get("completion_tokens"),
+        **({"warnings": answer["warnings"]} if answer.get("warnings") else {}),
+        **({"prompt": prompt} if prompt is not None else {}),
+        **({"blake3": digest} if digest is not None else {}),
+    }
+    if isinstance(item, MediumItem):
+        return {**record, **({"fields": dict(item.fields)} if item.fields else {})}
+    if item.is_batch:
+        record["custom_id"] = item.id
+    return {**record, "response": answer}
+
+
+def like_another(record: Mapping[str, Any], item: Item) -> dict[str, Any]:
+    """The record of an item that is the same, but for its name and fields, as one with this record."""
+    taken = {name: value for name, value in record.items() if name not in ("id", "custom_id", "fields")}
+    named: dict[str, Any] = {"id": item.id, **taken}
+    if isinstance(item, MediumItem):
+        return {**named, **({"fields": dict(item.fields)} if item.fields else {})}
+    return {**named, **({"custom_id": item.id} if item.is_batch else {})}
+
+
+def output_line(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as a line of JSON has it: what came in OpenAI's batch form goes out in it."""
+    if "custom_id" in record:
+        answer = record["response"]
+        return {
+            "id": f"batch_req_{record['custom_id']}",
+            "custom_id": record["custom_id"],
+            "response": {"status_code": 200, "request_id": answer.get("id"), "body": answer},
+            "error": None,
+        }
+    return {name: value for name, value in record.items() if name != "response"}
+
+
+def texts(record: Mapping[str, Any]) -> list[str]:
+    """A record's captions, one at least."""
+    return list(record.get("captions") or [record["caption"]])
+
+
+def as_text(record: Mapping[str, Any]) -> str:
+    """The captions as a text file has them: several on a line each, their own line breaks made blanks."""
+    found = texts(record)
+    return (found[0] if len(found) == 1 else "\n".join(" ".join(text.split()) for text in found)) + "\n"
+
+
+def file_name(item: Item) -> str:
+    """Where an item belongs in a folder, without a suffix: parts with "/" between them, none of which leads outside."""
+    if isinstance(item, MediumItem) and item.path is not None:
+        inside = item.path.relative_to(item.root) if item.root is not None else item.path.name
+        parts = str(inside).split("/")
+        name, dot, _ = parts[-1].rpartition(".")
+        parts[-1] = name if dot and name else parts[-1]
+    else:
+        parts = item.id.split("://", 1)[-1].split("/")
+        if isinstance(item, RequestItem) or "." not in parts[-1]:
+            stem = parts[-1]
+        else:
+            stem = parts[-1].rpartition(".")[0] or parts[-1]
+        parts[-1] = stem
+    safe = [_NO_NAME.sub("_", part)[:200] for part in parts]
+    return "/".join(part for part in safe if part not in ("", ".", "..")) or "caption"

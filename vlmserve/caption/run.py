@@ -1,0 +1,321 @@
+"""A run: items in, as many at a time as there is room for; what became of them to the output and the journal.
+
+Three kinds of threads besides the event loop's: one pulls items, some read files, one writes. The writer takes all that
+is finished at once, so that disks are waited for once for many; what it has written counts from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import blake3
+
+from processors.inputs import Modality
+from processors.sniffing import HEAD_BYTES, modality_of
+from vlmserve.caption.budget import ByteBudget
+from vlmserve.caption.captioner import Captioner, CaptionStopped
+from vlmserve.caption.errors_file import ErrorsFile
+from vlmserve.caption.feed import Feed, Work
+from vlmserve.caption.item import ChatRequest, MediumItem, RequestItem
+from vlmserve.caption.journal import Done, Failed, Journal
+from vlmserve.caption.outputs.base import Output
+from vlmserve.caption.prompts import Prompts
+from vlmserve.caption.result import Captioned, like_another, make_record
+from vlmserve.caption.tally import Tally
+from vlmserve.common.errors import BadRequestError, EngineError, VlmserveError
+
+logger = logging.getLogger(__name__)
+
+_UNKNOWN_BYTES = 1 << 20
+_READERS = 4
+_MOST_AT_ONCE = 256
+
+_T = TypeVar("_T")
+_Outcome: TypeAlias = tuple[Work | None, Captioned | Failed]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """concurrency: items in work at a time. bytes_in_memory: of their files, together.
+
+    options: fields of every request but those that have their own; picture_knobs, video_knobs: of the part that
+    brings a medium. fingerprint: of everything that makes captions other ones. seed: of sampling.
+    """
+
+    concurrency: int
+    bytes_in_memory: int = 1 << 30
+    options: Mapping[str, Any] = field(default_factory=dict)
+    picture_knobs: Mapping[str, Any] = field(default_factory=dict)
+    video_knobs: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: bytes = b""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """An item with its bytes. known: the record of an item like it."""
+
+    fingerprint: bytes
+    request: ChatRequest
+    data: bytes | None
+    modality: Modality | None
+    digest: str | None
+    known: dict[str, Any] | None
+
+
+class CaptionRun:
+    """One run. Everything given stays its owner's to close."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        captioner: Captioner,
+        settings: RunSettings,
+        *,
+        prompts: Prompts,
+        journal: Journal,
+        output: Output,
+        errors: ErrorsFile,
+        tally: Tally,
+    ) -> None:
+        self._feed = feed
+        self._captioner = captioner
+        self._settings = settings
+        self._prompts = prompts
+        self._journal = journal
+        self._output = output
+        self._errors = errors
+        self._tally = tally
+        self._budget = ByteBudget(settings.bytes_in_memory)
+        self._outcomes: asyncio.Queue[_Outcome] = asyncio.Queue(settings.concurrency)
+        self._answers: dict[bytes, asyncio.Future[dict[str, Any]]] = {}  # in work, or not in the journal yet
+        self._pulling = asyncio.Lock()
+        self._puller = ThreadPoolExecutor(1, thread_name_prefix="caption-feed")
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="caption-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="caption-write")
+
+    async def run(self) -> None:
+        """Until all items are finished. Cancelled, it calls off what is in work and writes what is finished.
+
+        Raises CaptionStopped when nobody answers any more, OSError when nothing can be written any more.
+        """
+        writing = asyncio.create_task(self._write_outcomes())
+        workers = [asyncio.create_task(self._work()) for _ in range(self._settings.concurrency)]
+        working = asyncio.create_task(_all_done(workers))
+        try:
+            done, _ = await asyncio.wait([working, writing], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._feed.stop()
+            for task in (working, *workers):
+                task.cancel()
+            await asyncio.gather(working, *workers, return_exceptions=True)
+            await self._end_writing(writing)
+            for executor in (self._puller, self._readers, self._writer):
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    # ---------------------------------------------------------------- items
+
+    async def _work(self) -> None:
+        while True:
+            async with self._pulling:
+                work = await self._in(self._puller, self._feed.next)
+            if work is None:
+                return
+            if isinstance(work, Failed):
+                await self._outcomes.put((None, work))
+                continue
+            try:
+                await self._caption(work)
+            except asyncio.CancelledError:
+                raise
+            except CaptionStopped:
+                raise
+            except BadRequestError as error:
+                await self._fail(work, error.message, error.code)
+            except (EngineError, OSError) as error:
+                await self._fail(work, str(error), "engine_error")
+            except VlmserveError:
+                raise  # the journal's
+            except Exception as error:
+                logger.exception("%s failed unexpectedly", work.item.id)
+                await self._fail(work, f"{type(error).__name__}: {error}", "internal_error")
+
+    async def _fail(self, work: Work, message: str, code: str | None) -> None:
+        await self._outcomes.put((work, Failed(id=work.item.id, key=work.key, message=message, code=code)))
+
+    async def _caption(self, work: Work) -> None:
+        async with self._budget.hold(work.item.size or _UNKNOWN_BYTES):
+            opened = await self._in(self._readers, self._open, work)
+            if opened is None:
+                self._feed.finished(work)
+                self._tally.skipped += 1
+                return
+            record, usage = await self._record(work, opened)
+            keep = self._output.needs_media
+            result = Captioned(
+                item=work.item,
+                key=work.key,
+                fingerprint=opened.fingerprint,
+                record=record,
+                usage=usage,
+                data=opened.data if keep else None,
+                modality=opened.modality,
+                target=work.target,
+            )
+            await self._outcomes.put((work, result))
+
+    async def _record(self, work: Work, opened: _Opened) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+        """What is known of an item like this one, or what the captioner says, and what that took."""
+        if opened.known is not None:
+            return like_another(opened.known, work.item), None
+        under_way = self._answers.get(opened.fingerprint)
+        if under_way is not None:
+            return like_another(await asyncio.shield(under_way), work.item), None
+        future = self._answers[opened.fingerprint] = asyncio.get_running_loop().create_future()
+        try:
+            answer = await self._captioner.ask(opened.request)
+        except BaseException as error:
+            del self._answers[opened.fingerprint]
+            if isinstance(error, asyncio.CancelledError):
+                future.cancel()
+            else:
+                future.set_exception(error)
+                future.exception()  # nobody need have waited
+            raise
+        asked = work.asked
+        said = [choice["message"]["content"] or "" for choice in answer["choices"]]
+        record = make_record(
+            work.item,
+            answer,
+            said if asked is None else [asked.whole(text) for text in said],
+            digest=opened.digest,
+            prompt=None if asked is None else asked.prompt,
+        )
+        future.set_result(record)
+        return record, answer.get("usage") or {}
+
+    def _open(self, work: Work) -> _Opened | None:
+        """Read an item; in a thread. None if it is finished: only its file looked different."""
+        item = work.item
+        if isinstance(item, RequestItem):
+            request = item.read()
+            options = {**self._settings.options, **request.options}
+            request = ChatRequest(messages=request.messages, options=options)
+            data = modality = digest = None
+            content = _digest(request.messages)
+        else:
+            data, digest, modality = _read(item)
+            content = bytes.fromhex(digest)
+            options = {**self._settings.options, **item.options}
+            knobs = self._settings.video_knobs if modality is Modality.VIDEO else self._settings.picture_knobs
+            own = options.get("mm_processor_kwargs") or {}
+            knobs = {name: value for name, value in knobs.items() if name not in own}
+            assert work.asked is not None
+            request = self._prompts.request(work.asked.prompt, data, modality, knobs=knobs, options=options)
+        around = [] if work.asked is None else [work.asked.prompt, work.asked.prefix, work.asked.suffix]
+        fingerprint = blake3.blake3(self._settings.fingerprint + content + _digest([options, around])).digest()
+        before = self._journal.done_as(item.id)
+        if before is not None and before[1] == fingerprint:
+            self._journal.set_key(item.id, work.key)
+            self._output.check(item)
+            return None
+        if "seed" not in options:  # the same for the same item, whatever is in work beside it
+            seed = (int.from_bytes(fingerprint[:7], "little") + self._settings.seed) % 2**63
+            request = ChatRequest(messages=request.messages, options={**options, "seed": seed})
+        known = self._journal.record_like(fingerprint)
+        return _Opened(
+            fingerprint=fingerprint, request=request, data=data, modality=modality, digest=digest, known=known
+        )
+
+    # ---------------------------------------------------------------- outcomes
+
+    async def _write_outcomes(self) -> None:
+        """Until cancelled, or all workers have ended and all is written."""
+        while True:
+            batch = [await self._outcomes.get()]
+            while not self._outcomes.empty() and len(batch) < _MOST_AT_ONCE:
+                batch.append(self._outcomes.get_nowait())
+            try:
+                await self._in(self._writer, self._commit, [outcome for _, outcome in batch])
+                self._tally.add([outcome for _, outcome in batch if isinstance(outcome, Captioned)])
+            finally:
+                for work, outcome in batch:
+                    self._forget(work, outcome)
+                    self._outcomes.task_done()
+
+    async def _end_writing(self, writing: asyncio.Task[None]) -> None:
+        """All workers have ended: write what they have left."""
+        if not writing.done():
+            joined = asyncio.create_task(self._outcomes.join())
+            await asyncio.wait([joined, writing], return_when=asyncio.FIRST_COMPLETED)
+            joined.cancel()
+            writing.cancel()
+        result = (await asyncio.gather(writing, return_exceptions=True))[0]
+        if isinstance(result, Exception):
+            raise result
+
+    def _commit(self, outcomes: Sequence[Captioned | Failed]) -> None:
+        """In the writer's thread."""
+        done = [outcome for outcome in outcomes if isinstance(outcome, Captioned)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        state = self._output.write(done) if done else self._journal.state()
+        part = self._output.part()
+        entries = [
+            Done(
+                id=result.item.id,
+                key=result.key,
+                fingerprint=result.fingerprint,
+                record=result.record,
+                target=result.target,
+                part=part,
+            )
+            for result in done
+        ]
+        self._journal.add(entries, failed, state)
+        self._errors.add(failed)
+        self._tally.failed += len(failed)
+        self._output.written()
+
+    def _forget(self, work: Work | None, outcome: Captioned | Failed) -> None:
+        if work is not None:
+            self._feed.finished(work)
+        if isinstance(outcome, Captioned):
+            self._answers.pop(outcome.fingerprint, None)
+
+    async def _in(self, executor: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
+
+
+async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Until all are, or one has failed, whose error it raises."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
+
+
+def _read(item: MediumItem) -> tuple[bytes, str, Modality]:
+    data = item.read()
+    modality = modality_of(data[:HEAD_BYTES])
+    if modality is None:
+        what = "is empty" if not data else "is neither a picture nor a video of a format that is read here"
+        raise BadRequestError(f"the file {what}", code="unsupported_content")
+    return data, blake3.blake3(data).hexdigest(), modality
+
+
+def _digest(value: Any) -> bytes:
+    """Of JSON's types and bytes, which count by their content."""
+
+    def plain(part: object) -> object:
+        if isinstance(part, bytes):
+            return {"blake3": blake3.blake3(part).hexdigest()}
+        return str(part)
+
+    return blake3.blake3(json.dumps(value, sort_keys=True, default=plain).encode("utf-8", "surrogatepass")).digest()

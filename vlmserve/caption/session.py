@@ -1,0 +1,277 @@
+"""A run put together: inputs, captioner, journal, output, display. Its end is told, never raised, once it has begun.
+
+Order of the beginning: inputs and output are checked, the journal is locked, the output gone on with, and only then a
+model is loaded or servers are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import json
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+import blake3
+
+from processors.fetching import MediaFetcher
+from vlmserve.caption.arguments import CaptionCommand
+from vlmserve.caption.captioner import Captioner, CaptionStopped
+from vlmserve.caption.errors_file import ErrorsFile
+from vlmserve.caption.feed import Feed
+from vlmserve.caption.inputs import Inputs, open_inputs
+from vlmserve.caption.journal import Journal
+from vlmserve.caption.outputs.base import Output
+from vlmserve.caption.outputs.choose import choose_journal, choose_output
+from vlmserve.caption.progress import Progress, describe, summary
+from vlmserve.caption.prompts import Prompts
+from vlmserve.caption.run import CaptionRun, RunSettings
+from vlmserve.caption.tally import Tally
+from vlmserve.common.errors import VlmserveError
+from vlmserve.tokenizer.stage import stage_limits
+
+_SHOW_EVERY_S = 0.1
+
+
+class Ended(enum.Enum):
+    """How a run did."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    TERMINATED = "ended by SIGTERM"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """told: the summary, as the command line wants it. troubles: why it stopped, if it did."""
+
+    how: Ended
+    tally: Tally
+    told: str
+    troubles: Sequence[str]
+
+
+def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO) -> Outcome:
+    """Run it. Raises SettingsError, VlmserveError or OSError when it cannot begin."""
+    tally, errors = Tally(), ErrorsFile(command.errors)
+    prompts = Prompts(command.prompt, system=command.system, prefix=command.prefix, suffix=command.suffix)
+    output = choose_output(command.output)
+    # Local files are read wherever they are: the user has named them.
+    fetch = replace(stage_limits(command.settings).fetch, allowed_local_media_path="/")
+    with contextlib.ExitStack() as stack:
+        fetcher = MediaFetcher(fetch)
+        stack.callback(fetcher.close)
+        inputs = open_inputs(
+            command.inputs,
+            fetcher=fetcher,
+            stdin=stdin,
+            columns=command.columns,
+            input_format=command.input_format,
+        )
+        journal = stack.enter_context(_open_journal(command))
+        if command.restart:
+            output.discard(journal)
+            journal.forget()
+        stack.callback(output.close)
+        output.begin(journal)
+        session = _Session(command, inputs, prompts, journal, output, errors, tally, Progress(tally, out))
+        return session.run()
+
+
+def _open_journal(command: CaptionCommand) -> Journal:
+    path = command.journal
+    if path is None:
+        words = [Path(word).expanduser() for word in command.inputs]
+        folders = [word if word.is_dir() else word.parent for word in words if not str(word).startswith("-")]
+        path = choose_journal(command.output.output, folders, command.shard)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Journal(path)
+
+
+class _Session:
+    """What `caption` has put together, at work."""
+
+    def __init__(
+        self,
+        command: CaptionCommand,
+        inputs: Inputs,
+        prompts: Prompts,
+        journal: Journal,
+        output: Output,
+        errors: ErrorsFile,
+        tally: Tally,
+        progress: Progress,
+    ) -> None:
+        self._command = command
+        self._inputs = inputs
+        self._prompts = prompts
+        self._journal = journal
+        self._output = output
+        self._errors = errors
+        self._tally = tally
+        self._progress = progress
+        self._terminated = False
+        self._notes: list[str] = []
+
+    def run(self) -> Outcome:
+        troubles: list[str] = []
+        how = Ended.FINISHED
+        try:
+            asyncio.run(self._run())
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            how = Ended.TERMINATED if self._terminated else Ended.INTERRUPTED
+        except (CaptionStopped, OSError) as error:
+            how = Ended.STOPPED
+            troubles.append(_trouble(error))
+        finally:
+            self._errors.close()
+        if how is not Ended.STOPPED:
+            try:
+                self._output.finish()
+            except OSError as error:
+                how = Ended.STOPPED
+                troubles.append(_trouble(error))
+        with contextlib.suppress(OSError):
+            self._errors.write_anew(self._journal.failures())
+        if how is not Ended.FINISHED:
+            self._notes.append("what is finished is on disk: the same command goes on from here")
+        told = summary(self._tally, self._progress.seconds, self._notes, ended=how.value)
+        text = describe(self._tally, self._progress.seconds, ended=how.value)
+        return Outcome(
+            how=how,
+            tally=self._tally,
+            told=json.dumps(told, indent=2) if self._command.json else "\n".join([text, *self._notes]),
+            troubles=troubles,
+        )
+
+    async def _run(self) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+
+        def terminate() -> None:
+            self._terminated = True
+            this.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        async with contextlib.AsyncExitStack() as stack:
+            captioner = await self._captioner()
+            stack.push_async_callback(captioner.close)
+            stack.callback(lambda: self._notes.extend(captioner.notes()))
+            settings = self._settings(captioner)
+            self._journal.begin(settings)
+            self._errors.begin(self._journal.failures())
+            feed = Feed(
+                iter(self._inputs),
+                prompts=self._prompts,
+                journal=self._journal,
+                output=self._output,
+                tally=self._tally,
+                shard=self._command.shard,
+                limit=self._command.limit,
+                retry_failed=self._command.retry_failed,
+            )
+            run = CaptionRun(
+                feed,
+                captioner,
+                RunSettings(
+                    concurrency=self._command.concurrency,
+                    bytes_in_memory=self._command.memory_bytes,
+                    options=self._command.options,
+                    picture_knobs=self._command.picture_knobs,
+                    video_knobs=self._command.video_knobs,
+                    fingerprint=blake3.blake3(json.dumps(settings, sort_keys=True).encode()).digest(),
+                    seed=self._command.seed,
+                ),
+                prompts=self._prompts,
+                journal=self._journal,
+                output=self._output,
+                errors=self._errors,
+                tally=self._tally,
+            )
+            with self._progress, _counting(self._inputs, self._tally, self._command):
+                showing = asyncio.create_task(self._show())
+                try:
+                    await run.run()
+                finally:
+                    showing.cancel()
+
+    async def _captioner(self) -> Captioner:
+        command = self._command
+        if command.base_urls:
+            from vlmserve.caption.remote import RemoteCaptioner
+
+            remote = RemoteCaptioner(
+                command.base_urls,
+                api_key=command.api_key,
+                model=command.served_model,
+                request_timeout_s=command.request_timeout_s,
+                server_timeout_s=command.server_timeout_s,
+            )
+            try:
+                await remote.start()
+            except BaseException:
+                await remote.close()
+                raise
+            return remote
+        from vlmserve.caption.local import LocalCaptioner
+
+        return LocalCaptioner(command.settings, concurrency=command.concurrency)
+
+    def _settings(self, captioner: Captioner) -> dict[str, object]:
+        """What makes captions other ones, under the names of flags."""
+        command = self._command
+        return {
+            "the model": captioner.identity,
+            "--prompt": command.prompt,
+            "--system-prompt": command.system,
+            "--prefix": command.prefix,
+            "--suffix": command.suffix,
+            "--seed": command.seed,
+            "--caption-suffix": command.output.suffix,
+            **{f"--{name.replace('_', '-')}": value for name, value in command.options.items()},
+            **{f"--{name.replace('_', '-')}": value for name, value in command.video_knobs.items()},
+        }
+
+    async def _show(self) -> None:
+        while True:
+            self._progress.show()
+            await asyncio.sleep(_SHOW_EVERY_S)
+
+
+@contextlib.contextmanager
+def _counting(inputs: Inputs, tally: Tally, command: CaptionCommand) -> Iterator[None]:
+    """Count ahead, in a thread of its own, for the display."""
+    stopped = threading.Event()
+
+    def count() -> None:
+        with contextlib.suppress(VlmserveError, OSError):  # which the run itself meets, and tells
+            for number in inputs.count():
+                if number is None or stopped.is_set():
+                    return
+                ours = number // command.shard.count
+                tally.total = ours if command.limit is None else min(ours, command.limit)
+                if tally.total == command.limit:
+                    break
+            tally.counted = True
+
+    thread = threading.Thread(target=count, name="caption-count", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+
+
+def _trouble(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return str(error)
+
+
