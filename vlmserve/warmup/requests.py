@@ -5,29 +5,21 @@ Everything is read here, also what a server is to encode: so kinds, limits and i
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import blake3
 
 from processors.fetching import MediaFetcher
 from processors.inputs import Modality
-from processors.sniffing import HEAD_BYTES, modality_of
+from vlmserve.chat_files import Message, modality_within_limit, named_files, with_data_urls, with_files
 from vlmserve.common.errors import BadRequestError
+from vlmserve.media_names import local_path
 from vlmserve.server.body import checked, json_object
 from vlmserve.server.protocol import WarmupRequest
-from vlmserve.warmup.sources import Medium, RequestLine, Source, local_path
-
-Message: TypeAlias = Mapping[str, Any]
-_MODALITIES = {
-    "image_url": Modality.IMAGE,
-    "image": Modality.IMAGE,
-    "video_url": Modality.VIDEO,
-    "video": Modality.VIDEO,
-}
+from vlmserve.warmup.sources import Medium, RequestLine, Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +60,7 @@ class SourceReader:
 
         def read() -> WarmupBody:
             data = content.read()
-            modality = self._modality(data)
+            modality = modality_within_limit(data, self._fetcher)
             part = {"type": modality.value, modality.value: data}
             return WarmupBody(messages=[{"role": "user", "content": [part]}], mm_processor_kwargs={})
 
@@ -80,7 +72,7 @@ class SourceReader:
             text = file.readline()
         sent, kwargs = _parse(text)
         contents: dict[tuple[str, Modality], _Content] = {}
-        for param, address, modality in _addresses(sent):
+        for param, address, modality in named_files(sent):
             try:
                 contents[address, modality] = self._content(address, line.manifest.parent, modality)
             except BadRequestError as error:
@@ -92,8 +84,7 @@ class SourceReader:
 
         def read() -> WarmupBody:
             files = {key: content.read() for key, content in contents.items()}
-            messages = [_with_files(message, files) for message in sent]
-            return WarmupBody(messages=messages, mm_processor_kwargs=kwargs)
+            return WarmupBody(messages=with_files(sent, files), mm_processor_kwargs=kwargs)
 
         return OpenedSource(identity=f"request {digest.hexdigest()}", read=read)
 
@@ -110,22 +101,10 @@ class SourceReader:
             identity, url = _file_identity(path), path.absolute().as_uri()
         return _Content(identity=identity, read=lambda: self._fetcher.fetch(url, modality=limit))
 
-    def _modality(self, data: bytes) -> Modality:
-        modality = modality_of(data[:HEAD_BYTES])
-        if modality is None:
-            what = f"is neither a picture nor a video of a supported format; it begins with {data[:8]!r}"
-            raise BadRequestError(f"the file {what}", code="unsupported_content")
-        limit = self._fetcher.limit(modality)
-        if len(data) > limit.bytes:
-            what = f"the file has {len(data)} bytes, the limit is {limit.bytes} (setting {limit.setting})"
-            raise BadRequestError(what, code="invalid_media_url")
-        return modality
 
-
-def with_data_urls(body: WarmupBody) -> dict[str, Any]:
+def server_request(body: WarmupBody) -> dict[str, Any]:
     """A body for a server: JSON, files as data: URLs."""
-    messages = [_map_parts(message, _part_for_server) for message in body.messages]
-    request: dict[str, Any] = {"messages": messages}
+    request: dict[str, Any] = {"messages": with_data_urls(body.messages)}
     if body.mm_processor_kwargs:
         request["mm_processor_kwargs"] = body.mm_processor_kwargs
     return request
@@ -145,68 +124,3 @@ def _file_identity(path: Path) -> str:
     except OSError as error:
         raise BadRequestError(f"cannot read {str(path)!r}: {error.strerror}", code="invalid_media_url") from None
     return f"file {path.absolute()} {status.st_size} {status.st_mtime_ns}"
-
-
-def _addresses(messages: Sequence[Message]) -> Iterator[tuple[str, str, Modality]]:
-    """Of all files that messages name: where in the request, the path or URL, the kind. data: URLs stay as they are."""
-    for number, message in enumerate(messages):
-        parts = message.get("content")
-        for place, part in enumerate(parts if isinstance(parts, list) else ()):
-            for address in _named_by(part):
-                yield f"messages[{number}].content[{place}]", address, _MODALITIES[part["type"]]
-
-
-def _named_by(part: Mapping[str, Any]) -> list[str]:
-    value = part.get(part["type"]) if part.get("type") in _MODALITIES else None
-    if isinstance(value, Mapping):
-        value = value.get("url")
-    values = value if isinstance(value, list) else [value]
-    return [address for address in values if isinstance(address, str) and not address.startswith("data:")]
-
-
-def _map_parts(message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Message:
-    parts = message.get("content")
-    return {**message, "content": [change(part) for part in parts]} if isinstance(parts, list) else message
-
-
-def _with_files(message: Message, files: Mapping[tuple[str, Modality], bytes]) -> Message:
-    def with_file(part: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not _named_by(part):
-            return part
-        kind = part["type"]
-        modality, value = _MODALITIES[kind], part[kind]
-        others = {name: given for name, given in part.items() if name not in ("type", kind)}
-        if isinstance(value, Mapping):
-            others |= {name: given for name, given in value.items() if name != "url"}
-            value = value["url"]
-        if isinstance(value, list):
-            # uploaded files stay as they are
-            content: object = [files.get((one, modality), one) if isinstance(one, str) else one for one in value]
-        else:
-            content = files[value, modality]
-        return {**others, "type": modality.value, modality.value: content}
-
-    return _map_parts(message, with_file)
-
-
-def _part_for_server(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    kind = part.get("type")
-    value = part.get(kind) if kind in ("image", "video") else None
-    if isinstance(value, list):
-        return {**part, "video": [_data_url(frame) for frame in value]}
-    if not isinstance(value, bytes):
-        return part
-    if kind == "video":
-        return {**part, "video": _data_url(value)}
-    url: dict[str, Any] = {"url": _data_url(value)}
-    others = {name: given for name, given in part.items() if name not in ("type", "image", "detail")}
-    if part.get("detail") is not None:
-        url["detail"] = part["detail"]
-    return {**others, "type": "image_url", "image_url": url}
-
-
-def _data_url(content: Any) -> Any:
-    """URLs, and uploaded files, stay as they are."""
-    if not isinstance(content, bytes):
-        return content
-    return "data:application/octet-stream;base64," + base64.b64encode(content).decode()

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
-from urllib.parse import unquote, urlsplit
 
-from processors.sniffing import HEAD_BYTES, modality_of
 from vlmserve.checks import SettingsError
+from vlmserve.media_names import PICTURES, VIDEOS, begins_as_medium, local_path, scheme_of
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
-_VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm")
 _LIST, _REQUESTS = ".txt", ".jsonl"
 _SHOWN = 100
 
@@ -78,7 +73,7 @@ def find_sources(words: Sequence[str], stdin: BinaryIO) -> Found:
         if word == "-":
             sources += _listed(stdin, "-", Path.cwd())
             continue
-        if _SCHEME.match(word) and not os.path.lexists(word):
+        if scheme_of(word) and not os.path.lexists(word):
             sources.append(Medium(address=_address(word, Path.cwd())))
             continue
         for path in _matches(word):
@@ -94,14 +89,6 @@ def find_sources(words: Sequence[str], stdin: BinaryIO) -> Found:
             else:
                 sources.append(Medium(address=str(path)))
     return Found(sources=tuple(sources), ignored=ignored)
-
-
-def local_path(address: str, folder: Path) -> Path | None:
-    """The file that a path (below `folder`, if it is relative) or file: URL names; None for other URLs."""
-    match = _SCHEME.match(address)
-    if match is None:
-        return folder / Path(address).expanduser()
-    return Path(unquote(urlsplit(address).path)) if match.group(1).lower() == "file" else None
 
 
 def _address(text: str, folder: Path) -> str:
@@ -130,19 +117,11 @@ def _in_folder(folder: Path) -> tuple[list[Path], int]:
             path = Path(place, name)
             if name.startswith(".") or not path.is_file():
                 continue
-            if path.suffix.lower() in _PICTURES + _VIDEOS or _begins_as_medium(path):
+            if path.suffix.lower() in PICTURES + VIDEOS or begins_as_medium(path):
                 media.append(path)
             else:
                 others += 1
     return media, others
-
-
-def _begins_as_medium(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return modality_of(file.read(HEAD_BYTES)) is not None
-    except OSError:
-        return False
 
 
 def _listed(lines: Iterable[bytes], name: str, folder: Path) -> Iterator[Medium]:
