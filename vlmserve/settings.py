@@ -205,8 +205,8 @@ def load_settings(
     """Settings from the flags given on the command line, `os.environ`, a YAML file, and the defaults, in that order.
 
     flags: setting name -> value (strings are parsed); only what was really given. config: the YAML file's path;
-    None looks at VLMSERVE_CONFIG. defaults: values of a command's own, where nothing else is said. An unset model is "".
-    Raises SettingsError, one line for each problem.
+    None looks at VLMSERVE_CONFIG. defaults: values of a command's own, where nothing else is said. An unset model
+    is "". Raises SettingsError, one line for each problem.
     """
     from pydantic import ValidationError
 

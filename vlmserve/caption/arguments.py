@@ -198,7 +198,14 @@ def _parser() -> CommandParser:
         help="of caption files; .json has all that is known [default: .txt]",
     )
     add(files, "overwrite", action="store_true", help="replace caption files that are there already, of somebody else")
-    add(files, "items_per_file", type=int, default=10_000, metavar="N", help="in a part of parquet or tars [default: 10000]")
+    add(
+        files,
+        "items_per_file",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="in a part of parquet or tars [default: 10000]",
+    )
     add(files, "journal", type=Path, metavar="FILE", help="default: beside the output")
     add(files, "restart", action="store_true", help="delete what the last run wrote to this output, and begin anew")
     add(files, "retry_failed", action="store_true", help="try again what failed in runs before")
@@ -275,9 +282,8 @@ def _problems(given: dict[str, Any], urls: Sequence[str]) -> list[str]:
         refuse("seed", "between 0 and 2**63 - 1")
     if given["api_key"] is not None and not urls:
         problems.append("--api-key goes with --base-url")
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            problems.append(f"--base-url is {url!r}; it must be like http://host:port/v1")
+    bad_urls = [url for url in urls if not url.startswith(("http://", "https://"))]
+    problems += [f"--base-url is {url!r}; it must be like http://host:port/v1" for url in bad_urls]
     return problems
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vlmserve.common.errors import VlmserveError
+from vlmserve.checks import SettingsError
 
 _VERSION = 1
 _SCHEMA = """
@@ -37,7 +37,7 @@ CREATE INDEX failed_id ON failed (id);
 """
 
 
-class JournalError(VlmserveError):
+class JournalError(SettingsError):
     """A journal cannot be used: another run has it, other settings made it, or the file is none."""
 
 
@@ -275,7 +275,7 @@ def _open(path: Path) -> sqlite3.Connection:
     return db
 
 
-class _explained:  # noqa: N801  # reads as a statement
+class _explained:  # reads as a statement
     """SQLite's errors, as this program's own."""
 
     def __init__(self, path: Path) -> None:

@@ -16,7 +16,7 @@ _NO_NAME = re.compile(r"[\x00-\x1f\\:*?\"<>|]+")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captioned:
     """A finished item. key, fingerprint: see `journal.Done`. record: see `make_record`. data, modality: of the medium,
-    where there is one. target: see `journal.Done`. usage: tokens that the answer took; None where another's was used."""
+    where there is one. target: see `journal.Done`. usage: tokens that the answer took; None: it is another's."""
 
     item: Item
     key: bytes

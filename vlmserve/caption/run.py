@@ -266,23 +266,16 @@ class CaptionRun:
         """In the writer's thread."""
         done = [outcome for outcome in outcomes if isinstance(outcome, Captioned)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        state = self._output.write(done) if done else self._journal.state()
-        part = self._output.part()
-        entries = [
-            Done(
-                id=result.item.id,
-                key=result.key,
-                fingerprint=result.fingerprint,
-                record=result.record,
-                target=result.target,
-                part=part,
-            )
-            for result in done
-        ]
-        self._journal.add(entries, failed, state)
-        self._errors.add(failed)
-        self._tally.failed += len(failed)
-        self._output.written()
+        while done or failed:
+            room = self._output.room()
+            now, done = done[:room], done[room:] if room is not None else []
+            state = self._output.write(now) if now else self._journal.state()
+            part = self._output.part()
+            self._journal.add([_entry(result, part) for result in now], failed, state)
+            self._errors.add(failed)
+            self._tally.failed += len(failed)
+            self._output.written()
+            failed = []
 
     def _forget(self, work: Work | None, outcome: Captioned | Failed) -> None:
         if work is not None:
@@ -292,6 +285,17 @@ class CaptionRun:
 
     async def _in(self, executor: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
+
+
+def _entry(result: Captioned, part: int | None) -> Done:
+    return Done(
+        id=result.item.id,
+        key=result.key,
+        fingerprint=result.fingerprint,
+        record=result.record,
+        target=result.target,
+        part=part,
+    )
 
 
 async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -233,6 +233,7 @@ class _Session:
             "--prefix": command.prefix,
             "--suffix": command.suffix,
             "--seed": command.seed,
+            "--output": None if command.output.output is None else Path(command.output.output).name,
             "--caption-suffix": command.output.suffix,
             **{f"--{name.replace('_', '-')}": value for name, value in command.options.items()},
             **{f"--{name.replace('_', '-')}": value for name, value in command.video_knobs.items()},
@@ -273,5 +274,3 @@ def _trouble(error: Exception) -> str:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
     return str(error)
-
-

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
 from vlmserve.caption.result import Captioned
-from vlmserve.common.errors import VlmserveError
+from vlmserve.checks import SettingsError
 
 
-class OutputError(VlmserveError):
+class OutputError(SettingsError):
     """An output cannot be used, or not gone on with; the message says what to do."""
 
 
@@ -46,6 +46,10 @@ class Output(Protocol):
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """Bring results to disk; returns what the journal is to keep about the output. OSError."""
+        ...
+
+    def room(self) -> int | None:
+        """How many results the part in work has room for; None where that does not matter."""
         ...
 
     def part(self) -> int | None:
@@ -183,4 +187,3 @@ def check_own(path: Path, state: Mapping[str, Any]) -> None:
             f"{path} is there already, and no journal says what is in it: name another --output, or --restart to "
             "write it anew"
         )
-

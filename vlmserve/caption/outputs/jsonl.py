@@ -36,6 +36,7 @@ class JsonLines:
             for record in journal.records():
                 self._file.append(_line(record))
             self._file.sync()
+        if anew or not state:  # from here on the file is known to be this journal's
             journal.add((), (), {"bytes": self._file.size})
 
     def target(self, item: Item) -> str | None:
@@ -57,6 +58,10 @@ class JsonLines:
             self._file.back_to(before)
             raise
         return {"bytes": self._file.size}
+
+    def room(self) -> int | None:
+        """See `Output`."""
+        return None
 
     def part(self) -> int | None:
         """See `Output`."""

@@ -73,6 +73,10 @@ class Parquet:
         self._changed = True
         return self._state()
 
+    def room(self) -> int | None:
+        """See `Output`."""
+        return None
+
     def part(self) -> int | None:
         """See `Output`."""
         return None

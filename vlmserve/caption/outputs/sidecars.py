@@ -69,6 +69,10 @@ class Sidecars:
             self._write(Path(result.target), result.record)
         return {"suffix": self._suffix}
 
+    def room(self) -> int | None:
+        """See `Output`."""
+        return None
+
     def part(self) -> int | None:
         """See `Output`."""
         return None

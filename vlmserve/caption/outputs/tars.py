@@ -61,6 +61,8 @@ class Tars:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = Appended(path, state.get("bytes", 0))
+        if not state:  # from here on the parts are known to be this journal's
+            journal.add((), (), self._state())
 
     def target(self, item: Item) -> str | None:
         """See `Output`."""
@@ -85,6 +87,10 @@ class Tars:
         self._items += len(results)
         self._total += len(results)
         return self._state()
+
+    def room(self) -> int | None:
+        """See `Output`."""
+        return self._items_per_file - self._items
 
     def part(self) -> int | None:
         """See `Output`."""
