@@ -207,7 +207,7 @@ def _local_path(url: str) -> str:
     """What a file: URL names. Raises BadRequestError for what cannot be a path."""
     try:
         parts = urlsplit(url)
-        path = unquote(parts.path)
+        path = unquote(parts.path, errors="surrogateescape")
         if parts.netloc in ("", "localhost") and path.startswith("/") and b"\0" not in os.fsencode(path):
             return path
     except ValueError:  # a host with an open bracket, say, or half a character in the path

@@ -24,7 +24,7 @@ def local_path(address: str, folder: Path) -> Path | None:
     scheme = scheme_of(address)
     if not scheme:
         return folder / Path(address).expanduser()
-    return Path(unquote(urlsplit(address).path)) if scheme == "file" else None
+    return Path(unquote(urlsplit(address).path, errors="surrogateescape")) if scheme == "file" else None
 
 
 def begins_as_medium(path: Path) -> bool:

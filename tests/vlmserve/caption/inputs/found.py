@@ -1,0 +1,84 @@
+"""Inputs opened as the command does, and what comes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from processors.fetching import FetchSettings, MediaFetcher
+from vlmserve.caption.inputs import Columns, InputFormat, Inputs, open_inputs
+from vlmserve.caption.item import Found, MediumItem, RequestItem, Unreadable
+
+FETCHER = MediaFetcher(FetchSettings(allowed_local_media_path="/", max_bytes=100_000, max_video_bytes=200_000))
+
+
+def opened(
+    *words: object,
+    stdin: bytes = b"",
+    columns: Columns | None = None,
+    input_format: InputFormat | None = None,
+    fetcher: MediaFetcher = FETCHER,
+) -> Inputs:
+    return open_inputs(
+        [str(word) for word in words],
+        fetcher=fetcher,
+        stdin=io.BytesIO(stdin),
+        columns=columns,
+        input_format=input_format,
+    )
+
+
+def ids(inputs: Inputs) -> list[str]:
+    return [found.id for found in inputs]
+
+
+def media(inputs: Inputs) -> dict[str, MediumItem]:
+    """By id; all must be media, and no two ids alike."""
+    found = list(inputs)
+    assert all(isinstance(one, MediumItem) for one in found), found
+    by_id = {one.id: one for one in found}
+    assert len(by_id) == len(found)
+    return by_id
+
+
+def requests(inputs: Inputs) -> list[RequestItem]:
+    found = list(inputs)
+    assert all(isinstance(one, RequestItem) for one in found), found
+    return found
+
+
+def unreadable(found: Iterator[Found] | Inputs) -> list[Unreadable]:
+    return [one for one in found if isinstance(one, Unreadable)]
+
+
+def total(inputs: Inputs) -> int | None:
+    """What counting ahead ends with."""
+    return list(inputs.count())[-1]
+
+
+def touch(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextlib.contextmanager
+def web(folder: Path) -> Iterator[str]:
+    """Serves the files of a folder; the URL of that."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
