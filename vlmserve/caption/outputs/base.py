@@ -104,12 +104,6 @@ class Appended:
         """Return when everything is on disk."""
         os.fsync(self._fd)
 
-    def back_to(self, size: int) -> None:
-        """Forget what was written since: it failed in the middle."""
-        self.size = size
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, size)
-
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._fd)

@@ -50,13 +50,8 @@ class JsonLines:
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """See `Output`."""
         assert self._file is not None
-        before = self._file.size
-        try:
-            self._file.append(b"".join(_line(result.record) for result in results))
-            self._file.sync()
-        except BaseException:
-            self._file.back_to(before)
-            raise
+        self._file.append(b"".join(_line(result.record) for result in results))
+        self._file.sync()
         return {"bytes": self._file.size}
 
     def room(self) -> int | None:

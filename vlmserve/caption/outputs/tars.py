@@ -75,15 +75,10 @@ class Tars:
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """See `Output`."""
         assert self._file is not None
-        before = self._file.size
-        try:
-            for number, result in enumerate(results, self._total):
-                for data in _sample(f"{number:09d}", result):
-                    self._file.append(data)
-            self._file.sync()
-        except BaseException:
-            self._file.back_to(before)
-            raise
+        for number, result in enumerate(results, self._total):
+            for data in _sample(f"{number:09d}", result):
+                self._file.append(data)
+        self._file.sync()
         self._items += len(results)
         self._total += len(results)
         return self._state()
@@ -123,14 +118,9 @@ class Tars:
     def _end_part(self) -> None:
         assert self._file is not None
         assert self._journal is not None
-        size = self._file.size
-        try:
-            self._file.append(_END)
-            self._file.append(b"\0" * (-self._file.size % tarfile.RECORDSIZE))
-            self._file.sync()
-        except BaseException:
-            self._file.back_to(size)
-            raise
+        self._file.append(_END)
+        self._file.append(b"\0" * (-self._file.size % tarfile.RECORDSIZE))
+        self._file.sync()
         self._file.close()
         self._file = None
         self._part, self._items = self._part + 1, 0
