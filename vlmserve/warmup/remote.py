@@ -12,7 +12,7 @@ import httpx2
 from processors.inputs import Modality
 from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.messages import EncodedItem
-from vlmserve.warmup.requests import WarmupBody, with_data_urls
+from vlmserve.warmup.requests import WarmupBody, body_for_server
 from vlmserve.warmup.target import Warmed, WarmupStopped
 
 # Waits between tries while a server says that it has too much to do (429) or is not ready (503).
@@ -62,7 +62,7 @@ class RemoteTarget:
             await self._client.aclose()
 
     def _content(self, body: WarmupBody) -> bytes:
-        request = with_data_urls(body)
+        request = body_for_server(body)
         if self._pin:
             request["pin"] = True
         return json.dumps(request).encode()

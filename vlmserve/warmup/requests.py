@@ -5,7 +5,6 @@ Everything is read here, also what a server is to encode: so kinds, limits and i
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from processors.fetching import MediaFetcher
 from processors.inputs import Modality
 from processors.sniffing import HEAD_BYTES, modality_of
 from vlmserve.common.errors import BadRequestError
+from vlmserve.data_urls import with_data_urls
 from vlmserve.server.body import checked, json_object
 from vlmserve.server.protocol import WarmupRequest
 from vlmserve.warmup.sources import Medium, RequestLine, Source, local_path
@@ -122,10 +122,9 @@ class SourceReader:
         return modality
 
 
-def with_data_urls(body: WarmupBody) -> dict[str, Any]:
+def body_for_server(body: WarmupBody) -> dict[str, Any]:
     """A body for a server: JSON, files as data: URLs."""
-    messages = [_map_parts(message, _part_for_server) for message in body.messages]
-    request: dict[str, Any] = {"messages": messages}
+    request: dict[str, Any] = {"messages": with_data_urls(body.messages)}
     if body.mm_processor_kwargs:
         request["mm_processor_kwargs"] = body.mm_processor_kwargs
     return request
@@ -187,26 +186,3 @@ def _with_files(message: Message, files: Mapping[tuple[str, Modality], bytes]) -
         return {**others, "type": modality.value, modality.value: content}
 
     return _map_parts(message, with_file)
-
-
-def _part_for_server(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    kind = part.get("type")
-    value = part.get(kind) if kind in ("image", "video") else None
-    if isinstance(value, list):
-        return {**part, "video": [_data_url(frame) for frame in value]}
-    if not isinstance(value, bytes):
-        return part
-    if kind == "video":
-        return {**part, "video": _data_url(value)}
-    url: dict[str, Any] = {"url": _data_url(value)}
-    others = {name: given for name, given in part.items() if name not in ("type", "image", "detail")}
-    if part.get("detail") is not None:
-        url["detail"] = part["detail"]
-    return {**others, "type": "image_url", "image_url": url}
-
-
-def _data_url(content: Any) -> Any:
-    """URLs, and uploaded files, stay as they are."""
-    if not isinstance(content, bytes):
-        return content
-    return "data:application/octet-stream;base64," + base64.b64encode(content).decode()
