@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from processors.inputs import Modality
-from processors.picture_formats import looks_like_other_picture, looks_like_picture
+from processors.picture_formats import looks_like_other_picture, looks_like_picture, picture_name
 from processors.video_formats import video_format
 
 HEAD_BYTES = 128
@@ -17,3 +17,18 @@ def modality_of(head: bytes) -> Modality | None:
     if looks_like_other_picture(head):
         return None
     return None if video_format(head) is None else Modality.VIDEO
+
+
+def mime_type(head: bytes) -> str:
+    """The MIME type of a file that begins with `head`; application/octet-stream for what is not read here."""
+    picture = picture_name(head)
+    if picture is not None:
+        return f"image/{picture.lower()}"
+    if looks_like_other_picture(head):
+        return "application/octet-stream"
+    match video_format(head):
+        case "mov":
+            return "video/quicktime" if head[8:12] == b"qt  " else "video/mp4"
+        case "matroska":
+            return "video/webm" if b"webm" in head else "video/x-matroska"
+    return "application/octet-stream"

@@ -1,8 +1,7 @@
-"""The files that a chat's messages name by path or URL: found, put in as bytes, and sent to a server."""
+"""The files that a chat's messages name by path or URL: found, and put in as bytes."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -66,11 +65,6 @@ def with_files(messages: Sequence[Message], files: Mapping[tuple[str, Modality],
     return [_map_parts(message, with_file) for message in messages]
 
 
-def with_data_urls(messages: Sequence[Message]) -> list[Message]:
-    """Messages for a server, which are JSON: bytes become data: URLs."""
-    return [_map_parts(message, _part_for_server) for message in messages]
-
-
 def _named_by(part: Mapping[str, Any]) -> list[str]:
     value = part.get(part["type"]) if part.get("type") in _MODALITIES else None
     if isinstance(value, Mapping):
@@ -82,26 +76,3 @@ def _named_by(part: Mapping[str, Any]) -> list[str]:
 def _map_parts(message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Message:
     parts = message.get("content")
     return {**message, "content": [change(part) for part in parts]} if isinstance(parts, list) else message
-
-
-def _part_for_server(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    kind = part.get("type")
-    value = part.get(kind) if kind in ("image", "video") else None
-    if isinstance(value, list):
-        return {**part, "video": [_data_url(frame) for frame in value]}
-    if not isinstance(value, bytes):
-        return part
-    if kind == "video":
-        return {**part, "video": _data_url(value)}
-    url: dict[str, Any] = {"url": _data_url(value)}
-    others = {name: given for name, given in part.items() if name not in ("type", "image", "detail")}
-    if part.get("detail") is not None:
-        url["detail"] = part["detail"]
-    return {**others, "type": "image_url", "image_url": url}
-
-
-def _data_url(content: Any) -> Any:
-    """URLs, and uploaded files, stay as they are."""
-    if not isinstance(content, bytes):
-        return content
-    return "data:application/octet-stream;base64," + base64.b64encode(content).decode()

@@ -14,8 +14,9 @@ import blake3
 
 from processors.fetching import MediaFetcher
 from processors.inputs import Modality
-from vlmserve.chat_files import Message, modality_within_limit, named_files, with_data_urls, with_files
+from vlmserve.chat_files import Message, modality_within_limit, named_files, with_files
 from vlmserve.common.errors import BadRequestError
+from vlmserve.data_urls import with_data_urls
 from vlmserve.media_names import local_path
 from vlmserve.server.body import checked, json_object
 from vlmserve.server.protocol import WarmupRequest
