@@ -93,8 +93,8 @@ class Progress:
         return left / items_s if tally.counted and items_s > 0 and left >= 0 else None
 
     def _drawn(self) -> Any:
-        from rich.console import Group
         from rich.progress_bar import ProgressBar
+        from rich.table import Table
         from rich.text import Text
 
         tally = self._tally
@@ -104,7 +104,10 @@ class Progress:
             pulse=not tally.counted,
             animation_time=self._clock(),
         )
-        return Group(bar, Text(self.line(), overflow="fold"))
+        table = Table.grid(expand=True)
+        table.add_row(bar)
+        table.add_row(Text(self.line(), overflow="fold"))
+        return table
 
 
 def _make_live(out: TextIO) -> Live | None:

@@ -1,7 +1,8 @@
-"""Whatever ends a run, and whenever: nothing finished is lost, nothing stands twice, only what was in work is redone."""
+"""Whatever ends a run, and whenever: nothing finished is lost, nothing stands twice, only work under way is redone."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -134,14 +135,12 @@ def test_a_disk_that_fills_at_any_point_stops_the_run_and_no_more(tmp_path_facto
     with pytest.MonkeyPatch.context() as patch:
         faults = Faults(at, full)
         faults.install(patch.setattr)
-        try:
-            run_once(found(), output)
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
+        failed = False
+        with contextlib.suppress(OSError):
             failed = True
-        else:
+            run_once(found(), output)
             failed = False
-            assert faults.left > 0
+    assert failed == (faults.left <= 0)
     captioner = FakeCaptioner()
     run_once(found(), output, captioner=captioner)
     assert Counter(captions_in(folder / name)) == Counter(
