@@ -19,6 +19,8 @@ from vlmserve.caption.inputs.lines import AddressList
 from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.single import Each, OneMedium
 from vlmserve.caption.inputs.source import HTTP, Columns, Source, path_in
+from vlmserve.caption.inputs.tables import Table
+from vlmserve.caption.inputs.tars import Tar
 from vlmserve.caption.item import Found, Unreadable
 from vlmserve.checks import SettingsError
 from vlmserve.media_names import local_path, scheme_of
@@ -150,7 +152,9 @@ class _Opener:
             return JsonLines(file=file, media=self.media, columns=self.columns)
         if format == "list":
             return AddressList(file=file, media=self.media)
-        raise SettingsError(f"INPUT {file.address!r}: not supported")
+        if format == "parquet":
+            return Table(file=file, media=self.media, columns=self.columns)
+        return Tar(file=file, media=self.media, columns=self.columns)
 
     def _format(self, address: str) -> InputFormat:
         if self.format is not None:

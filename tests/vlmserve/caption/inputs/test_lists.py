@@ -34,13 +34,13 @@ def test_a_list(here, name):
     inputs = opened(f"lists/{name}")
     items = media(inputs)
     assert total(inputs) == 4
-    data = list(items)[2]
-    assert list(items) == ["lists/pics/a.png", "http://127.0.0.1:1/b.png?size=3", data, str(here / "c.png")]
+    first, url, data, last = items
+    assert (first, url, last) == ("lists/pics/a.png", "http://127.0.0.1:1/b.png?size=3", str(here / "c.png"))
     assert data.startswith("data:")
     assert len(data) == 37
-    assert [items[id].read() for id in (list(items)[0], data, list(items)[3])] == [png(1), png(2), png(3)]
-    assert items["http://127.0.0.1:1/b.png?size=3"].fields["stem"] == "b"
-    assert items["http://127.0.0.1:1/b.png?size=3"].signature == "http://127.0.0.1:1/b.png?size=3"
+    assert [items[id].read() for id in (first, data, last)] == [png(1), png(2), png(3)]
+    assert items[url].fields["stem"] == "b"
+    assert items[url].signature == url
     assert "name" not in items[data].fields
 
 

@@ -1,0 +1,103 @@
+"""Parquet files, a few rows at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vlmserve.caption.inputs.files import ItemFile
+from vlmserve.caption.inputs.media import MediaReader
+from vlmserve.caption.inputs.records import item_of, media_column
+from vlmserve.caption.inputs.source import Columns
+from vlmserve.caption.item import Found, Unreadable
+from vlmserve.common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+_ROWS = 16
+# Column chunks are read in pieces of this size; otherwise a whole row group's pictures would be in memory.
+_BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """See `Source`. Ids are as file.parquet#12 (rows count from 0): what columns say may be said twice."""
+
+    file: ItemFile
+    media: MediaReader
+    columns: Columns
+
+    def __iter__(self) -> Iterator[Found]:
+        from pyarrow import ArrowException
+
+        row = 0
+        try:
+            signature = self.file.signature()
+            with self._open() as table:
+                column = self._column(table)
+                for group in range(table.num_row_groups):
+                    row, rows = row + table.metadata.row_group(group).num_rows, row
+                    yield from self._rows(table, group, rows, row, column, signature)
+        except (ArrowException, OSError) as error:
+            yield self._broken(self.file.name, error)
+        except BadRequestError as error:
+            yield Unreadable(id=self.file.name, message=error.message, code="no_media_column")
+
+    def count(self) -> Iterator[int | None]:
+        """See `Source`."""
+        from pyarrow import ArrowException
+
+        if self.file.path is None:
+            yield None
+            return
+        with contextlib.suppress(ArrowException, OSError), self._open() as table:
+            yield table.metadata.num_rows
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[ParquetFile]:
+        from pyarrow.parquet import ParquetFile
+
+        with self.file.open() as file, ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False) as table:
+            yield table
+
+    def _column(self, table: ParquetFile) -> str:
+        names = table.schema_arrow.names
+        column = media_column(names, self.columns.media)
+        if column is None:
+            raise BadRequestError(
+                f"no column of pictures or videos is known among {', '.join(names)}: name it (setting --media-column)"
+            )
+        return column
+
+    def _rows(self, table: ParquetFile, group: int, row: int, end: int, column: str, signature: str) -> Iterator[Found]:
+        from pyarrow import ArrowException
+
+        try:
+            for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group], use_threads=False):
+                for record in batch.to_pylist():
+                    yield self._found(record, row, column, signature)
+                    row += 1
+        except (ArrowException, OSError) as error:
+            yield self._broken(f"{self.file.name}#{row}", error, f"; {end - row} rows are passed over")
+
+    def _found(self, record: dict[str, Any], row: int, column: str, signature: str) -> Found:
+        id = f"{self.file.name}#{row}"
+        try:
+            return item_of(
+                record,
+                column,
+                id=id,
+                signature=f"{signature} {row}",
+                base=self.file.base,
+                media=self.media,
+                columns=self.columns,
+            )
+        except BadRequestError as error:
+            return Unreadable(id=id, message=error.message, code=error.code or "invalid_item")
+
+    def _broken(self, id: str, error: Exception, more: str = "") -> Unreadable:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return Unreadable(id=id, message=f"cannot read it: {why}{more}")
