@@ -14,11 +14,14 @@ from vlmserve.settings import ENV_PREFIX, Setting, iter_settings
 _HEAD = """\
 # Settings
 
-All of `vlmserve serve`, group by group. Made by `make docs` from the settings themselves; `make test` tells when it is out of date.
+All of `vlmserve serve`, group by group. `make docs` makes this page of the settings themselves; a test tells when it is
+out of date.
 
-Each is a flag, an environment variable and a key of the YAML file that `--config` (or `VLMSERVE_CONFIG`) names; the flag wins over the variable, the variable over the file, the file over
-the default. A key of the file is the flag without its two dashes (`page-size: 16`). What is on or off is a flag without a value, with a `--no-` form (`--no-access-log`), and a variable of 1 or 0.
-Presets lie in `configs/`. Those with a "yes" are arguments of `LLM(...)`, too, with underscores (`page_size=16`): [llm.md](llm.md#settings).
+Each is a flag, an environment variable and a key of the YAML file that `--config` (or `VLMSERVE_CONFIG`) names; the
+flag wins over the variable, the variable over the file, the file over the default. A key of the file is the flag
+without its two dashes (`page-size: 16`). What is on or off is a flag without a value, with a `--no-` form
+(`--no-access-log`), and a variable of 1 or 0. Presets lie in `configs/`. Those with a "yes" are arguments of `LLM(...)`,
+too, with underscores (`page_size=16`): [llm.md](llm.md#settings).
 """
 _OFFLINE = frozenset(field.name for field in dataclasses.fields(EngineArgs))
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "on or off"}
