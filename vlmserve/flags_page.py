@@ -20,8 +20,8 @@ out of date.
 Each is a flag, an environment variable and a key of the YAML file that `--config` (or `VLMSERVE_CONFIG`) names; the
 flag wins over the variable, the variable over the file, the file over the default. A key of the file is the flag
 without its two dashes (`page-size: 16`). What is on or off is a flag without a value, with a `--no-` form
-(`--no-access-log`), and a variable of 1 or 0. Presets lie in `configs/`. Those with a "yes" are arguments of `LLM(...)`,
-too, with underscores (`page_size=16`): [llm.md](llm.md#settings).
+(`--no-access-log`), and a variable of 1 or 0. Presets lie in `configs/`. Those with a "yes" are arguments of
+`LLM(...)`, too, with underscores (`page_size=16`): [llm.md](llm.md#settings).
 """
 _OFFLINE = frozenset(field.name for field in dataclasses.fields(EngineArgs))
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "on or off"}
