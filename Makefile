@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"        flags of `vlmserve serve`, a MODEL too
 #   make test                            linters, types, import rules, and the quick tests
 #   make test-full                       the slow tests
+#   make docs                            docs/flags.md, made of the settings
 #   make test-gpu                        the tests that need a CUDA device (DEVICE=cpu runs them on the CPU)
 #   PYTHON=/path/to/python               the interpreter that makes .venv (3.11 or newer; found by itself)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu      where torch comes from; this one is a small CPU-only build
@@ -15,7 +16,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 DEVICE ?= cuda
 
-.PHONY: serve setup setup-test lint test test-full test-gpu clean
+.PHONY: serve setup setup-test lint test test-full test-gpu docs clean
 .DEFAULT_GOAL := serve
 
 serve: setup
@@ -53,6 +54,10 @@ test-full: setup-test
 
 test-gpu: setup-test
 	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+docs: setup
+	@$(BIN)/python -m vlmserve.flags_page > docs/flags.md.new
+	@mv docs/flags.md.new docs/flags.md
 
 clean:
 	rm -rf $(VENV) .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

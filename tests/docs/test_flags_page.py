@@ -1,0 +1,10 @@
+"""docs/flags.md is what the settings make of it."""
+
+from __future__ import annotations
+
+from tests.vlmserve.server_process import ROOT
+from vlmserve.flags_page import make_page
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == make_page(), "run `make docs`"

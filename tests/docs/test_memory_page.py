@@ -1,0 +1,92 @@
+"""The figures of docs/memory.md follow from its dimensions by its formulas, and from the code where that decides."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from processors.resize import smart_resize
+from tests.vlmserve.server_process import ROOT
+from vlmserve.engine_args import EngineArgs
+from vlmserve.memory.kv_cache import KVCache
+
+PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+GIB = 2**30
+VOCABULARY = {"Qwen2-VL-2B": 151936, "Qwen2.5-VL-3B": 151936, "Qwen2": 152064, "Qwen3": 151936}
+
+
+def _table(heading: str) -> dict[str, list[str]]:
+    """The rows of the table under a heading, by their first cell."""
+    section = PAGE.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+DIMENSIONS = {name: [*map(int, row[:9]), row[9] == "yes"] for name, row in _table("Dimensions").items()}
+
+
+def _decoder(name: str) -> int:
+    layers, d, f, heads, kv_heads, head_dim, *_, tied = DIMENSIONS[name]
+    vocabulary = next(size for start, size in VOCABULARY.items() if name.startswith(start))
+    attention = 2 * d * heads * head_dim + 2 * d * kv_heads * head_dim
+    attention += 2 * head_dim if name.startswith("Qwen3") else (heads + 2 * kv_heads) * head_dim
+    return layers * (attention + 3 * d * f + 2 * d) + d + vocabulary * d * (1 if tied else 2)
+
+
+def _tower(name: str) -> int:
+    d, (layers, e, f) = DIMENSIONS[name][1], DIMENSIONS[name][6:9]
+    attention = 4 * e * e + 4 * e
+    merger = (4 * e) ** 2 + 4 * e + 4 * e * d + d
+    if name.startswith("Qwen2-"):
+        return 3 * 2 * 14**2 * e + layers * (attention + 2 * e * f + f + e + 4 * e) + merger + 2 * e
+    if name.startswith("Qwen2.5"):
+        return 3 * 2 * 14**2 * e + layers * (attention + 3 * e * f + 2 * f + e + 2 * e) + merger + e
+    patches = 3 * 2 * 16**2 * e + e + 2304 * e
+    return patches + layers * (attention + 2 * e * f + f + e + 4 * e) + 4 * merger + 2 * e + 3 * 2 * 4 * e
+
+
+def _kv_bytes(name: str) -> int:
+    layers, _, _, _, kv_heads, head_dim = DIMENSIONS[name][:6]
+    return KVCache.bytes_per_token(layers, kv_heads, head_dim, torch.bfloat16)
+
+
+def test_the_formulas_count_what_the_published_checkpoints_hold() -> None:
+    published = {"Qwen2-VL-2B": 2208985600, "Qwen2.5-VL-7B": 8292166656, "Qwen3-VL-8B": 8767123696}
+    assert {name: _decoder(name) + _tower(name) for name in published} == published
+
+
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_sizes(name: str) -> None:
+    parameters, tower = _decoder(name) + _tower(name), _tower(name)
+    wide = 4 if name.startswith("Qwen3") else 1
+    assert _table("Sizes")[name] == [
+        f"{parameters / 1e9:.2f}",
+        f"{tower / 1e9:.2f}",
+        f"{parameters * 2 / GIB:.1f}",
+        f"{parameters * 4 / GIB:.1f}",
+        f"{_kv_bytes(name) // 1024}",
+        f"{_kv_bytes(name) * 32768 / GIB:.1f}",
+        f"{DIMENSIONS[name][1] * wide * 2 / 1024:g}",
+    ]
+
+
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_what_fits(name: str) -> None:
+    part = EngineArgs(model="").mem_fraction_static
+    weights = (_decoder(name) + _tower(name)) * 2
+    tokens = [int((part * size * GIB - weights) / _kv_bytes(name)) for size in (8, 16, 24, 32, 80, 141)]
+    assert _table("What fits")[name] == [f"{one // 1000}" if one >= 4000 else "-" for one in tokens]
+
+
+def test_tokens_of_pictures() -> None:
+    rows = _table("Tokens of pictures and videos")
+    assert len(rows) > 5
+    for size, cells in rows.items():
+        width, height = map(int, re.findall(r"\d+", size)[:2])
+        found = []
+        for factor, low, high in ((28, 56 * 56, 12845056), (32, 65536, 16777216)):
+            tall, wide = smart_resize(height, width, factor=factor, min_pixels=low, max_pixels=high)
+            found += [f"{wide} x {tall}", f"{tall // factor * (wide // factor)}"]
+        assert cells == found

@@ -1,0 +1,48 @@
+"""The messages that docs/troubleshooting.md quotes are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+
+import pytest
+
+from tests.vlmserve.server_process import ROOT
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+# Whatever has four words or more is a message; names of settings, commands and files are shorter.
+QUOTED = sorted({text for text in re.findall(r"`([^`\n]+)`", PAGE) if len(text.split()) > 3})
+# Made of parts that stand in several places.
+PARTS = {
+    "the scheduler process was killed by SIGKILL while starting": (
+        "the ... process",
+        "... was killed by ...",
+        "... while starting",
+    )
+}
+
+
+@functools.cache
+def _texts() -> tuple[str, ...]:
+    """All texts of the code, with ... for what is put into them."""
+    found = []
+    for package in ("vlmserve", "processors", "vision"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+                    found.append(re.sub(r"(\.\.\.)+", "...", "".join(map(str, parts))))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.sub(r"%[\d.]*[sdg]", "...", node.value))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_the_code_says_so(message: str) -> None:
+    for part in PARTS.get(message, (message,)):
+        assert any(part in text for text in _texts())
+
+
+def test_there_are_many() -> None:
+    assert len(QUOTED) > 35
