@@ -92,7 +92,8 @@ class RemoteCaptioner:
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
         """See `Captioner`."""
         body = await asyncio.to_thread(self._body, request)
-        wanted = request.options.get("n") or 1
+        n = request.options.get("n")
+        wanted = n if isinstance(n, int) else 1
         number, times_away = next(self._numbers), 0
         tried: list[ServerStanding] = []
         reasons: list[str] = []

@@ -140,6 +140,10 @@ class ToldTime:
         finally:
             self._sleepers.remove(sleeper)
 
+    def is_awake(self) -> bool:
+        """Nobody sleeps."""
+        return not self._sleepers
+
     async def passes(self, seconds: float | None = None) -> None:
         """Whoever sleeps so long wakes up (None: who would be the first), as soon as there is somebody."""
         while True:

@@ -15,7 +15,8 @@ from vlmserve.common.errors import BadRequestError
 
 def judged(status: int, body: Any, *, wanted: int = 1, **headers: str) -> Any:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return judge_answer(status, {name.replace("_", "-"): value for name, value in headers.items()}, content, wanted=wanted)  # fmt: skip
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return judge_answer(status, named, content, wanted=wanted)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_too_few_answers_are_a_warning() -> None:
     ("status", "body", "told"),
     [
         (400, {"error": {"message": "m", "param": "p", "code": "c"}}, ("m", "p", "c")),
-        (400, {"object": "error", "message": "m", "type": "BadRequestError", "code": 400}, ("m", None, "BadRequestError")),
+        (400, {"object": "error", "message": "m", "type": "BadRequest", "code": 400}, ("m", None, "BadRequest")),
         (422, {"detail": [{"loc": ["body"]}]}, ('[{"loc": ["body"]}]', None, None)),
         (400, {"error": "m"}, ("m", None, None)),
         (413, b"<html>413 too large</html>", ("HTTP 413: <html>413 too large</html>", None, None)),
@@ -141,3 +142,26 @@ def test_pauses_grow_and_begin_anew_after_an_answer() -> None:
     server.come_back()
     server.answered(server.era, 1.0)
     assert server.leave_out("dead") == 0.5
+
+
+def test_one_request_that_always_fails_makes_the_pauses_no_longer() -> None:
+    server = ServerStanding("http://a")
+    server.leave_out("dead")
+    server.come_back()
+    assert server.failed(server.era, 1)
+    assert server.leave_out("poison") == 1
+    for _ in range(5):
+        server.come_back()
+        assert server.failed(server.era, 1)
+        assert server.leave_out("poison") == 1
+
+
+def test_a_server_that_answers_now_and_then_is_not_left_out() -> None:
+    server = ServerStanding("http://a")
+    for number in range(0, 20, 2):
+        assert not server.failed(0, number)
+        assert not server.failed(0, number + 1)
+        server.answered(0, 1.0)
+    assert not server.failed(0, 20)
+    assert not server.failed(0, 21)
+    assert server.failed(0, 22)
