@@ -17,6 +17,7 @@ from vlmserve.settings import load_settings
 USAGE_ERROR = 2
 # Commands whose flags, --help too, are their own: words -> module with a main(argv) that returns the exit status.
 _TOOLS = {
+    ("bench", "caption"): "vlmserve.bench.caption",
     ("bench", "gpu"): "vlmserve.bench.gpu",
     ("bench", "processors"): "vlmserve.bench.processors",
     ("bench", "serve"): "vlmserve.bench.serve",
@@ -66,6 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve_arguments(serve)
     bench = commands.add_parser("bench", help="measure a server", description="Benchmarks.")
     benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
+    bench_caption = benches.add_parser("caption", help="captions from files beside the engine alone", add_help=False)
+    bench_caption.add_argument("rest", nargs=argparse.REMAINDER)
     bench_serve = benches.add_parser("serve", help="throughput and latency of a served model", add_help=False)
     bench_serve.add_argument("rest", nargs=argparse.REMAINDER)
     bench_processors = benches.add_parser("processors", help="throughput of picture and video files", add_help=False)

@@ -31,10 +31,13 @@ _NO_MESSAGES = [{"role": "user", "content": "-"}]
 
 
 class LocalCaptioner:
-    """See `Captioner`. concurrency: requests at a time. Raises CheckpointError, EngineError or SettingsError."""
+    """See `Captioner`. concurrency: requests at a time. llm: the engine inside.
+
+    Raises CheckpointError, EngineError or SettingsError.
+    """
 
     def __init__(self, settings: ServerSettings, *, concurrency: int) -> None:
-        self._llm = AsyncLLM(
+        self.llm = AsyncLLM(
             settings.engine,
             stage_limits(settings),
             joined=True,
@@ -43,9 +46,9 @@ class LocalCaptioner:
         )
         self.model = settings.served_model_name or settings.engine.model or "vlmserve-default"
         digest = blake3.blake3(
-            f"{self._llm.info.dtype} {self._llm.args.sampling_defaults} {self._llm.describe_media_settings()}".encode()
+            f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}".encode()
         )
-        self.identity = f"{_weights_digest(Path(self._llm.args.model))} {digest.hexdigest(16)}"
+        self.identity = f"{_weights_digest(Path(self.llm.args.model))} {digest.hexdigest(16)}"
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
         """See `Captioner`."""
@@ -57,13 +60,13 @@ class LocalCaptioner:
         wanted = replace(wanted, prompt=replace(wanted.prompt, messages=request.messages))
         writer = AnswerWriter(
             head,
-            self._llm.builder.tokenizer,
+            self.llm.builder.tokenizer,
             n=wanted.n,
             logprobs=bool(chat.logprobs),
             mm_report=bool(chat.return_mm_report),
         )
         try:
-            async with contextlib.aclosing(self._llm.generate(wanted)) as outputs:
+            async with contextlib.aclosing(self.llm.generate(wanted)) as outputs:
                 return await writer.whole(outputs)
         except EngineUnavailableError as error:
             raise CaptionStopped(str(error)) from None
@@ -74,7 +77,7 @@ class LocalCaptioner:
 
     async def close(self) -> None:
         """See `Captioner`."""
-        await asyncio.to_thread(self._llm.close)
+        await asyncio.to_thread(self.llm.close)
 
 
 def _no_file(file_id: str) -> Any:

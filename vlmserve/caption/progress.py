@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -43,14 +45,21 @@ class Progress:
         self._marks = deque([(self._started, 0, 0)])
         if self._live is not None:
             self._live.start()
+            self._log_to(self._out, sys.stderr)  # which is the display's now: lines go above it
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._live is not None:
+            self._log_to(sys.stderr, self._out)
             self._live.update("")
             self._live.stop()
+
+    def _log_to(self, before: TextIO, now: TextIO) -> None:
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                handler.setStream(now)
 
     def show(self) -> None:
         """Writes now and then."""

@@ -57,8 +57,11 @@ class Outcome:
     troubles: Sequence[str]
 
 
-def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO) -> Outcome:
-    """Run it. Raises SettingsError, VlmserveError or OSError when it cannot begin."""
+def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner: Captioner | None = None) -> Outcome:
+    """Run it. captioner: one that is there already, and stays its owner's to close; None: as the command says.
+
+    Raises SettingsError, VlmserveError or OSError when it cannot begin.
+    """
     tally, errors = Tally(), ErrorsFile(command.errors)
     prompts = Prompts(command.prompt, system=command.system, prefix=command.prefix, suffix=command.suffix)
     output = choose_output(command.output)
@@ -80,7 +83,7 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO) -> Outcome:
             journal.forget()
         stack.callback(output.close)
         output.begin(journal)
-        session = _Session(command, inputs, prompts, journal, output, errors, tally, Progress(tally, out))
+        session = _Session(command, inputs, prompts, journal, output, errors, tally, Progress(tally, out), captioner)
         return session.run()
 
 
@@ -107,6 +110,7 @@ class _Session:
         errors: ErrorsFile,
         tally: Tally,
         progress: Progress,
+        captioner: Captioner | None,
     ) -> None:
         self._command = command
         self._inputs = inputs
@@ -116,6 +120,7 @@ class _Session:
         self._errors = errors
         self._tally = tally
         self._progress = progress
+        self._given = captioner
         self._terminated = False
         self._notes: list[str] = []
 
@@ -160,8 +165,10 @@ class _Session:
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         async with contextlib.AsyncExitStack() as stack:
-            captioner = await self._captioner()
-            stack.push_async_callback(captioner.close)
+            captioner = self._given
+            if captioner is None:
+                captioner = await self._captioner()
+                stack.push_async_callback(captioner.close)
             stack.callback(lambda: self._notes.extend(captioner.notes()))
             settings = self._settings(captioner)
             self._journal.begin(settings)
