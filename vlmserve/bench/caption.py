@@ -79,13 +79,10 @@ def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     whole: list[tuple[float, int]] = []
     try:
         for number in range(args.rounds + 1):
-            for side, seconds in (("engine", alone), ("caption", whole)):
-                pictures = _draw(folder / f"{side}-{number}", args.items, shade=2 * number + (side == "engine"))
-                taken = (
-                    _engine(captioner, command, pictures) if side == "engine" else _caption(captioner, args, pictures)
-                )
-                if number:  # the first is to warm up
-                    seconds.append(taken)
+            pictures = _draw(folder / f"engine-{number}", args.items, shade=2 * number)
+            alone.append(_engine(captioner, command, pictures))
+            pictures = _draw(folder / f"caption-{number}", args.items, shade=2 * number + 1)
+            whole.append(_caption(captioner, args, pictures))
     finally:
         asyncio.run(captioner.close())
     del alone[0], whole[0]  # to warm up
