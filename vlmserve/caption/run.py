@@ -33,7 +33,7 @@ from vlmserve.common.errors import BadRequestError, EngineError, VlmserveError
 logger = logging.getLogger(__name__)
 
 _UNKNOWN_BYTES = 1 << 20
-_READERS = 4
+_READERS = 16  # which mostly wait, for disks or other hosts
 _MOST_AT_ONCE = 256
 
 _T = TypeVar("_T")

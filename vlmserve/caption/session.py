@@ -121,14 +121,15 @@ class _Session:
         self._tally = tally
         self._progress = progress
         self._given = captioner
-        self._terminated = False
+        self._terminated = self._broken = False
         self._notes: list[str] = []
 
     def run(self) -> Outcome:
         troubles: list[str] = []
         how = Ended.FINISHED
+        captioner = self._given or self._local()  # not in the event loop, which would keep Ctrl-C from ending it
         try:
-            asyncio.run(self._run())
+            asyncio.run(self._run(captioner))
         except (KeyboardInterrupt, asyncio.CancelledError):
             how = Ended.TERMINATED if self._terminated else Ended.INTERRUPTED
         except (CaptionStopped, OSError) as error:
@@ -136,7 +137,7 @@ class _Session:
             troubles.append(_trouble(error))
         finally:
             self._errors.close()
-        if how is not Ended.STOPPED:
+        if not self._broken:
             try:
                 self._output.finish()
             except OSError as error:
@@ -155,7 +156,7 @@ class _Session:
             troubles=troubles,
         )
 
-    async def _run(self) -> None:
+    async def _run(self, captioner: Captioner | None) -> None:
         this = asyncio.current_task()
         assert this is not None
 
@@ -165,9 +166,9 @@ class _Session:
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         async with contextlib.AsyncExitStack() as stack:
-            captioner = self._given
             if captioner is None:
-                captioner = await self._captioner()
+                captioner = await self._remote()
+            if captioner is not self._given:
                 stack.push_async_callback(captioner.close)
             stack.callback(lambda: self._notes.extend(captioner.notes()))
             settings = self._settings(captioner)
@@ -205,30 +206,37 @@ class _Session:
                 showing = asyncio.create_task(self._show())
                 try:
                     await run.run()
+                except OSError:
+                    self._broken = True  # nothing can be written: not the end of a part, either
+                    raise
                 finally:
                     showing.cancel()
 
-    async def _captioner(self) -> Captioner:
-        command = self._command
-        if command.base_urls:
-            from vlmserve.caption.remote import RemoteCaptioner
-
-            remote = RemoteCaptioner(
-                command.base_urls,
-                api_key=command.api_key,
-                model=command.served_model,
-                request_timeout_s=command.request_timeout_s,
-                server_timeout_s=command.server_timeout_s,
-            )
-            try:
-                await remote.start()
-            except BaseException:
-                await remote.close()
-                raise
-            return remote
+    def _local(self) -> Captioner | None:
+        """The engine in this process, unless servers do the work."""
+        if self._command.base_urls:
+            return None
         from vlmserve.caption.local import LocalCaptioner
 
-        return LocalCaptioner(command.settings, concurrency=command.concurrency)
+        return LocalCaptioner(self._command.settings, concurrency=self._command.concurrency)
+
+    async def _remote(self) -> Captioner:
+        from vlmserve.caption.remote import RemoteCaptioner
+
+        command = self._command
+        remote = RemoteCaptioner(
+            command.base_urls,
+            api_key=command.api_key,
+            model=command.served_model,
+            request_timeout_s=command.request_timeout_s,
+            server_timeout_s=command.server_timeout_s,
+        )
+        try:
+            await remote.start()
+        except BaseException:
+            await remote.close()
+            raise
+        return remote
 
     def _settings(self, captioner: Captioner) -> dict[str, object]:
         """What makes captions other ones, under the names of flags."""

@@ -87,6 +87,7 @@ class Appended:
                 raise OutputError(f"{path} has {there} bytes, but {size} were written to it: it was changed since")
             if there > size:
                 os.ftruncate(self._fd, size)
+            sync_folder(path.parent)
         except BaseException:
             os.close(self._fd)
             raise
