@@ -179,7 +179,7 @@ def test_what_is_finished_is_written_when_a_run_stops(tmp_path, out):
 
     found = [item(f"p/{number}", content(number)) for number in range(20)]
     with pytest.raises(CaptionStopped):
-        run_once(found, out, captioner=Stops())
+        run_once(found, out, captioner=Stops(), settings=RunSettings(concurrency=1))
     done = captions_in(tmp_path / "out.jsonl")
     assert len(done) == 6
     captioner = FakeCaptioner()
