@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import itertools
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -83,6 +84,16 @@ def test_fields_are_json():
     assert item.prompt is None, "what a table calls so is seldom meant for us"
     (item,) = opened(name, columns=Columns(id="id", prompt="prompt", media="jpg"))
     assert (item.id, item.prompt) == ("mine", "a cat")
+
+
+def test_values_that_python_cannot_have():
+    text = pa.array([b"\xff", b"x"]).view(pa.string())
+    days = pa.array([2**40, 0], pa.timestamp("s"))
+    times = pa.array([1, 2], pa.timestamp("ns"))
+    items = list(media(opened(write({"image": [png(1), png(2)], "text": text, "day": days, "time": times}))).values())
+    assert [item.fields["text"] for item in items] == [None, "x"]
+    assert [item.fields["day"] for item in items] == [None, "1970-01-01T00:00:00"]
+    json.dumps(items[0].fields)
 
 
 def test_rows_and_tables_without_a_picture():
