@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from vlmserve.caption.inputs.source import folder_of, printable
+from vlmserve.caption.inputs.source import folder_of, path_in, printable
 from vlmserve.caption.item import Unreadable
 from vlmserve.checks import SettingsError
 from vlmserve.media_names import scheme_of
@@ -60,7 +60,7 @@ class ItemFile:
     @property
     def is_compressed(self) -> bool:
         """By its name."""
-        return self.address.lower().endswith((".gz", ".tgz"))
+        return path_in(self.address).lower().endswith((".gz", ".tgz"))
 
     def signature(self) -> str:
         """Another one when it has changed, as far as that can be known without reading it. May raise OSError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from vlmserve.caption.inputs.folders import Folder, Pattern, matches
 from vlmserve.caption.inputs.jsonl import JsonLines
 from vlmserve.caption.inputs.lines import AddressList
 from vlmserve.caption.inputs.media import MediaReader
+from vlmserve.caption.inputs.packages import need
+from vlmserve.caption.inputs.remote_folders import RemoteFiles
 from vlmserve.caption.inputs.single import Each, OneMedium
 from vlmserve.caption.inputs.source import HTTP, Columns, Source, path_in
 from vlmserve.caption.inputs.tables import Table
@@ -109,8 +110,7 @@ class _Opener:
         local = not scheme_of(word)
         if local and not any(os.path.lexists(name) for name in expanded(word)):
             raise SettingsError(f"INPUT {word!r}: there is none of these files")
-        first = next(expanded(word))
-        self._check_packages(first)
+        self._one_file(next(expanded(word)))
         return Each(names=lambda: expanded(word), open=self._one_file)
 
     def _local(self, path: str) -> Source:
@@ -122,7 +122,6 @@ class _Opener:
             if not glob.has_magic(path):
                 raise SettingsError(f"INPUT {path!r}: {error.strerror}") from None
             return self._pattern(path)
-        self._check_packages(path)
         return self._one_file(path)
 
     def _pattern(self, pattern: str) -> Source:
@@ -130,7 +129,7 @@ class _Opener:
             raise SettingsError(f"INPUT {pattern!r}: nothing matches this pattern")
         if self._format(pattern) == "media":
             return Pattern(pattern=pattern, media=self.media)
-        self._check_packages(pattern)
+        self._one_file(pattern)
         return Each(names=lambda: _files_matching(pattern), open=self._one_file)
 
     def _remote(self, word: str) -> Source:
@@ -138,13 +137,27 @@ class _Opener:
         is_media = self._format(word) == "media"
         if is_media and (scheme == "data" or (scheme in HTTP and "::" not in word)):
             return OneMedium(address=word, media=self.media)
-        self._check_packages(word)
-        raise SettingsError(f"INPUT {word!r}: not supported")
+        from vlmserve.caption.inputs.remote import file_system, reason
+
+        system, path = file_system(word)
+        files = RemoteFiles(word=word, system=system, path=path, media=self.media)
+        if scheme not in HTTP and glob.has_magic(path):
+            return files if is_media else Each(names=files.addresses, open=self._one_file)
+        try:
+            system.info(path)
+        except Exception as error:  # whatever a driver raises
+            raise SettingsError(f"INPUT {word!r}: {reason(error)}") from None
+        return files if is_media else self._one_file(word)
 
     def _one_file(self, address: str) -> Source:
+        """Raises SettingsError for a missing package."""
         format = self._format(address)
         if format == "media":
             return OneMedium(address=address, media=self.media)
+        if scheme_of(address):
+            from vlmserve.caption.inputs.remote import file_system
+
+            file_system(address)
         return self._file(ItemFile(address=address), format)
 
     def _file(self, file: ItemFile, format: InputFormat) -> Source:
@@ -153,6 +166,7 @@ class _Opener:
         if format == "list":
             return AddressList(file=file, media=self.media)
         if format == "parquet":
+            need(file.address, "pyarrow")
             return Table(file=file, media=self.media, columns=self.columns)
         return Tar(file=file, media=self.media, columns=self.columns)
 
@@ -161,17 +175,6 @@ class _Opener:
             return self.format
         name = path_in(address).lower().removesuffix(".gz")
         return _FORMATS.get(os.path.splitext(name)[1], "media")
-
-    def _check_packages(self, address: str) -> None:
-        """Raises SettingsError."""
-        needed = []
-        if self._format(address) == "parquet":
-            needed.append("pyarrow")
-        if scheme_of(address):
-            needed.append("fsspec")
-        for package in needed:
-            if importlib.util.find_spec(package) is None:
-                raise SettingsError(f"INPUT {address!r} needs {package}: pip install 'vlmserve[caption]'")
 
 
 def _files_matching(pattern: str) -> Iterator[str | Unreadable]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import decimal
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -56,7 +55,7 @@ def item_of(
 
 
 def jsonable(value: Any) -> Any:
-    """A value as JSON has it; None for what it has not."""
+    """A value as JSON has it, or as text; None for bytes."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
@@ -69,7 +68,7 @@ def jsonable(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
-    return str(value) if isinstance(value, decimal.Decimal) else None
+    return None if isinstance(value, bytes) else str(value)
 
 
 def _held(data: bytes, own: Own, media: MediaReader, signature: str, path: str | None) -> MediumItem:

@@ -15,6 +15,7 @@ from vlmserve.caption.item import Found, Unreadable
 from vlmserve.common.errors import BadRequestError
 
 if TYPE_CHECKING:
+    from pyarrow import Array, RecordBatch
     from pyarrow.parquet import ParquetFile
 
 _ROWS = 16
@@ -77,7 +78,7 @@ class Table:
 
         try:
             for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group], use_threads=False):
-                for record in batch.to_pylist():
+                for record in _records(batch):
                     yield self._found(record, row, column, signature)
                     row += 1
         except (ArrowException, OSError) as error:
@@ -101,3 +102,24 @@ class Table:
     def _broken(self, id: str, error: Exception, more: str = "") -> Unreadable:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return Unreadable(id=id, message=f"cannot read it: {why}{more}")
+
+
+def _records(batch: RecordBatch) -> Iterator[dict[str, Any]]:
+    columns = [_values(column) for column in batch.columns]
+    for row in zip(*columns, strict=True):
+        yield dict(zip(batch.schema.names, row, strict=True))
+
+
+def _values(column: Array) -> list[Any]:
+    """Python has no words for some: text that is no UTF-8, dates before its calendar. They become None."""
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError):
+        return [_value(column, place) for place in range(len(column))]
+
+
+def _value(column: Array, place: int) -> Any:
+    try:
+        return column[place].as_py()
+    except (ValueError, OverflowError):
+        return None

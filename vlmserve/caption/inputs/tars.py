@@ -68,6 +68,8 @@ class Tar:
                 for sample in self._samples(file):
                     samples += 1
                     yield from self._found(sample, signature)
+                if self.file.is_compressed:
+                    file.read(_MOST_TEXT_BYTES)  # at its end is what tells whether it is whole
         except BROKEN as error:
             yield self.file.broken(error, done=samples, what="sample")
         except DamagedTar as error:

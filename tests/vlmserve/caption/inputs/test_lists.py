@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
+import tracemalloc
 
 import pytest
 
@@ -84,7 +85,12 @@ def test_lists_that_are_cut_off_or_gone(here):
 def test_a_line_without_end(here, monkeypatch):
     monkeypatch.setattr(lines, "MOST_BYTES", 100)
     touch(here / "long.txt", b"c.png\n" + b"x" * 5_000_000 + b"\nc.png\n")
-    found = list(opened("long.txt"))
+    tracemalloc.start()
+    try:
+        found = list(opened("long.txt"))
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
     assert [one.id for one in found] == ["c.png", "long.txt:2", "c.png"]
     assert unreadable(found)[0].message == "the line has more than 100 bytes"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import itertools
@@ -229,6 +230,13 @@ def test_what_a_packed_sample_holds_is_limited(here):
     touch(here / "s.tgz", gzip.compress(tar({f"a.{number}.png": bytes(90_000) for number in range(3)})))
     (one,) = unreadable(opened("s.tgz"))
     assert one.message == "its files have more than 200000 bytes (setting --max-video-bytes)"
+
+
+def test_members_are_forgotten(here):
+    touch(here / "s.tar", tar({f"{number}.png": b"" for number in range(2000)}))
+    found = iter(opened("s.tar"))
+    assert sum(1 for _ in itertools.islice(found, 1500)) == 1500
+    assert sum(type(one) is tarfile.TarInfo for one in gc.get_objects()) < 20
 
 
 def test_members_are_pulled(here):
