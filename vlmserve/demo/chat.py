@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vlmserve.demo.answer import Answer, read_answer
-from vlmserve.demo.client import ChatClient, ServerError
+from vlmserve.client.answer import Answer, read_answer
+from vlmserve.client.chat_client import ChatClient, ServerError
 from vlmserve.demo.conversation import (
     Message,
     Question,

@@ -74,8 +74,8 @@ def _run(command: _Command, stack: ExitStack) -> None:
         port = free.getsockname()[1]
     keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
 
+    from vlmserve.client.chat_client import ChatClient
     from vlmserve.demo.chat import Chat
-    from vlmserve.demo.client import ChatClient
     from vlmserve.own_server import OwnServer
 
     if command.url is None:

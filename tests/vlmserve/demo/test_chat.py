@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
+from vlmserve.client.chat_client import ChatClient, ServerError
 from vlmserve.demo.chat import Chat, View
-from vlmserve.demo.client import ChatClient, ServerError
 from vlmserve.demo.conversation import Message, Question
 from vlmserve.demo.request import RequestSettings
 from vlmserve.demo.samples import FOLDER

@@ -21,7 +21,7 @@ from tests.vlmserve.server.fake_engine import MODEL, make_served, real_server, w
 from tests.vlmserve.server_process import ROOT, gone, private_directories
 from vlmserve import cli
 from vlmserve.bench.processes import children_of
-from vlmserve.demo.client import ChatClient
+from vlmserve.client.chat_client import ChatClient
 from vlmserve.demo.samples import FOLDER
 from vlmserve.listening import listen
 

@@ -22,8 +22,8 @@ from tests.vlmserve.server.fake_engine import (
     real_server,
     write_checkpoint_folder,
 )
+from vlmserve.client.chat_client import ChatClient
 from vlmserve.demo.chat import Chat
-from vlmserve.demo.client import ChatClient
 from vlmserve.demo.command import keep_gradio_to_itself
 from vlmserve.demo.conversation import ERROR_TITLE
 from vlmserve.demo.samples import FOLDER, load_samples

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from vlmserve.demo.answer import Answer, Stats, read_answer
+from vlmserve.client.answer import Answer, Stats, read_answer
 
 
 def chunk(text: str | None = None, finish: str | None = None) -> dict[str, Any]:
