@@ -22,6 +22,7 @@ _TOOLS = {
     ("bench", "serve"): "vlmserve.bench.serve",
     ("bench", "vision"): "vlmserve.bench.vision",
     ("cache",): "vlmserve.cache.command",
+    ("chat",): "vlmserve.chat.command",
     ("demo",): "vlmserve.demo.command",
     ("verify",): "vlmserve.verify.command",
     ("warmup",): "vlmserve.warmup.command",
@@ -36,6 +37,7 @@ examples:
   vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it
   vlmserve demo                                      a page to chat with the built-in model
+  vlmserve chat --ask "What is this?" picture.png    ask in the terminal; without --ask: chat there
 """
 _SERVE_ABOUT = """\
 Serve a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint behind an OpenAI-compatible API.
@@ -80,6 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
     warmup.add_argument("rest", nargs=argparse.REMAINDER)
     demo = commands.add_parser("demo", help="a page to chat with a model", add_help=False)
     demo.add_argument("rest", nargs=argparse.REMAINDER)
+    chat = commands.add_parser("chat", help="chat with a model in the terminal", add_help=False)
+    chat.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")
     return parser
 
