@@ -68,6 +68,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("media_processes", "0 (threads do the work) or more")
     if args.encoder_dp_size < 0:
         refuse("encoder_dp_size", "0 (none beside the engine) or more")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", args.device):
+        refuse("device", "auto, cpu, cuda (a GPU) or cuda:N")
     devices = args.encoder_devices.split(",") if args.encoder_devices is not None else []
     if len(devices) > 1 and len(devices) != args.num_encoders:
         refuse("encoder_devices", f"one device, or {args.encoder_dp_size} as --encoder-dp-size says")

@@ -48,7 +48,8 @@ class OwnServer:
         try:
             while not port_file.exists():
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise EngineError(f"the server did not start: {' '.join(command)}")
+                    what = f"the server did not start (its last lines say why): vlmserve serve {' '.join(words)}"
+                    raise EngineError(what)
                 time.sleep(0.1)  # waiting for another process, not synchronising with it
         except BaseException:
             self.close()
