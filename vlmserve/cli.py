@@ -24,6 +24,7 @@ _TOOLS = {
     ("cache",): "vlmserve.cache.command",
     ("chat",): "vlmserve.chat.command",
     ("demo",): "vlmserve.demo.command",
+    ("doctor",): "vlmserve.doctor.command",
     ("verify",): "vlmserve.verify.command",
     ("warmup",): "vlmserve.warmup.command",
 }
@@ -38,6 +39,7 @@ examples:
   vlmserve bench serve --help                        measure it
   vlmserve demo                                      a page to chat with the built-in model
   vlmserve chat --ask "What is this?" picture.png    ask in the terminal; without --ask: chat there
+  vlmserve doctor                                    what this machine and installation have, and lack
 """
 _SERVE_ABOUT = """\
 Serve a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint behind an OpenAI-compatible API.
@@ -84,6 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("rest", nargs=argparse.REMAINDER)
     chat = commands.add_parser("chat", help="chat with a model in the terminal", add_help=False)
     chat.add_argument("rest", nargs=argparse.REMAINDER)
+    doctor = commands.add_parser("doctor", help="what this machine and installation have, and lack", add_help=False)
+    doctor.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")
     return parser
 
