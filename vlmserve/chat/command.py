@@ -148,13 +148,9 @@ def _how_it_ended(server: Any) -> Callable[[], str | None]:
 
 
 def _read(argv: Sequence[str]) -> _Command:
-    own = CommandParser(prog="vlmserve chat", usage="%(prog)s [MODEL] [FILE ...] [options]", add_help=False)
-    add_settings(own, {setting.name for setting in iter_settings()} - _NOT_HERE)
-    given, rest = own.parse_known_args(argv)
-    args = _parser().parse_intermixed_args(rest)
-    settings = vars(given)
-    config = settings.pop("config")
-    files = tuple(args.words)
+    args = _parser().parse_intermixed_args(argv)
+    settings = {name: value for name, value in vars(args).items() if name in _servers_own()}
+    config, files = args.config, tuple(args.words)
     try:
         options = _options(args)
         if args.url is not None:
@@ -208,16 +204,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-history", action="store_true", help="remember no lines from chat to chat")
     options = parser.add_argument_group("options of the requests (/set changes them)")
     for name, option in OPTIONS.items():
-        if name not in {setting.name for setting in iter_settings()}:
+        if name not in _servers_own():
             options.add_argument(flag(name), metavar="VALUE", default=None, help=option.help)
+    shown = set(parser._actions)
+    add_settings(parser, _servers_own())
+    for action in parser._actions:
+        if action not in shown:
+            action.help = argparse.SUPPRESS  # there are a hundred of them
     return parser
+
+
+def _servers_own() -> set[str]:
+    """The settings that an own server may be given."""
+    return {setting.name for setting in iter_settings()} - _NOT_HERE
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     from vlmserve.chat.options import OPTIONS, OptionError, parse_assignment, parse_option
 
     try:
-        given = {name: getattr(args, name, None) for name in OPTIONS}
+        given = {name: getattr(args, name, None) for name in OPTIONS if name not in _servers_own()}
         flags = {name: parse_option(name, text) for name, text in given.items() if text is not None}
         return flags | dict(map(parse_assignment, args.set))
     except OptionError as error:
