@@ -116,6 +116,7 @@ def _talker(command: _Command) -> Iterator[Talker]:
     from vlmserve.chat.session import Talker
     from vlmserve.chat.terminal import shown_while
     from vlmserve.client.chat_client import ChatClient
+    from vlmserve.common.errors import CheckpointError
     from vlmserve.model_path import resolve_model
     from vlmserve.own_server import OwnServer
 
@@ -125,9 +126,10 @@ def _talker(command: _Command) -> Iterator[Talker]:
         return
     words = [*_words(command.serve), *(["--config", command.config] if command.config else [])]
     if command.model:
-        # found, or fetched, here, where its progress can be seen
-        words += ["--model", str(resolve_model(command.model))]
-        words += ["--served-model-name", command.served_name or command.model]
+        folder = resolve_model(command.model)  # fetched here, if need be, where its progress can be seen
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{command.model!r} has no config.json: it is no model (name pictures one by one)")
+        words += ["--model", str(folder), "--served-model-name", command.served_name or command.model]
     words = ["--log-level", "warning", "--shutdown-timeout-s", "0", "--max-body-mib", str(_BODY_MIB), *words]
     key = secrets.token_urlsafe()  # nobody else is to use it
     with contextlib.ExitStack() as stack:

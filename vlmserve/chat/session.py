@@ -227,7 +227,8 @@ class Session:
         except FileExistsError:
             raise OptionError(f"{rest!r} is there already, and not from this chat: name another file") from None
         self._saved.add(path)
-        self._terminal.line(f"saved {len(self._turns)} questions and answers in {path}")
+        count = len(self._turns)
+        self._terminal.line(f"saved {count} {'answer' if count == 1 else 'answers'} and what was asked in {path}")
 
     def _leave(self, rest: str) -> None:
         raise EOFError

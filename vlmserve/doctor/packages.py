@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.doctor.probing import Probed
@@ -56,10 +57,9 @@ def read_requirements(folder: Path = ROOT) -> tuple[list[Requirement], dict[str,
 
     A checkout's metadata are those of the day when it was installed.
     """
-    project = folder / "pyproject.toml"
-    if project.is_file():
-        content = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-        needed, extras = content["dependencies"], content["optional-dependencies"]
+    project = _project(folder)
+    if project is not None:
+        needed, extras = project["dependencies"], project["optional-dependencies"]
     else:
         needed, extras = [], {}
         for line in importlib.metadata.requires(NAME) or ():
@@ -110,7 +110,7 @@ def extra_findings(extras: Mapping[str, Sequence[Requirement]]) -> Iterator[Find
 def install(extra: str | None = None) -> str:
     """The command that installs vlmserve, or an extra of it too, into this Python."""
     brackets = f"[{extra}]" if extra else ""
-    if not (ROOT / "pyproject.toml").is_file():
+    if _project(ROOT) is None:
         return pip_install(NAME + brackets)
     return pip_install("-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}{brackets}")
 
@@ -120,6 +120,15 @@ def pip_install(*words: str) -> str:
     if importlib.util.find_spec("pip") is None:
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, *_for_uv(words)])
     return shlex.join([sys.executable, "-m", "pip", "install", *words])
+
+
+def _project(folder: Path) -> dict[str, Any] | None:
+    """What a checkout's pyproject.toml says; None where this is an installed package, whoever's file may lie there."""
+    file = folder / "pyproject.toml"
+    if not file.is_file():
+        return None
+    project: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    return project if project.get("name") == NAME else None
 
 
 def _for_uv(words: Sequence[str]) -> list[str]:

@@ -86,7 +86,7 @@ def test_what_goes_wrong_is_on_stderr(words: list[str], status: int, complaint: 
         (["--api-key", "x"], 2, "--api-key goes with --url"),
         (["no-such-model"], 1, "'no-such-model' is neither a folder nor a hub id"),
         (["no-such/cat.png"], 1, "there is no file 'no-such/cat.png'"),
-        (["assets/samples"], 1, "has no config.json"),
+        (["assets/samples"], 1, "'assets/samples' has no config.json: it is no model"),
         (["--url", "http://127.0.0.1:9"], 1, "no answer from http://127.0.0.1:9/v1"),
     ],
 )

@@ -104,7 +104,7 @@ def test_what_nvidia_smi_says(
 
 def test_versions_out_of_bounds_and_extras(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
-        '[project]\ndependencies = ["numpy>=99,<100", "pillow", "no-such-package>=1"]\n'
+        '[project]\nname = "vlmserve"\ndependencies = ["numpy>=99,<100", "pillow", "no-such-package>=1"]\n'
         '[project.optional-dependencies]\ncaption = ["pyyaml", "no-such[x]>=2"]\ndev = ["pytest"]\n'
     )
     needed, extras = read_requirements(tmp_path)
@@ -122,6 +122,7 @@ def test_versions_out_of_bounds_and_extras(tmp_path: Path) -> None:
 
 
 def test_without_a_checkout_the_installed_metadata_are_read(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
     needed, extras = read_requirements(tmp_path)
     assert {"torch", "pillow"} <= {one.name for one in needed}
     assert extras["demo"][0].name == "gradio"
