@@ -73,7 +73,7 @@ class PreparedMessage(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """Seconds since a request came in. prepare_s: until it was at the scheduler, its media fetched, decoded and resized.
+    """Seconds since a request came in. prepare_s: until it went to the scheduler, its media decoded and resized.
 
     first_token_s: until the first output, the encoder's work and the prefill done.
     """
