@@ -106,9 +106,11 @@ def test_settings_reach_the_server(client: gradio_client.Client, served: Served)
     assert height * width * 14 * 14 <= 3136
 
 
-def test_boxes_are_drawn(client: gradio_client.Client, served: Served, url: str) -> None:
-    served.scheduler.say('[{"bbox_2d": [0, 0, 500, 500], "label": "it"}]')
+@pytest.mark.parametrize("mark", ['"bbox_2d": [0, 0, 500, 500]', '"point_2d": [500, 500]'])
+def test_boxes_and_points_are_drawn(client: gradio_client.Client, served: Served, mark: str) -> None:
+    served.scheduler.say(f'[{{{mark}, "label": "it"}}]')
     _, _, image, rows, _ = client.predict(message("Where?", PICTURE), [], "60", api_name="/ask")
+    assert image["visible"]
     assert rows["value"]["data"][0][:2] == [1, "it"]
     assert httpx2.get(image["value"]["url"]).content.startswith(b"\x89PNG")
 
