@@ -10,6 +10,9 @@ from vlmserve.common.errors import CheckpointError
 DEFAULT_MODEL = Path(__file__).resolve().parent / "default_model"
 """The small trained checkpoint that comes with the package."""
 
+DEFAULT_MODEL_NAME = "vlmserve-default"
+"""What it is called where it is served."""
+
 
 class NotDownloadedError(CheckpointError):
     """A model of the hub that is not on this machine, and was not to be fetched."""

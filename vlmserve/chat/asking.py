@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from vlmserve.client.answer import Answer, read_answer
+from vlmserve.client.answer import Answer, Stats, read_answer
 from vlmserve.client.chat_client import ChatClient
 
 
@@ -37,3 +37,14 @@ def ask(client: ChatClient, body: Mapping[str, Any], write: Callable[[str], None
     except KeyboardInterrupt:
         return Outcome(answer=answer, stopped=True)
     return Outcome(answer=answer)
+
+
+def stats_line(stats: Stats) -> str:
+    """What an answer took, for people."""
+    words = [f"first token after {stats.ttft_s:.2f} s"]
+    rate = stats.tokens_per_s()
+    if rate is not None:
+        words.append(f"{rate:.1f} tokens/s")
+    words.append(f"prompt {stats.prompt_tokens} tokens ({stats.cached_tokens} cached)")
+    words.append(f"answer {stats.completion_tokens} tokens")
+    return " · ".join(words)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from processors.inputs import Modality
-from vlmserve.chat.asking import ask
+from vlmserve.chat.asking import ask, stats_line
 from vlmserve.chat.conversation import Question, Turn, chat_body, chat_messages, make_question
 from vlmserve.chat.media import KINDS, Medium, MediumError, open_medium
 from vlmserve.chat.mentions import find_mentions, split_words
@@ -163,7 +163,7 @@ class Session:
         for note in answer.notes:
             self._terminal.note(f"({note})")
         if answer.stats is not None and self._stats:
-            self._terminal.note(f"({answer.stats.line()})")
+            self._terminal.note(f"({stats_line(answer.stats)})")
         if answer.text or not outcome.stopped:
             self._turns = [*before, Turn(question=question, answer=answer.text)]
 

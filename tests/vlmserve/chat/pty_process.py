@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,19 @@ class PtyProcess:
                 data = b""
             assert data, self.text
             self.text = _ESCAPES.sub("", self.text + data.decode(errors="replace")).replace("\r\n", "\n")
+
+    def signal_at_prompt(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Ctrl-C (or another signal), once the prompt waits for keys: Python's readline notices one that comes between
+        showing the prompt and waiting only at the next key."""
+        status = Path(f"/proc/{self.process.pid}/stat")
+        deadline = time.monotonic() + PATIENCE_S
+        while status.read_text().rsplit(")", 1)[1].split()[0] != "S":
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.01)  # another process's state can only be looked at
+        if number is signal.SIGINT:
+            self.type("\x03")
+        else:
+            self.process.send_signal(number)
 
     def ask(self, line: str) -> str:
         """Type a line; what is shown until the next prompt."""

@@ -125,7 +125,7 @@ def test_a_server_of_its_own_survives_ctrl_c_and_ends_with_the_chat(tmp_path: Pa
     try:
         assert "Starting a server for the small built-in model ... 0 s" in chat.read_until("vlmserve-default: ask away")
         chat.read_until("> $")
-        chat.type("\x03")
+        chat.signal_at_prompt()
         chat.read_until("> $")
         assert "\nA red circle, a green triangle, a yellow star and a blue square.\n" in chat.ask(
             "Describe the picture."
@@ -136,7 +136,7 @@ def test_a_server_of_its_own_survives_ctrl_c_and_ends_with_the_chat(tmp_path: Pa
         processes = children_of(chat.process.pid)
         directories = [path for pid in processes for path in private_directories(pid)]
         assert len(processes) >= 3
-        chat.process.send_signal(signal.SIGHUP)  # as when its window is closed
+        chat.signal_at_prompt(signal.SIGHUP)  # as when its window is closed
         assert chat.wait() == 128 + signal.SIGHUP
         assert all(map(gone, processes))
         assert not any(path.exists() for path in directories)

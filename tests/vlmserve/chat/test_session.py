@@ -66,7 +66,9 @@ def test_turns_with_pictures_and_a_clip(served: Served, chat: PtyProcess) -> Non
     assert "[picture two words.png] What is in the picture?\nred\n(first token after " in chat.ask(
         r"What is in two\ words.png?"
     )
-    assert "\nred\n" in chat.ask("And now?")
+    again = chat.ask("And now?")
+    figures = r"\nred\n\(first token after \d+\.\d\d s · .*prompt \d+ tokens \(\d+ cached\) · answer \d+ tokens\)$"
+    assert re.search(figures, again), again
     assert f"[picture {PICTURE.name}, video {CLIP.name}] Ask about it." in chat.ask(f"{PICTURE} '{CLIP}'")
     chat.ask("/set nframes 2")
     chat.ask("/set max_pixels 12544")
@@ -140,12 +142,14 @@ def test_ctrl_c_stops_an_answer_and_what_was_said_counts(served: Served, chat: P
 
 
 def test_ctrl_c_at_the_prompt_leaves_the_second_time(chat: PtyProcess) -> None:
-    chat.type("something\x03")
+    chat.type("something")
+    chat.read_until("something$")
+    chat.signal_at_prompt()
     assert "Ctrl-C again" in chat.read_until("> $")
     chat.ask("Hello?")
-    chat.type("\x03")
+    chat.signal_at_prompt()
     chat.read_until("> $")
-    chat.type("\x03")
+    chat.signal_at_prompt()
     assert chat.wait() == 0
 
 
