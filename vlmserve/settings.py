@@ -43,7 +43,9 @@ class ServerSettings:
         None, "clients must send 'Authorization: Bearer KEY'; better set by its variable than by the flag"
     )
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "least severity logged")
-    access_log: bool = _arg(False, "log a line for every HTTP request")
+    access_log: bool = _arg(
+        False, "log a line for every HTTP request: client, method, path, status, duration and X-Request-Id"
+    )
     shutdown_timeout_s: float = _arg(30.0, "seconds that running requests get to finish when the server is stopped")
     startup_timeout_s: float = _arg(
         1800.0, "seconds that loading the model, its encoder processes included, or starting another process may take"
