@@ -19,6 +19,7 @@ from vlmserve.bench.load import LoadResult, Timing, make_requests, run_load
 from vlmserve.bench.processes import MIB, BenchServer
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
+from vlmserve.flags import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vlmserve bench serve",
         description="Time to first token, time per token, throughput and memory of the server, one request at a time "
         "and several at a time, beside a loop of transformers generate calls over the same requests.",
