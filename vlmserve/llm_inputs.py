@@ -60,7 +60,11 @@ def read_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) ->
     paths = {name: os.fspath(value) for name, value in given.items() if isinstance(value, os.PathLike)}
     args = EngineArgs(model=os.fspath(model), **{**given, **paths})
     check_engine_args(args)
-    return args, MediaCounts(**counts)
+    most = MediaCounts(**counts)
+    problems = type_problems(most, lambda name: f"--max-{name}-per-request")
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return args, most
 
 
 def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequence[Mapping[str, Any]]:
