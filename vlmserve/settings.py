@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from vlmserve.aliases import foreign_setting, translated
 from vlmserve.checks import MOST_SECONDS, SettingsError, engine_problems, flag
 from vlmserve.engine_args import EngineArgs
+from vlmserve.plain_problems import sentence
 from vlmserve.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -183,14 +184,6 @@ _OTHER = "other"
 # Variables that are no settings, or that Kubernetes makes for a service called vlmserve.
 _NO_SETTING = re.compile(r"config|test_.*|service_(host|port).*|port_\d+_.*")
 _DOMAIN = re.compile(r"\.?[\w-]+(?:\.[\w-]+)*|[\da-fA-F:]+")
-# pydantic's error types -> what is allowed, in fewer words than its own
-_ALLOWED = dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number") | {
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "string_type": "text",
-}
 
 
 def iter_settings() -> Iterator[Setting]:
@@ -321,8 +314,7 @@ def _explain(
         if problem["type"] == "extra_forbidden":
             yield f"{place}: no such setting{did_you_mean(name, known, '; `vlmserve serve --help` lists all')}"
             continue
-        allowed = _ALLOWED.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
-        yield f"{place} is {problem['input']!r}; it must be {allowed}"
+        yield sentence(problem, place)
         if place == f"{ENV_PREFIX}PORT" and str(problem["input"]).startswith("tcp://"):
             yield "Kubernetes sets that for a service of this name; enableServiceLinks: false in the pod stops it"
 
