@@ -19,8 +19,8 @@ SAMPLES = Path(__file__).resolve().parents[3] / "assets" / "samples"
 URL = "/v1/chat/completions"
 # The words of pydantic and of Python, which are nobody's who sends a request.
 PYTHON = re.compile(
-    r"""Input should|Value error|valid (dict|list|string|integer|number|boolean)|pydantic|NoneType|\b(None|True|False)\b|"""
-    r"""\bb(['"]).+?\3|\\x|\b(dict|str|int|float)\b|; got |<class|Traceback"""
+    r"""Input should|Value error|valid (dict|list|string|integer|number|boolean)|pydantic|NoneType|"""
+    r"""\b(None|True|False)\b|\bb(['"]).+?\3|\\x|\b(dict|str|int|float)\b|; got |<class|Traceback"""
 )
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
