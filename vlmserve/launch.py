@@ -224,7 +224,7 @@ class _Serving:
             app,
             interface="asgi3",
             log_config=None,
-            access_log=self._settings.access_log,
+            access_log=False,  # the frontend's own has durations and request ids
             lifespan="off",
             backlog=_BACKLOG,
             server_header=False,
