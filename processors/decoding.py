@@ -17,6 +17,7 @@ from processors.orientation import turn_upright
 from processors.picture_formats import INVALID_IMAGE, PictureFormat, picture_format
 from processors.picture_limits import DecodeLimits, check_size, too_large
 from processors.picture_structure import check_structure
+from processors.plain_words import words
 from processors.rgb import to_rgb
 from vlmserve.common.errors import BadRequestError
 
@@ -47,7 +48,7 @@ def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
         raise
     except Exception as error:
         raise BadRequestError(
-            f"the {found.name} picture is broken or cut off: {_words(error)}", code=INVALID_IMAGE
+            f"the {found.name} picture is broken or cut off: {words(error)}", code=INVALID_IMAGE
         ) from error
     return turn_upright(rgb, image)
 
@@ -66,7 +67,7 @@ def normalize_image(image: Image.Image, limits: DecodeLimits) -> Image.Image:
     except BadRequestError:
         raise
     except Exception as error:
-        raise BadRequestError(f"the picture cannot be read: {_words(error)}", code=INVALID_IMAGE) from error
+        raise BadRequestError(f"the picture cannot be read: {words(error)}", code=INVALID_IMAGE) from error
 
 
 def _open(found: PictureFormat, data: bytes) -> ImageFile.ImageFile:
@@ -95,13 +96,9 @@ def _check_inside(name: str, image: ImageFile.ImageFile, limits: DecodeLimits) -
 
 
 def _explain_header(name: str, error: Exception) -> str:
-    text = _words(error)
+    text = words(error)
     if text == "unknown pixel mode":
         return f"the {name} picture's kind of pixels (bits, sample format, channels) is not supported; 8-bit RGB is"
     if text == "not identified by this driver":
         return f"the {name} picture is broken: its header names no size, or one of no pixels"
     return f"the {name} picture is broken: {text}"
-
-
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from PIL import features
 
+from processors.plain_words import first_bytes
 from vlmserve.common.errors import BadRequestError
 
 INVALID_IMAGE = "invalid_image"
@@ -26,7 +27,7 @@ class PictureFormat:
     opener: str
 
 
-_HEAD_BYTES = 4096
+HEAD_BYTES = 4096
 """What says which format a file is of: its text formats may begin with white space, and to follow that through tens of
 megabytes would hold Python's lock for seconds."""
 
@@ -52,10 +53,12 @@ _OTHER_PICTURES = (
     ("an icon (ICO)", re.compile(rb"\0\0[\1\2]\0")),
     ("a Photoshop file (PSD)", re.compile(rb"8BPS")),
 )
+_VIDEO_MP4, _VIDEO_WEBM, _VIDEO_AVI = "a video (MP4 or MOV)", "a video (WebM or Matroska)", "a video (AVI)"
 _NO_PICTURES = (
     ("a PDF file", re.compile(rb"%PDF-")),
-    ("a video (MP4 or MOV)", re.compile(rb"....(?:ftyp|moov)", re.DOTALL)),
-    ("a video (WebM or Matroska)", re.compile(rb"\x1aE\xdf\xa3")),
+    (_VIDEO_MP4, re.compile(rb"....(?:ftyp|moov)", re.DOTALL)),
+    (_VIDEO_WEBM, re.compile(rb"\x1aE\xdf\xa3")),
+    (_VIDEO_AVI, re.compile(rb"RIFF....AVI ", re.DOTALL)),
     ("an HTML page", re.compile(rb"\s*<(?:!doctype html|html)", re.IGNORECASE)),
 )
 
@@ -80,21 +83,39 @@ def looks_like_other_picture(head: bytes) -> bool:
     return any(magic.match(head) for _, magic in _OTHER_PICTURES)
 
 
+def picture_name(head: bytes) -> str | None:
+    """What a picture file is called that begins with `head`, whether that format is read here or not; None for what is
+    no picture."""
+    read = next((_called(known) for known in _READ if known.magic.match(head)), None)
+    return read or next((name for name, magic in _OTHER_PICTURES if magic.match(head)), None)
+
+
+def other_name(head: bytes) -> str | None:
+    """The same for what is often sent in the place of a picture."""
+    return next((name for name, magic in _NO_PICTURES if magic.match(head)), None)
+
+
 def picture_format(data: bytes) -> PictureFormat:
     """The format of a picture file. Raises BadRequestError, with the format's name where there is one."""
     if not data:
         raise BadRequestError("the picture is empty (zero bytes)", code=INVALID_IMAGE)
-    head = data[:_HEAD_BYTES]
+    head = data[:HEAD_BYTES]
     found = next((known for known in _READ if known.magic.match(head)), None)
     supported = supported_formats()
     if found is not None and found.name in supported:
         return found
-    others = (name for name, magic in _OTHER_PICTURES + _NO_PICTURES if magic.match(head))
-    name = f"an {found.name} picture" if found else next(others, None)
+    name = picture_name(head) or other_name(head)
+    if name in (_VIDEO_MP4, _VIDEO_WEBM):
+        what = f"the data is {name}, not a picture: send it in a part of type video_url, or video"
+        raise BadRequestError(what, code=INVALID_IMAGE)
     readable = f"pictures of the formats {', '.join(supported)} are read"
     if name is not None:
         raise BadRequestError(f"the data is {name}, which is not a supported picture; {readable}", code=INVALID_IMAGE)
     raise BadRequestError(
-        f"the data is not a picture of a supported format; {readable}, and it begins with {data[:8]!r}",
+        f"the data is not a picture of a supported format; {readable}, and it begins with {first_bytes(data)}",
         code=INVALID_IMAGE,
     )
+
+
+def _called(known: PictureFormat) -> str:
+    return f"{'an' if known.name == 'AVIF' else 'a'} {known.name} picture"

@@ -12,6 +12,9 @@ from av.stream import Disposition
 from av.video.stream import VideoStream
 
 from processors.mp4_tables import CompressedHeaderError, promised_entries
+from processors.picture_formats import HEAD_BYTES, other_name, picture_name
+from processors.plain_words import first_bytes
+from processors.plain_words import words as plain_words
 from processors.video_formats import video_format
 from processors.video_options import VideoLimits
 from vlmserve.common.errors import BadRequestError
@@ -94,7 +97,7 @@ def broken(why: str) -> BadRequestError:
 
 def words(error: Exception) -> str:
     """Of an error of FFmpeg's."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return getattr(error, "strerror", None) or plain_words(error)
 
 
 def _format_of(data: bytes) -> str:
@@ -103,9 +106,14 @@ def _format_of(data: bytes) -> str:
     found = video_format(data)
     if found is not None:
         return found
+    picture = picture_name(data[:HEAD_BYTES])
+    if picture is not None:
+        what = f"the data is {picture}, not a video: send it in a part of type image_url, or image"
+        raise BadRequestError(f"{what}; frames go as a list into a part of type video", code=INVALID_VIDEO)
+    other = other_name(data[:HEAD_BYTES])
+    which = f"it is {other}" if other else f"it begins with {first_bytes(data)}"
     raise BadRequestError(
-        f"the data is not a video of a supported format (MP4, MOV, WebM, Matroska, GIF); it begins with {data[:8]!r}",
-        code=INVALID_VIDEO,
+        f"the data is not a video of a supported format (MP4, MOV, WebM, Matroska, GIF); {which}", code=INVALID_VIDEO
     )
 
 

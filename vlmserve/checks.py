@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import numbers
 import re
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from vlmserve.common.errors import VlmserveError
 from vlmserve.engine_args import EngineArgs
@@ -34,6 +39,18 @@ _AT_LEAST_ONE_IF_SET = (
     "max_total_tokens",
     "num_threads",
 )
+
+
+_TAKEN_AS: Mapping[type, type] = {int: numbers.Integral, float: numbers.Real}
+_IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    tuple: "a list",
+    dict: "a dict",
+    type(None): "None",
+}
 
 
 def flag(name: str) -> str:
@@ -68,6 +85,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         refuse("media_processes", "0 (threads do the work) or more")
     if args.encoder_dp_size < 0:
         refuse("encoder_dp_size", "0 (none beside the engine) or more")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", args.device):
+        refuse("device", "auto, cpu, cuda (a GPU) or cuda:N")
     devices = args.encoder_devices.split(",") if args.encoder_devices is not None else []
     if len(devices) > 1 and len(devices) != args.num_encoders:
         refuse("encoder_devices", f"one device, or {args.encoder_dp_size} as --encoder-dp-size says")
@@ -90,8 +109,30 @@ def engine_problems(args: EngineArgs) -> list[str]:
     return problems
 
 
+def type_problems(values: object, show: Callable[[str], str]) -> list[str]:
+    """Which fields of a dataclass are not of their types, one sentence each: for values that no parser has made.
+
+    show: a field's name for people. Of lists and mappings only that they are such is looked at.
+    """
+    problems = []
+    hints = get_type_hints(type(values))
+    for field in dataclasses.fields(values):  # type: ignore[arg-type]
+        value, kind = getattr(values, field.name), hints[field.name]
+        if get_origin(kind) is Literal:
+            good, allowed = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
+        else:
+            union = get_origin(kind) is UnionType
+            kinds = [get_origin(one) or one for one in (get_args(kind) if union else (kind,))]
+            good = isinstance(value, tuple(_TAKEN_AS.get(one, one) for one in kinds))
+            good = good and (not isinstance(value, bool) or bool in kinds)
+            allowed = " or ".join(_IN_WORDS.get(one, one.__name__) for one in kinds)
+        if not good:
+            problems.append(f"{show(field.name)} is {value!r}; it must be {allowed}")
+    return problems
+
+
 def check_engine_args(args: EngineArgs) -> None:
-    """Raise SettingsError unless every value is in range and they go together."""
-    problems = engine_problems(args)
+    """Raise SettingsError unless every value is of its type and in range, and they go together."""
+    problems = type_problems(args, flag) or engine_problems(args)
     if problems:
         raise SettingsError("\n".join(problems))

@@ -11,7 +11,7 @@ from vlmserve import __version__
 from vlmserve.checks import SettingsError
 from vlmserve.common.errors import VlmserveError
 from vlmserve.common.stop_signals import sigterm_exits
-from vlmserve.flags import CommandParser, add_settings
+from vlmserve.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
 from vlmserve.settings import load_settings
 
 USAGE_ERROR = 2
@@ -24,7 +24,9 @@ _TOOLS = {
     ("bench", "vision"): "vlmserve.bench.vision",
     ("cache",): "vlmserve.cache.command",
     ("caption",): "vlmserve.caption.command",
+    ("chat",): "vlmserve.chat.command",
     ("demo",): "vlmserve.demo.command",
+    ("doctor",): "vlmserve.doctor.command",
     ("verify",): "vlmserve.verify.command",
     ("warmup",): "vlmserve.warmup.command",
 }
@@ -39,6 +41,8 @@ examples:
   vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it
   vlmserve demo                                      a page to chat with the built-in model
+  vlmserve chat --ask "What is this?" picture.png    ask in the terminal; without --ask: chat there
+  vlmserve doctor                                    what this machine and installation have, and lack
 """
 _SERVE_ABOUT = """\
 Serve a Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint behind an OpenAI-compatible API.
@@ -48,6 +52,8 @@ the variable over the file, the file over the default:
   --page-size 16              VLMSERVE_PAGE_SIZE=16              page-size: 16
   --disable-radix-cache       VLMSERVE_DISABLE_RADIX_CACHE=1     disable-radix-cache: true
   --no-disable-radix-cache    VLMSERVE_DISABLE_RADIX_CACHE=0     disable-radix-cache: false
+
+The usual flags of vLLM and SGLang are taken, too, or answered with ours: docs/flags-of-others.md.
 """
 
 
@@ -87,6 +93,10 @@ def build_parser() -> argparse.ArgumentParser:
     caption.add_argument("rest", nargs=argparse.REMAINDER)
     demo = commands.add_parser("demo", help="a page to chat with a model", add_help=False)
     demo.add_argument("rest", nargs=argparse.REMAINDER)
+    chat = commands.add_parser("chat", help="chat with a model in the terminal", add_help=False)
+    chat.add_argument("rest", nargs=argparse.REMAINDER)
+    doctor = commands.add_parser("doctor", help="what this machine and installation have, and lack", add_help=False)
+    doctor.add_argument("rest", nargs=argparse.REMAINDER)
     commands.add_parser("version", help="print the version")
     return parser
 
@@ -97,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, module in _TOOLS.items():
         if tuple(words[: len(name)]) == name:
             return _run_tool(module, words[len(name) :])
-    args = build_parser().parse_args(words)
+    args = build_parser().parse_args(["--help"] if words == ["help"] else words)
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0
@@ -115,7 +125,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    flags = {name: value for name, value in vars(args).items() if name not in ("command", "config", "model_argument")}
+    own = ("command", "config", "model_argument", GIVEN_AS)
+    flags = {name: value for name, value in vars(args).items() if name not in own}
     if args.model_argument is not None:
         if flags.get("model", args.model_argument) != args.model_argument:
             return _complain(
@@ -125,7 +136,9 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         settings = load_settings(flags, config=args.config)
     except SettingsError as error:
-        return _complain(str(error), USAGE_ERROR)
+        given_as = getattr(args, GIVEN_AS, {})
+        problems = [in_the_users_words(problem, given_as) for problem in str(error).splitlines()]
+        return _complain("\n".join(problems), USAGE_ERROR)
     try:
         from vlmserve.launch import launch_server
 

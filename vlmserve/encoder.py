@@ -21,6 +21,7 @@ from vision.tower_runner import TowerRunner
 from vision.worker_settings import WorkerSettings
 from vlmserve import __version__
 from vlmserve.common.cpus import available_cpus
+from vlmserve.common.devices import resolve_device
 from vlmserve.common.hf_config import read_hf_config
 from vlmserve.common.tensors import dtype_name
 from vlmserve.engine_args import EngineArgs
@@ -154,6 +155,8 @@ def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:
     count = args.num_encoders
     if args.encoder_devices is not None:
         given = args.encoder_devices.split(",")
+        for name in given:
+            resolve_device(name, "--encoder-devices")
         return tuple(given if len(given) == count else given * count)
     if device.type == "cpu":
         return ("cpu",) * count

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.common.cpus import available_cpus
+from vlmserve.common.devices import resolve_device
 from vlmserve.common.errors import EngineError
 from vlmserve.common.tensors import dtype_name, dtype_setting
-from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.encoder import build_encoder_pool, encoder_devices, resolve_warmup_patches
 from vlmserve.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.helper_processes import HelperProcesses
@@ -23,9 +25,10 @@ from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqRowAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import kv_cache_size
+from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
-from vlmserve.models.registry import load_model
+from vlmserve.models.registry import load_model, outline_model
+from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.kv_owner import KVOwner
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
@@ -44,26 +47,19 @@ class EngineInfo:
     dtype: str
 
 
-def resolve_device(name: str) -> torch.device:
-    """The `--device` setting as a torch device."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
-    """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError."""
+    """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError.
+
+    What cannot fit into memory is refused before weights are loaded.
+    """
     torch.set_num_threads(args.num_threads or available_cpus())
     device = resolve_device(args.device)
+    _check_sizes(args, device)
     # encoder processes have the tower, and no copy of it is needed here
     model = load_model(args.model, device=device, dtype=dtype_setting(args.dtype), with_tower=not args.num_encoders)
     config = model.config
-    per_token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    per_token = _bytes_per_token(model)
     max_model_len = args.max_model_len or config.max_position_embeddings
-    if max_model_len > config.max_position_embeddings:
-        raise EngineError(
-            f"--max-model-len is {max_model_len}; the model was made for {config.max_position_embeddings} tokens"
-        )
     tokens = kv_cache_size(args, bytes_per_token=per_token, max_model_len=max_model_len, device=device)
     max_req_len = min(max_model_len, tokens - args.page_size)
     info = EngineInfo(
@@ -93,6 +89,32 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         max_req_len,
     )
     return runner, info
+
+
+def _check_sizes(args: EngineArgs, device: torch.device) -> None:
+    """EngineError for a context that the model was not made for, and for what has no room in memory."""
+    outline = outline_model(Path(args.model), dtype_setting(args.dtype))
+    most = outline.config.max_position_embeddings
+    max_model_len = args.max_model_len or most
+    if max_model_len > most:
+        raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
+    weights = weight_bytes(outline)
+    if args.num_encoders:
+        encoder_devices(args, device)  # are there
+        weights -= weight_bytes(outline.visual)  # which each of them loads, and this process does not
+    check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)
+    kv_cache_size(
+        args,
+        bytes_per_token=_bytes_per_token(outline),
+        max_model_len=max_model_len,
+        device=device,
+        weights_to_come=weights,
+    )
+
+
+def _bytes_per_token(model: VisionLanguageModel) -> int:
+    config = model.config
+    return KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
 
 
 def build_scheduler(

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODEL_NAME = "vlmserve-default"
 # How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
 _FAREWELL_S = 1.0
 _BACKLOG = 2048
@@ -225,7 +224,7 @@ class _Serving:
             app,
             interface="asgi3",
             log_config=None,
-            access_log=self._settings.access_log,
+            access_log=False,  # the frontend's own has durations and request ids
             lifespan="off",
             backlog=_BACKLOG,
             server_header=False,
@@ -297,7 +296,7 @@ def _http_frontend() -> MakeFrontend:
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
     """Settings whose model is a folder on this machine, and the model's name for clients."""
-    from vlmserve.model_path import resolve_model
+    from vlmserve.model_path import DEFAULT_MODEL_NAME, resolve_model
 
     model = settings.engine.model
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from processors.fetching import FetchSettings
 from processors.report import MediumReport, report_json
 from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.engine_args import EngineArgs
+from vlmserve.llm_inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -66,18 +67,20 @@ class LLM:
     """A model loaded into this process.
 
         with LLM("Qwen/Qwen3-VL-2B-Instruct") as llm:
-            picture = {"type": "image", "image": PIL.Image.open("cat.png")}
-            question = {"type": "text", "text": "What is this?"}
-            print(llm.chat([{"role": "user", "content": [picture, question]}]).text)
+            print(llm.chat("What is this?", images=["cat.png"], max_tokens=64).text)
 
     model: as in `EngineArgs`; without one, the small model that comes with the package.
-    settings: any field of `EngineArgs`. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or
-    SettingsError. Not thread-safe.
+    settings: any field of `EngineArgs`, also by the names of vLLM and SGLang, and max_images_per_request and
+    max_videos_per_request. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or SettingsError.
+    Not thread-safe.
     """
 
-    def __init__(self, model: str = "", *, fetch: FetchSettings | None = None, **settings: Any) -> None:
-        limits = StageLimits(fetch=fetch or FetchSettings())
-        engine = build_offline_engine(EngineArgs(model=model, **settings), limits, self._take)
+    def __init__(
+        self, model: str | os.PathLike[str] = "", *, fetch: FetchSettings | None = None, **settings: Any
+    ) -> None:
+        args, counts = read_settings(model, settings)
+        limits = StageLimits(fetch=fetch or FetchSettings(), counts=counts)
+        engine = build_offline_engine(args, limits, self._take)
         self.args, self.info = engine.args, engine.info
         self._scheduler, self._stack = engine.scheduler, engine.stack
         self._media, self.builder = engine.stage.media, engine.stage.builder
@@ -89,43 +92,57 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Conversation,
         sampling: SamplingOverrides | None = None,
         *,
+        images: Any = (),
+        videos: Any = (),
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """The answer to one conversation, in OpenAI's message form; media may be bytes, Paths, PIL images and arrays.
+        """The answer to one conversation: a text, or messages in OpenAI's form. Media may be paths, URLs, bytes, PIL
+        images and arrays; never pass on strangers' messages, since a path in them is read.
 
-        mm_processor_kwargs: how media are prepared where a part does not say (`processors.processor_kwargs`).
+        images, videos: one or several, shown before the text. mm_processor_kwargs: how media are prepared where a part
+        does not say (`processors.processor_kwargs`). options: sampling as keywords, such as max_tokens=64.
         """
         return self.chat_batch(
-            [messages], sampling, num_logprobs=num_logprobs, mm_processor_kwargs=mm_processor_kwargs
+            [conversation(messages, images, videos)],
+            sampling,
+            num_logprobs=num_logprobs,
+            mm_processor_kwargs=mm_processor_kwargs,
+            **options,
         )[0]
 
     def chat_batch(
         self,
-        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        conversations: Sequence[Conversation],
         sampling: SamplingOverrides | None = None,
         *,
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """The answers to several conversations, computed together, in order. BadRequestError for the first bad one."""
-        prompts = [ChatPrompt(messages=messages) for messages in conversations]
-        return self._run(prompts, sampling, num_logprobs, mm_processor_kwargs)
+        if isinstance(conversations, str):
+            raise TypeError("chat_batch takes a list of conversations; chat takes one")
+        prompts = [ChatPrompt(messages=conversation(messages)) for messages in conversations]
+        return self._run(prompts, sampling_of(sampling, options), num_logprobs, mm_processor_kwargs)
 
     def generate(
         self,
-        prompts: Sequence[str | TextPrompt],
+        prompts: str | Sequence[str | TextPrompt],
         sampling: SamplingOverrides | None = None,
         *,
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
-        """Continuations of prompts that are rendered already."""
-        wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return self._run(wrapped, sampling, num_logprobs, mm_processor_kwargs)
+        """Continuations of prompts that are rendered already; of one text, a list of one."""
+        several = [prompts] if isinstance(prompts, str) else prompts
+        wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in several]
+        return self._run(wrapped, sampling_of(sampling, options), num_logprobs, mm_processor_kwargs)
 
     def stats(self) -> SchedulerStats:
         """Plain figures of the engine."""

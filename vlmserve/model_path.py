@@ -10,14 +10,23 @@ from vlmserve.common.errors import CheckpointError
 DEFAULT_MODEL = Path(__file__).resolve().parent / "default_model"
 """The small trained checkpoint that comes with the package."""
 
+DEFAULT_MODEL_NAME = "vlmserve-default"
+"""What it is called where it is served."""
+
+
+class NotDownloadedError(CheckpointError):
+    """A model of the hub that is not on this machine, and was not to be fetched."""
+
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(model: str, *, download: bool = True) -> Path:
     """The folder of a checkpoint: `model` itself, or where the Hugging Face hub's `model` was downloaded to.
 
-    "": the default model. Raises CheckpointError, with the reason, when it is neither.
+    "": the default model. download: otherwise NotDownloadedError is raised where that would be needed. Raises
+    CheckpointError, with the reason, when it is neither.
     """
     if not model:
         return DEFAULT_MODEL
@@ -31,8 +40,10 @@ def resolve_model(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_FILES))
+        return Path(snapshot_download(model, allow_patterns=_FILES, local_files_only=not download))
     except Exception as error:  # the library's errors have no common base that also covers the network's
+        if not download:
+            raise NotDownloadedError(f"{model!r} is no folder, and not downloaded from the Hugging Face hub") from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{model!r} is not a folder, and cannot be had from the Hugging Face hub: {reason}"

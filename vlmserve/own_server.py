@@ -41,18 +41,25 @@ class OwnServer:
             command,
             env={**os.environ, **(environment or {})},
             preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
+            process_group=0,  # a terminal's Ctrl-C is its owner's affair, who need not want to end
         )
         self.pid = self._process.pid
         deadline = time.monotonic() + startup_timeout_s
         try:
             while not port_file.exists():
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise EngineError(f"the server did not start: {' '.join(command)}")
+                    what = f"the server did not start (its last lines say why): vlmserve serve {' '.join(words)}"
+                    raise EngineError(what)
                 time.sleep(0.1)  # waiting for another process, not synchronising with it
         except BaseException:
             self.close()
             raise
         self.base_url = f"http://127.0.0.1:{port_file.read_text().strip()}"
+
+    @property
+    def status(self) -> int | None:
+        """The exit status (negative: the signal that killed it); None while the server runs."""
+        return self._process.poll()
 
     def wait(self) -> int:
         """The exit status, once the server has ended."""

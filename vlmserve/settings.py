@@ -8,20 +8,26 @@ the YAML file, and the help texts are made from these fields.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
+from vlmserve.aliases import foreign_setting, translated
 from vlmserve.checks import MOST_SECONDS, SettingsError, engine_problems, flag
 from vlmserve.engine_args import EngineArgs
+from vlmserve.plain_problems import sentence
+from vlmserve.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_settings import BaseSettings
+
+log = logging.getLogger(__name__)
 
 ENV_PREFIX = "VLMSERVE_"
 
@@ -43,7 +49,9 @@ class ServerSettings:
         None, "clients must send 'Authorization: Bearer KEY'; better set by its variable than by the flag"
     )
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "least severity logged")
-    access_log: bool = _arg(False, "log a line for every HTTP request")
+    access_log: bool = _arg(
+        False, "log a line for every HTTP request: client, method, path, status, duration and X-Request-Id"
+    )
     shutdown_timeout_s: float = _arg(30.0, "seconds that running requests get to finish when the server is stopped")
     startup_timeout_s: float = _arg(
         1800.0, "seconds that loading the model, its encoder processes included, or starting another process may take"
@@ -173,15 +181,9 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 _OTHER = "other"
+# Variables that are no settings, or that Kubernetes makes for a service called vlmserve.
+_NO_SETTING = re.compile(r"config|test_.*|service_(host|port).*|port_\d+_.*")
 _DOMAIN = re.compile(r"\.?[\w-]+(?:\.[\w-]+)*|[\da-fA-F:]+")
-# pydantic's error types -> what is allowed, in fewer words than its own
-_ALLOWED = dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number") | {
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "string_type": "text",
-}
 
 
 def iter_settings() -> Iterator[Setting]:
@@ -210,13 +212,18 @@ def load_settings(
     """
     from pydantic import ValidationError
 
+    known = [setting.name for setting in iter_settings()]
     path = config or os.environ.get(ENV_PREFIX + "CONFIG") or None
     from_yaml = _read_yaml(Path(path)) if path else {}
-    reader = _make_reader(from_yaml, defaults or {})
+    lower, places = translated(from_yaml, known, {name: f"{path}: {name}" for name in from_yaml})
+    foreign = _foreign_variables(known)
+    variables, their_places = translated(foreign, known, {name: ENV_PREFIX + name.upper() for name in foreign})
+    lower, places = lower | variables, places | their_places
+    reader = _make_reader(lower, defaults or {})
     try:
         read = reader(**flags)
     except ValidationError as error:
-        raise SettingsError("\n".join(_explain(error, flags, from_yaml, path))) from None
+        raise SettingsError("\n".join(_explain(error, flags, known, places))) from None
     values = {name: getattr(read, name) for name in reader.model_fields}
     names = {f.name for f in dataclasses.fields(EngineArgs)}
     engine = EngineArgs(**{name: value for name, value in values.items() if name in names})
@@ -227,8 +234,25 @@ def load_settings(
     return settings
 
 
-def _make_reader(from_yaml: dict[str, Any], defaults: Mapping[str, Any]) -> type[BaseSettings]:
-    """The pydantic-settings model with a field for every setting."""
+def _foreign_variables(known: Collection[str]) -> dict[str, str]:
+    """Variables of the environment that set something under the name of another engine. The log warns of those that
+    nobody knows."""
+    found = {}
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or not value or name in known or _NO_SETTING.fullmatch(name):
+            continue
+        if foreign_setting(name) is not None:
+            found[name] = value
+        else:
+            guess = did_you_mean(name, map(str.upper, known), prefix=ENV_PREFIX)
+            log.warning("the variable %s is of no effect: there is no such setting%s", variable, guess)
+    return found
+
+
+def _make_reader(lower: dict[str, Any], defaults: Mapping[str, Any]) -> type[BaseSettings]:
+    """The pydantic-settings model with a field for every setting. lower: values behind flags and
+    variables. defaults: behind these."""
     from pydantic import create_model
     from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -246,7 +270,7 @@ def _make_reader(from_yaml: dict[str, Any], defaults: Mapping[str, Any]) -> type
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=from_yaml)
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=lower)
 
     fields: dict[str, Any] = {
         setting.name: (setting.type, defaults.get(setting.name, setting.default)) for setting in iter_settings()
@@ -278,12 +302,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _explain(
-    error: ValidationError, flags: Mapping[str, Any], from_yaml: Mapping[str, Any], path: str | None
+    error: ValidationError, flags: Mapping[str, Any], known: Collection[str], places: Mapping[str, str]
 ) -> Iterator[str]:
-    """One line for each problem: where the value came from, the value, and what is allowed."""
-    import difflib
+    """One line for each problem: where the value came from, the value, and what is allowed.
 
-    known = [setting.name for setting in iter_settings()]
+    places: where settings came from that are neither flags nor variables of their own names.
+    """
     for problem in error.errors(include_url=False):
         name = str(problem["loc"][0])
         variable = ENV_PREFIX + name.upper()
@@ -292,14 +316,13 @@ def _explain(
         elif name.lower() in known and variable in os.environ:
             place = variable
         else:
-            place = f"{path}: {name}"
+            place = places.get(name, name)
         if problem["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; `vlmserve serve --help` lists all"
-            yield f"{place}: no such setting{hint}"
+            yield f"{place}: no such setting{did_you_mean(name, known, '; `vlmserve serve --help` lists all')}"
             continue
-        allowed = _ALLOWED.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
-        yield f"{place} is {problem['input']!r}; it must be {allowed}"
+        yield sentence(problem, place)
+        if place == f"{ENV_PREFIX}PORT" and str(problem["input"]).startswith("tcp://"):
+            yield "Kubernetes sets that for a service of this name; enableServiceLinks: false in the pod stops it"
 
 
 def _server_problems(settings: ServerSettings) -> list[str]:

@@ -71,16 +71,18 @@ def black_clip(width, height, frames=1):
     ("data", "match"),
     [
         (b"", "empty"),
-        (b"this is not a video", "not a video of a supported format .* begins with b'this is '"),
+        (b"this is not a video", 'not a video of a supported format .* begins with "this is "'),
         (b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom", "broken or cut off"),
         (b"\x1aE\xdf\xa3" + bytes(100), "broken or cut off|no video stream|no frames"),
         (b"GIF89a" + bytes(3), "broken or cut off|no video stream|no frames"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(50), "not a video of a supported format"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(50), "is a PNG picture, not a video: send it in a part of type image_url"),
+        (b"RIFF\x10\0\0\0AVI LIST", r"not a video of a supported format .*; it is a video \(AVI\)"),
+        (b"<!doctype html><html>", "it is an HTML page"),
         # playlists, which FFmpeg would follow to other files and hosts
         (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "not a video of a supported format"),
         (b"ffconcat version 1.0\nfile /etc/passwd\n", "not a video of a supported format"),
     ],
-    ids=["empty", "text", "stub", "matroska", "gif", "png", "hls", "concat"],
+    ids=["empty", "text", "stub", "matroska", "gif", "png", "avi", "page", "hls", "concat"],
 )
 def test_what_is_no_video(data, match):
     refused(data, match)

@@ -226,7 +226,7 @@ OTHER_FORMATS = {
     "icon": (encoded(picture(32, 32), "ICO"), "ICO"),
     "psd": (b"8BPS\0\1", "PSD"),
     "pdf": (b"%PDF-1.7", "PDF"),
-    "video": (b"\0\0\0\x18ftypisom\0\0\0\0", "video"),
+    "avi": (b"RIFF\x10\0\0\0AVI LIST", "AVI"),
     "page": (b"\n<!DOCTYPE html><html>", "HTML"),
 }
 
@@ -237,11 +237,22 @@ def test_other_formats_are_called_by_their_names(name):
     assert "JPEG, WebP" in refused(data, word).message
 
 
+@pytest.mark.parametrize("data", [b"\0\0\0\x18ftypisom\0\0\0\0", b"\x1aE\xdf\xa3\0"])
+def test_a_video_is_told_where_it_belongs(data):
+    refused(data, r"is a video .*, not a picture: send it in a part of type video_url")
+
+
+def test_what_a_library_says_of_bytes_is_said_without_pythons_quotes():
+    whole = encoded(picture(64, 64), "PNG")
+    data = whole[:37] + b"\xff\xff\xff\xff" + whole[41:]  # a chunk of no kind
+    assert "b'" not in refused(data, "PNG picture is broken").message
+
+
 @pytest.mark.parametrize(("page", "word"), [(b"<svg xmlns='x'/>", "SVG"), (b"<!doctype html><html>", "HTML")])
 def test_only_a_files_head_says_its_format(page, word):
     """Text formats may begin with white space: through a whole file it would be followed with Python's lock held."""
     assert word in refused(b" " * 1000 + page, word).message
-    assert "not a picture of a supported format" in refused(b" " * 5000 + page, "begins with b'        '").message
+    assert "not a picture of a supported format" in refused(b" " * 5000 + page, 'begins with "        "').message
     assert "not a picture" in refused(b"<!--" + b" " * 5000 + b"-->" + page, "begins with").message
 
 

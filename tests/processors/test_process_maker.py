@@ -388,7 +388,7 @@ def test_a_start_that_fails_as_none_should_is_told_to_the_log_alone(fakes, caplo
 
 def test_a_worker_that_cannot_start_is_tried_again_and_waiting_tells(fakes):
     fake = fakes(plan="die error ok")
-    with pytest.raises(EngineError, match=r"^media worker 0 was killed by SIGKILL while starting$"):
+    with pytest.raises(EngineError, match=r"^media worker 0 was killed by SIGKILL while starting, as the kernel"):
         fake.maker.wait_ready()
     deadline = time.monotonic() + PATIENCE_S
     while True:

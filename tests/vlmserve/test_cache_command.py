@@ -256,7 +256,7 @@ def test_an_empty_folder_is_an_empty_cache(tmp_path: Path, command: str, capsys:
         (["--max-size", "-1"], "--max-size"),
         (["--older-than", "7"], "'7' is not an age such as 30m, 12h, 7d or 2w"),
         (["--older-than", "nan"], "'nan' is not an age"),
-        (["--max-siz", "1"], "unrecognized arguments"),
+        (["--max-siz", "1"], "there is no --max-siz; did you mean --max-size?"),
     ],
 )
 def test_prune_removes_nothing_by_mistake(

@@ -52,7 +52,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path, monkeypatch: py
 def _another_value(type_: typing.Any, default: object, name: str, folder: Path) -> object:
     if name == "page_size":
         return 32  # chunks are whole pages
-    if name == "encoder_devices":
+    if name in ("device", "encoder_devices"):
         return "cpu"
     if name in ("allowed_local_media_path", "file_store_dir"):
         return str(folder)

@@ -24,6 +24,7 @@ from vlmserve.bench.gpu_measures import PARTS, Bench, Figure, Spread
 from vlmserve.bench.gpu_subject import FULL, SMALL
 from vlmserve.bench.random_checkpoint import write_random_checkpoint
 from vlmserve.common.errors import EngineError
+from vlmserve.flags import CommandParser
 
 _ROUNDS = 5
 
@@ -102,7 +103,7 @@ def _shown(spread: Spread) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vlmserve bench gpu",
         description="The engine on one GPU, offline, beside transformers' generate on the same: vision tower, prefill, "
         "decoding, first token about a picture, embeddings found in memory, peak memory.",

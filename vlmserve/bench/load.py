@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
+
+if TYPE_CHECKING:
+    import httpx2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +35,17 @@ class BenchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of one request from sending it: first token, whole answer; and its output tokens and text."""
+    """Seconds of one request from sending it: first token, whole answer; and its output tokens and text.
+
+    gaps_s: between the chunks that brought tokens. prompt_tokens: as the server counts them.
+    """
 
     ttft_s: float
     total_s: float
     tokens: int
     text: str
+    gaps_s: tuple[float, ...] = ()
+    prompt_tokens: int = 0
 
     @property
     def per_token_s(self) -> float:
@@ -95,15 +106,26 @@ async def _run(base_url: str, model: str, requests: Sequence[BenchRequest], conc
         return LoadResult(timings=tuple(timings), wall_s=time.perf_counter() - started)
 
 
-async def _ask(client: object, model: str, request: BenchRequest) -> Timing:
-    import httpx2
+def refusal(status: int, body: bytes) -> str:
+    """What a server says that does not answer."""
+    text = body.decode(errors="replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return f"HTTP {status}: {text[:300]}"
 
-    assert isinstance(client, httpx2.AsyncClient)
-    url = "data:image/png;base64," + base64.b64encode(request.picture).decode()
+
+def picture_part(picture: bytes) -> dict[str, object]:
+    """A PNG file as a part of a message."""
+    url = "data:image/png;base64," + base64.b64encode(picture).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+async def ask(client: httpx2.AsyncClient, model: str, messages: object, output_tokens: int) -> Timing:
+    """The timing of one streamed answer. RuntimeError with the server's words if there is none."""
     body = {
         "model": model,
-        "messages": request.messages({"type": "image_url", "image_url": {"url": url}}),
-        "max_tokens": request.output_tokens,
+        "messages": messages,
+        "max_tokens": output_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -112,22 +134,36 @@ async def _ask(client: object, model: str, request: BenchRequest) -> Timing:
         "logprobs": True,
     }
     started = time.perf_counter()
-    first = 0.0
-    tokens, text = 0, ""
+    times: list[float] = []
+    usage: dict[str, int] = {}
+    text = ""
     async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
         if reply.status_code != 200:
-            raise RuntimeError(f"HTTP {reply.status_code}: {(await reply.aread()).decode()[:300]}")
+            raise RuntimeError(refusal(reply.status_code, await reply.aread()))
         async for line in reply.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise RuntimeError(f"the answer broke off: {json.dumps(chunk['error'])[:300]}")
             for choice in chunk["choices"]:
-                if not first and (choice.get("logprobs") or choice["delta"].get("content")):
-                    first = time.perf_counter()
+                if choice.get("logprobs") or choice["delta"].get("content"):
+                    times.append(time.perf_counter())
                 text += choice["delta"].get("content") or ""
-            if chunk.get("usage"):
-                tokens = chunk["usage"]["completion_tokens"]
+            usage = chunk.get("usage") or usage
     ended = time.perf_counter()
-    if tokens != request.output_tokens:
-        raise RuntimeError(f"an answer of {tokens} tokens, {request.output_tokens} were asked for")
-    return Timing(ttft_s=(first or ended) - started, total_s=ended - started, tokens=tokens, text=text)
+    return Timing(
+        ttft_s=(times[0] if times else ended) - started,
+        total_s=ended - started,
+        tokens=usage.get("completion_tokens", 0),
+        text=text,
+        gaps_s=tuple(after - before for before, after in pairwise(times)),
+        prompt_tokens=usage.get("prompt_tokens", 0),
+    )
+
+
+async def _ask(client: httpx2.AsyncClient, model: str, request: BenchRequest) -> Timing:
+    timing = await ask(client, model, request.messages(picture_part(request.picture)), request.output_tokens)
+    if timing.tokens != request.output_tokens:
+        raise RuntimeError(f"an answer of {timing.tokens} tokens, {request.output_tokens} were asked for")
+    return timing

@@ -42,6 +42,7 @@ from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_
 from vlmserve.bench.stalls import longest_hold, longest_stall
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.shm import SPARE_BYTES, SharedArrays
+from vlmserve.flags import CommandParser
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 
 PARTS = ("picture", "clip", "wait", "loop", "pool")
@@ -172,7 +173,7 @@ def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vlmserve bench processors",
         description="From picture and video files to patches, beside the processors of transformers and qwen_vl_utils; "
         "the event loop's stalls meanwhile; threads against processes.",

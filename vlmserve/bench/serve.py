@@ -1,17 +1,21 @@
 """`vlmserve bench serve`: the server beside a `transformers` loop over the same requests, in one run.
 
-Absolute figures of a shared machine say little; the ratios of one run are what to look at.
+Absolute figures of a shared machine say little; the ratios of one run are what to look at. With --url, a server that
+runs already is measured by itself (`vlmserve.bench.running`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,32 @@ from vlmserve.bench.load import LoadResult, Timing, make_requests, run_load
 from vlmserve.bench.processes import MIB, BenchServer
 from vlmserve.common.cpus import available_cpus
 from vlmserve.common.errors import EngineError
+from vlmserve.flags import CommandParser
+
+_CONCURRENCY = [1, 16]
+_ABOUT = """\
+Time to first token, time per token, throughput and memory of the server, one request at a time and several at a time,
+beside a loop of transformers generate calls over the same requests. With --url: throughput, and percentiles of the
+times, of a server that runs already; nothing else is started then.
+"""
+_EPILOG = """\
+examples:
+  vlmserve bench serve                                                    beside transformers; takes minutes
+  vlmserve bench serve --url http://127.0.0.1:8000 --concurrency 1 8      a server that runs already
+  vlmserve bench serve --url http://127.0.0.1:8000 --request-rate 2 --requests 100 --image-size 512
+  vlmserve bench serve -- --enable-mixed-chunk                            flags after -- go to `vlmserve serve`
+"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; prints a table, and with --json writes all figures."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    if args.url is not None:
+        return _measure_running(args)
+    args.concurrency = args.concurrency or _CONCURRENCY
+    args.seed = args.seed or 0
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
         model = Path(args.model) if args.model else _default_model(Path(folder))
         baseline = None if args.no_baseline else _baseline(model, args)
@@ -40,36 +65,137 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="vlmserve bench serve",
-        description="Time to first token, time per token, throughput and memory of the server, one request at a time "
-        "and several at a time, beside a loop of transformers generate calls over the same requests.",
-        epilog="Flags after -- go to `vlmserve serve`, e.g. vlmserve bench serve -- --enable-mixed-chunk",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage="%(prog)s [options] [-- FLAGS ...]",
+        description=_ABOUT,
+        epilog=_EPILOG,
     )
+    parser.add_argument(
+        "--url", "--base-url", metavar="URL", help="measure the server at http://host:port, and start none"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of that server [env: VLMSERVE_API_KEY]")
     parser.add_argument(
         "--model",
-        help="checkpoint folder; default: random weights, Qwen3-0.6B-shaped text and a "
-        "Qwen3-VL-2B-shaped tower in bfloat16",
+        help="checkpoint folder [default: random weights, Qwen3-0.6B-shaped text and a "
+        "Qwen3-VL-2B-shaped tower in bfloat16]; with --url, the model's name there [default: the first]",
     )
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16], help="requests at a time")
-    parser.add_argument("--requests", type=int, default=16, help="requests in all, for the largest concurrency")
-    parser.add_argument("--requests-alone", type=int, default=3, help="requests sent one at a time")
-    parser.add_argument("--output-tokens", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--image-size", type=int, default=256, help="side of the pictures, in pixels")
-    parser.add_argument("--num-threads", type=int, default=available_cpus(), help="CPU threads of each side")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the pictures")
-    parser.add_argument("--no-baseline", action="store_true", help="leave transformers out")
+    parser.add_argument(
+        "--concurrency",
+        "--max-concurrency",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help=f"requests at a time, one after the other [default: {' '.join(map(str, _CONCURRENCY))}]",
+    )
+    parser.add_argument(
+        "--request-rate",
+        type=_above_zero,
+        nargs="+",
+        default=[],
+        metavar="X",
+        help="with --url: requests a second, at random times (Poisson), instead of so many at a time",
+    )
+    parser.add_argument(
+        "--requests",
+        "--num-prompts",
+        type=_positive,
+        default=16,
+        metavar="N",
+        help="requests in all, for the largest concurrency; with --url, for each [default: %(default)s]",
+    )
+    parser.add_argument(
+        "--images",
+        type=_not_negative,
+        default=1,
+        metavar="N",
+        help="with --url: pictures in each request; 0 for text alone [default: %(default)s]",
+    )
+    parser.add_argument(
+        "--output-tokens", type=_positive, default=64, metavar="N", help="tokens of each answer [default: %(default)s]"
+    )
+    parser.add_argument(
+        "--image-size",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="side of the pictures, in pixels [default: %(default)s]",
+    )
+    parser.add_argument(
+        "--seed", type=_not_negative, metavar="N", help="of the pictures [default: 0; with --url, one drawn at random]"
+    )
+    parser.add_argument(
+        "--requests-alone",
+        type=_positive,
+        default=3,
+        metavar="N",
+        help="without --url: requests sent one at a time [default: %(default)s]",
+    )
+    parser.add_argument(
+        "--num-threads",
+        type=_positive,
+        default=available_cpus(),
+        metavar="N",
+        help="without --url: CPU threads of each side [default: %(default)s]",
+    )
+    parser.add_argument("--no-baseline", action="store_true", help="without --url: leave transformers out")
     parser.add_argument(
         "--memory-requests",
-        type=int,
+        type=_not_negative,
         default=0,
-        help="more picture requests after these, of one token each, to see memory stay flat",
+        metavar="N",
+        help="without --url: more picture requests after these, of one token each, to see memory stay flat",
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
     parser.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="flags for the server")
     return parser
+
+
+def _check(parser: CommandParser, args: argparse.Namespace) -> None:
+    """Ends the process for flags that do not go together."""
+    if args.url is None and (args.request_rate or args.api_key or args.images != 1):
+        parser.error("--request-rate, --images and --api-key go with --url")
+    if args.url is not None and (args.server_flags or args.memory_requests or args.no_baseline):
+        parser.error("with --url no server is started: flags after --, --memory-requests and --no-baseline go without")
+
+
+def _measure_running(args: argparse.Namespace) -> int:
+    from vlmserve.bench.running import RunningPlan, measure_running
+
+    plan = RunningPlan(
+        url=args.url,
+        api_key=args.api_key or os.environ.get("VLMSERVE_API_KEY") or None,
+        model=args.model,
+        requests=args.requests,
+        concurrency=tuple(args.concurrency or ([] if args.request_rate else _CONCURRENCY)),
+        rates=tuple(args.request_rate),
+        pictures=args.images,
+        side=args.image_size,
+        output_tokens=args.output_tokens,
+        seed=args.seed,
+    )
+    rounds = measure_running(plan)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "api_key"}
+        Path(args.json).write_text(json.dumps({"settings": settings, "rounds": rounds}, indent=2) + "\n")
+    return int(any(one["failed"] for one in rounds))
+
+
+def _number(kind: type[int] | type[float], good: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
+    def parse(text: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if good(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} must be {allowed}")
+
+    return parse
+
+
+_positive = _number(int, lambda value: value >= 1, "a whole number of 1 or more")
+_not_negative = _number(int, lambda value: value >= 0, "a whole number of 0 or more")
+_above_zero = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
 
 
 def _default_model(folder: Path) -> Path:

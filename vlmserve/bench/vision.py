@@ -18,6 +18,7 @@ import torch
 from vlmserve.bench.vision_measures import PARTS, Measure, Plan
 from vlmserve.bench.vision_subject import Subject, write_checkpoint
 from vlmserve.common.cpus import available_cpus
+from vlmserve.flags import CommandParser
 
 _DEPTH, _QUICK_DEPTH = 24, 4
 _ROUNDS, _QUICK_ROUNDS = 5, 2
@@ -67,7 +68,7 @@ def _line(one: Measure) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vlmserve bench vision",
         description="Pictures and clips to embeddings: beside transformers' vision tower; found in memory and on the "
         "disk; clips that overlap; one look-up; encoder processes.",

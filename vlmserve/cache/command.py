@@ -14,6 +14,7 @@ from vision.embedding_folder import EmbeddingFolder, StoredEntry
 from vlmserve.cache.quantities import age, show_size, size
 from vlmserve.cache.show import list_entries, print_entries, print_summary, summarise
 from vlmserve.cache.tend import PruneRules, prune, verify
+from vlmserve.flags import CommandParser
 from vlmserve.settings import ENV_PREFIX
 
 _VARIABLE = f"{ENV_PREFIX}EMBEDDING_CACHE_DIR"
@@ -44,15 +45,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
+    common = CommandParser(add_help=False)
     common.add_argument("dir", metavar="DIR", nargs="?", help=f"the cache's folder [env: {_VARIABLE}]")
     common.add_argument("--json", action="store_true", help="print JSON")
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vlmserve cache",
         description="Look at the embedding cache on disk and clear it. Servers may go on using it meanwhile.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 

@@ -13,7 +13,7 @@ from vlmserve.caption.inputs import Columns, InputFormat
 from vlmserve.caption.outputs.choose import OutputSettings
 from vlmserve.checks import SettingsError
 from vlmserve.common.cpus import available_cpus
-from vlmserve.flags import CommandParser, add_settings
+from vlmserve.flags import GIVEN_AS, CommandParser, add_settings
 from vlmserve.model_path import is_model
 from vlmserve.settings import ServerSettings, iter_settings, load_settings
 
@@ -117,7 +117,7 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
     own = {name: args.pop(name) for name in [name for name in args if name.startswith("own_")]}
     given = {name.removeprefix("own_"): value for name, value in own.items()}
     words: list[str] = given["words"]
-    flags = {name: value for name, value in args.items() if name != "config"}
+    flags = {name: value for name, value in args.items() if name not in ("config", GIVEN_AS)}
     urls: list[str] = given["base_url"] or []
     if not urls and "model" not in flags and is_model(words[0], alone=len(words) == 1):
         flags["model"], words = words[0], words[1:]

@@ -101,7 +101,8 @@ class ChildProcess:
         try:
             report = json.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            raise EngineError(f"{self.how_it_died()} while starting") from None
+            hint = ", as the kernel does when memory runs out" if self.was_killed else ""
+            raise EngineError(f"{self.how_it_died()} while starting{hint}") from None
         if "error" in report:
             raise EngineError(report["error"])
         return report["ready"]

@@ -11,7 +11,8 @@ class BadRequestError(VlmserveError):
     """The request is at fault: answered with `status` (4xx) and OpenAI's error body.
 
     `message` names the wrong value, the limit and the setting that changes it; `param` is the request field
-    (e.g. "messages[0].content[1]"); `code` a short machine-readable word (e.g. "context_length_exceeded").
+    (e.g. "messages[0].content[1]"); `code` a short machine-readable word (e.g. "context_length_exceeded"). As text it
+    is the message, with the place in the messages before it where it does not say that itself.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -20,6 +21,10 @@ class BadRequestError(VlmserveError):
         self.param = param
         self.code = code
         self.status = status
+
+    def __str__(self) -> str:
+        place = self.param or ""
+        return f"{place}: {self.message}" if "[" in place and place not in self.message else self.message
 
 
 class CheckpointError(VlmserveError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
-from vlmserve.demo.answer import Answer, read_answer
-from vlmserve.demo.client import ChatClient, ServerError
+from vlmserve.client.answer import Answer, Stats, read_answer
+from vlmserve.client.chat_client import ChatClient, ServerError
 from vlmserve.demo.conversation import (
     Message,
     Question,
@@ -19,16 +19,28 @@ from vlmserve.demo.conversation import (
     question_message,
 )
 from vlmserve.demo.drawing import Drawing, draw_marks
-from vlmserve.demo.request import RequestSettings, chat_body, files_of
+from vlmserve.demo.request import SettingError, chat_body, files_of, read_settings
+from vlmserve.demo.seen import Medium, see
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What there is to say about a whole answer. num_media: of its prompt; media: the last of them, as the model saw
+    them. notes: what the user should know, in sentences. drawing: of the answer's boxes and points."""
+
+    stats: Stats
+    num_media: int
+    media: tuple[Medium, ...]
+    notes: tuple[str, ...]
+    drawing: Drawing | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What the page shows. messages: the conversation. status: of the last answer, once it is there."""
+    """What the page shows. messages: the conversation. outcome: once the answer is whole."""
 
     messages: Sequence[Message]
-    status: str = ""
-    drawing: Drawing | None = None
+    outcome: Outcome | None = None
 
 
 class Chat:
@@ -39,31 +51,37 @@ class Chat:
         self.model = model
 
     async def ask(
-        self, messages: Sequence[Message], question: Question, settings: RequestSettings
+        self, messages: Sequence[Message], question: Question, form: Mapping[str, str | None]
     ) -> AsyncGenerator[View, None]:
         """Views from the question on; whatever goes wrong is in the last one. Closing it ends the request.
 
-        messages: what was said before.
+        messages: what was said before. form: see `read_settings`.
         """
         shown = [*messages, question_message(question)]
         yield View(messages=shown)
         turns = answered_turns(messages)
         answer = Answer(text="")
         try:
-            body = await asyncio.to_thread(chat_body, self.model, turns, question, settings)
+            body = await asyncio.to_thread(chat_body, self.model, turns, question, read_settings(form))
             async with aclosing(self._client.stream(body)) as chunks, aclosing(read_answer(chunks)) as answers:
                 async for answer in answers:
                     yield View(messages=[*shown, answer_message(answer.text)])
-            drawing = await asyncio.to_thread(draw_marks, answer.text, answer.media, files_of(turns, question))
-        except (ServerError, OSError) as error:
+            outcome = await asyncio.to_thread(_outcome, answer, files_of(turns, question))
+        except (SettingError, ServerError, OSError) as error:
             said = [answer_message(answer.text)] if answer.text else []
             yield View(messages=[*shown, *said, error_message(str(error))])
             return
-        view = View(messages=[*shown, answer_message(answer.text)], status=_status(answer, drawing))
-        yield replace(view, drawing=drawing)
+        yield View(messages=[*shown, answer_message(answer.text)], outcome=outcome)
 
 
-def _status(answer: Answer, drawing: Drawing | None) -> str:
-    lines: list[str] = [] if answer.stats is None else [answer.stats.line()]
-    problems: Any = () if drawing is None else drawing.problems
-    return "\n".join([*lines, *answer.notes, *problems])
+def _outcome(answer: Answer, files: Sequence[Path]) -> Outcome | None:
+    if answer.stats is None:
+        return None
+    drawing = draw_marks(answer.text, answer.media, files)
+    return Outcome(
+        stats=answer.stats,
+        num_media=len(answer.media),
+        media=see(answer.media, files),
+        notes=(*answer.notes, *(drawing.problems if drawing is not None else ())),
+        drawing=drawing,
+    )

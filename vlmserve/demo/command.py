@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import os
 import secrets
 import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vlmserve.common.errors import EngineError, VlmserveError
 from vlmserve.common.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 from vlmserve.flags import CommandParser
 from vlmserve.settings import ENV_PREFIX
+
+if TYPE_CHECKING:
+    from vlmserve.demo.chat import Chat
+    from vlmserve.own_server import OwnServer
 
 USAGE_ERROR = 2
 _API_KEY = ENV_PREFIX + "API_KEY"
@@ -68,36 +76,61 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(command: _Command, stack: ExitStack) -> None:
     """Never returns. What it starts, the stack ends."""
+    from vlmserve.demo.waiting import WaitingPage
     from vlmserve.listening import listen
 
-    with closing(listen(command.host, command.port)) as free:  # a taken port is known before a model is loaded
-        port = free.getsockname()[1]
-    keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
+    listener = listen(command.host, command.port)  # a taken port is known before a model is loaded
+    port = listener.getsockname()[1]
+    doing = "Starting the model's server" if command.url is None else f"Asking {command.url} for its model"
+    with WaitingPage(listener, f"{doing} ...") as waiting:
+        host = f"[{command.host}]" if ":" in command.host else command.host
+        print(f"{doing} and loading the page: http://{host}:{port}/ is there already", file=sys.stderr, flush=True)
+        keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
+        chat, server = _connect(command, stack)
+        waiting.doing = f"{chat.model} is there; loading the page ..."
 
-    from vlmserve.demo.chat import Chat
-    from vlmserve.demo.client import ChatClient
-    from vlmserve.own_server import OwnServer
+        from vlmserve.demo.page import Page
+        from vlmserve.demo.samples import FOLDER, load_samples
 
-    if command.url is None:
-        key = secrets.token_urlsafe()  # nobody else is to use it
-        words = ("--log-level", "warning", "--shutdown-timeout-s", "0", *command.serve)
-        server = stack.enter_context(OwnServer(words, {_API_KEY: key}))
-        client = ChatClient(server.base_url, api_key=key)
-    else:
-        server = None
-        client = ChatClient(command.url, api_key=command.api_key)
-    chat = Chat(client, asyncio.run(client.model()))
-
-    from vlmserve.demo.page import Page
-    from vlmserve.demo.samples import FOLDER, load_samples
-
-    page = Page(chat, load_samples())
+        page = Page(chat, load_samples(), _note(chat.model))
     stack.callback(page.close)
     url = page.launch(command.host, port, share=command.share, allowed_paths=[FOLDER])
     print(f"vlmserve demo: {chat.model} at {url}", flush=True)
     while server is None:
         signal.pause()
     raise EngineError(f"the model's server ended with status {server.wait()}")
+
+
+def _connect(command: _Command, stack: ExitStack) -> tuple[Chat, OwnServer | None]:
+    """The chat with a model that is there, and the server, if it is the demo's own."""
+    from vlmserve.client.chat_client import ChatClient
+    from vlmserve.demo.chat import Chat
+    from vlmserve.own_server import OwnServer
+
+    if command.url is not None:
+        client = ChatClient(command.url, api_key=command.api_key)
+        return Chat(client, asyncio.run(client.model())), None
+    loading = threading.Thread(target=_load_page, daemon=True)
+    loading.start()  # Gradio takes seconds, and this thread is about to wait for the server
+    key = secrets.token_urlsafe()  # nobody else is to use it
+    words = ("--log-level", "warning", "--shutdown-timeout-s", "0", *command.serve)
+    server = stack.enter_context(OwnServer(words, {_API_KEY: key}))
+    loading.join()
+    client = ChatClient(server.base_url, api_key=key)
+    return Chat(client, asyncio.run(client.model())), server
+
+
+def _load_page() -> None:
+    with suppress(Exception):  # the import that follows in the main thread tells what is wrong
+        importlib.import_module("vlmserve.demo.page")
+
+
+def _note(model: str) -> str:
+    from vlmserve.model_path import DEFAULT_MODEL_NAME
+
+    return (
+        "It is the small built-in model: it knows drawn shapes, and little else." if model == DEFAULT_MODEL_NAME else ""
+    )
 
 
 def _read(argv: Sequence[str]) -> _Command:

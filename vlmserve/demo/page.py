@@ -11,21 +11,33 @@ from typing import Any
 import gradio as gr
 from gradio.components.chatbot import FileMessage, TextMessage
 
-from vlmserve.demo.chat import Chat, View
+from vlmserve.demo import panels
+from vlmserve.demo.chat import Chat, Outcome, View
 from vlmserve.demo.conversation import Message, Question, last_question
 from vlmserve.demo.request import RequestSettings
+from vlmserve.demo.samples import make_thumbnails
 
 _SETTINGS = tuple(field.name for field in fields(RequestSettings))
 _HEADERS = ["", "label", "x1", "y1", "x2", "y2"]
-_EMPTY = "empty: as the server has it"
+_STYLE = Path(__file__).parent / "page.css"
+# A click on a sample; the conversation may be out of sight then.
+_SAMPLE_CLICKS = """
+element.addEventListener('click', (event) => {
+  const sample = event.target.closest('[data-sample]');
+  if (!sample) return;
+  document.getElementById('chat').scrollIntoView({block: 'nearest'});
+  trigger('click', {index: Number(sample.dataset.sample)});
+});
+"""
 
 
 class Page:
-    """A page to chat with one model. samples: questions offered to begin with."""
+    """A page to chat with one model. samples: questions offered to begin with. note: a sentence on the model."""
 
-    def __init__(self, chat: Chat, samples: Sequence[Question]) -> None:
+    def __init__(self, chat: Chat, samples: Sequence[Question], note: str = "") -> None:
         self._chat = chat
         self._samples = samples
+        self._note = note
         self._blocks = self._build()
 
     def launch(self, host: str, port: int, *, share: bool, allowed_paths: Sequence[Path]) -> str:
@@ -38,6 +50,7 @@ class Page:
             server_port=port,
             share=share,
             allowed_paths=[str(path) for path in allowed_paths],
+            css_paths=_STYLE,
             prevent_thread_lock=True,
             quiet=True,
             inbrowser=False,
@@ -47,7 +60,7 @@ class Page:
             ssr_mode=False,
             pwa=False,
             mcp_server=False,
-            footer_links=["api", "settings"],
+            footer_links=["api"],
         )
         return shared or url
 
@@ -56,54 +69,81 @@ class Page:
         self._blocks.close(verbose=False)
 
     def _build(self) -> gr.Blocks:
-        title = f"vlmserve: {self._chat.model}"
-        with gr.Blocks(title=title, analytics_enabled=False, fill_height=True) as blocks:
+        with gr.Blocks(title=f"vlmserve: {self._chat.model}", analytics_enabled=False) as blocks:
+            gr.HTML(panels.head(self._chat.model, self._note), elem_id="head")
             with gr.Row(equal_height=False):
-                with gr.Column(scale=3):
+                with gr.Column(scale=3, min_width=300):
                     chatbot = gr.Chatbot(
-                        label=title,
-                        height="70vh",
-                        examples=[_example(sample) for sample in self._samples],
+                        show_label=False,
+                        elem_id="chat",
+                        height=None,
+                        min_height=70,
+                        placeholder="Nothing asked yet",
                         buttons=["copy"],
                     )
                     _take_back_little(chatbot)
                     box = gr.MultimodalTextbox(
                         label="question",
                         show_label=False,
-                        placeholder="A question; pictures and videos may be dropped here",
+                        placeholder="Your question; drop pictures and clips here, or add them by the paper clip",
                         file_count="multiple",
                         autofocus=True,
                     )
-                    status = gr.Textbox(label="last answer", interactive=False, lines=1, max_lines=8)
-                with gr.Column(scale=2):
-                    picture = gr.Image(label="boxes, in the last picture", interactive=False, format="png")
-                    rows = gr.Dataframe(label="boxes, in pixels", headers=_HEADERS, interactive=False)
-                    with gr.Accordion("Settings", open=False):
-                        settings = list(_settings_inputs().values())
-            outputs = [box, chatbot, status, picture, rows]
+                with gr.Column(scale=2, min_width=300, visible=False, elem_id="panels") as column:
+                    picture = gr.Image(
+                        label="boxes and points",
+                        interactive=False,
+                        format="png",
+                        visible=False,
+                        buttons=["download", "fullscreen"],
+                        elem_id="drawing",
+                    )
+                    rows = gr.Dataframe(
+                        label="in pixels of the picture as it was sent",
+                        headers=_HEADERS,
+                        column_widths=["10%", "30%", "15%", "15%", "15%", "15%"],
+                        wrap=True,
+                        interactive=False,
+                        visible=False,
+                        elem_id="rows",
+                    )
+                    saw = gr.HTML(elem_id="saw")
+            gallery = gr.HTML(
+                panels.gallery(make_thumbnails(self._samples)), elem_id="samples", js_on_load=_SAMPLE_CLICKS
+            )
+            with gr.Accordion("Settings", open=False, elem_id="settings"):
+                settings = list(_settings_inputs().values())
+            outputs = [box, chatbot, column, picture, rows, saw]
             asked = box.submit(self._ask, [box, chatbot, *settings], outputs, api_name="ask", concurrency_limit=None)
             again = chatbot.retry(
                 self._ask_again, [chatbot, *settings], outputs, api_visibility="private", concurrency_limit=None
             )
-            sampled = chatbot.example_select(
-                self._ask_sample, settings, outputs, api_visibility="private", concurrency_limit=None
+            sampled = gallery.click(
+                self._ask_sample,
+                settings,
+                outputs,
+                cancels=[asked, again],
+                api_visibility="private",
+                concurrency_limit=None,
             )
-            box.stop(_ready, None, [box], cancels=[asked, again, sampled], api_visibility="private", queue=False)
-            chatbot.clear(lambda: ("", None, None), None, [status, picture, rows], api_visibility="private")
+            nothing = outputs[2:]
+            stopping: list[Any] = [asked, again, sampled]
+            box.stop(_stopped, None, [box, *nothing], cancels=stopping, api_visibility="private", queue=False)
+            chatbot.clear(lambda: _panels(None), None, nothing, api_visibility="private")
         return blocks
 
     async def _ask(
         self,
         message: dict[str, Any],
         history: list[Message],
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
+        max_tokens: str | None = None,
+        temperature: str | None = None,
+        top_p: str | None = None,
+        seed: str | None = None,
         detail: Any = None,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
-        fps: float | None = None,
+        min_pixels: str | None = None,
+        max_pixels: str | None = None,
+        fps: str | None = None,
     ) -> AsyncIterator[list[Any]]:
         """Ask about pictures and videos. (This is the text of the page's own API; so are the names.)"""
         settings = (max_tokens, temperature, top_p, seed, detail, min_pixels, max_pixels, fps)
@@ -117,7 +157,7 @@ class Page:
             async for update in self._updates(*found, settings):
                 yield update
 
-    async def _ask_sample(self, chosen: gr.SelectData, *settings: Any) -> AsyncIterator[list[Any]]:
+    async def _ask_sample(self, chosen: gr.EventData, *settings: Any) -> AsyncIterator[list[Any]]:
         async for update in self._updates([], self._samples[chosen.index], settings):
             yield update
 
@@ -125,14 +165,15 @@ class Page:
         self, history: Sequence[Message], question: Question, settings: Sequence[Any]
     ) -> AsyncIterator[list[Any]]:
         """Values of the outputs, in their order, after each step."""
-        asked_for = RequestSettings(**dict(zip(_SETTINGS, settings, strict=True)))
-        box, shown = _busy(), [gr.skip()] * 4
-        async with aclosing(self._chat.ask(history, question, asked_for)) as views:
+        form = dict(zip(_SETTINGS, settings, strict=True))
+        view = View(messages=history)
+        box, aside = _busy(), _waiting()
+        async with aclosing(self._chat.ask(history, question, form)) as views:
             async for view in views:
-                shown = _values(view)
-                yield [box, *shown]
-                box = gr.skip()
-        yield [_ready(), *shown]  # all of it again: who calls the page's API gets what came last
+                yield [box, view.messages, *aside]
+                box, aside = gr.skip(), [gr.skip()] * 4
+        # The messages again: who calls the page's API gets what came last.
+        yield [_ready(), view.messages, *_panels(view.outcome)]
 
 
 def _take_back_little(chatbot: gr.Chatbot) -> None:
@@ -149,34 +190,60 @@ def _take_back_little(chatbot: gr.Chatbot) -> None:
 
 
 def _settings_inputs() -> dict[str, Any]:
-    """An input for each field of RequestSettings, in their order."""
+    """An input for each field of RequestSettings, in their order.
+
+    Numbers are asked for as texts: Gradio's own field for them makes 0 of an empty one as soon as it is shown."""
+
+    def field(label: str, empty: str = "as the server has it") -> gr.Textbox:
+        return gr.Textbox(None, label=label, placeholder=empty, max_lines=1, min_width=140)
+
+    with gr.Row():
+        max_tokens, temperature = field("most tokens of an answer"), field("temperature")
+        top_p, seed = field("top-p"), field("seed", "another one each time")
+    with gr.Row():
+        min_pixels, max_pixels = field("least pixels of a picture"), field("most pixels of a picture")
+        fps = field("frames a second of a clip")
+        detail = gr.Radio(["auto", "low", "high"], value="auto", label="detail of pictures", min_width=140)
     inputs = {
-        "max_tokens": gr.Number(None, label="most tokens of an answer", precision=0, info=_EMPTY),
-        "temperature": gr.Number(None, label="temperature", step=0.1, info=_EMPTY),
-        "top_p": gr.Number(None, label="top-p", step=0.05, info=_EMPTY),
-        "seed": gr.Number(None, label="seed", precision=0, info="empty: another one each time"),
-        "detail": gr.Radio(["auto", "low", "high"], value="auto", label="detail of pictures"),
-        "min_pixels": gr.Number(None, label="least pixels of a picture", precision=0, info=_EMPTY),
-        "max_pixels": gr.Number(None, label="most pixels of a picture", precision=0, info=_EMPTY),
-        "fps": gr.Number(None, label="frames a second of a video", step=0.5, info=_EMPTY),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "detail": detail,
+        "min_pixels": min_pixels,
+        "max_pixels": max_pixels,
+        "fps": fps,
     }
     assert tuple(inputs) == _SETTINGS
     return inputs
 
 
-def _example(sample: Question) -> Any:
-    return {"text": sample.text, "files": [str(path) for path in sample.files]}
+def _waiting() -> list[Any]:
+    """What the panels are while there is no answer: as many as there were, with nothing of the last one."""
+    hidden = gr.update(value=None, visible=False)
+    return [gr.skip(), hidden, hidden, panels.WAITING]
 
 
-def _values(view: View) -> list[Any]:
-    """What chatbot, status, picture and rows show."""
-    drawing = view.drawing
+def _panels(outcome: Outcome | None) -> list[Any]:
+    """What column, picture, rows and saw show: nothing where there is no outcome. (Gradio empties what it is given: it
+    is made anew each time.)"""
+    drawing = None if outcome is None else outcome.drawing
     image, rows = (None, None) if drawing is None else (drawing.image, [list(row) for row in drawing.rows])
-    return [view.messages, view.status, image, rows]
+    saw = "" if outcome is None else panels.saw(outcome.media, outcome.num_media, outcome.stats, outcome.notes)
+    return [
+        gr.update(visible=outcome is not None),
+        gr.update(value=image, visible=drawing is not None),
+        gr.update(value=rows, visible=drawing is not None),
+        saw,
+    ]
 
 
 def _busy() -> dict[str, Any]:
     return gr.update(value=None, interactive=False, submit_btn=False, stop_btn=True)
+
+
+def _stopped() -> list[Any]:
+    return [_ready(), *_panels(None)]
 
 
 def _ready() -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from processors.inputs import Modality
 from processors.sniffing import HEAD_BYTES, modality_of
+from vlmserve.common.errors import VlmserveError
 from vlmserve.demo.conversation import Question, Turn
 
 
@@ -28,6 +30,34 @@ class RequestSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     fps: float | None = None
+
+
+_WHOLE = ("max_tokens", "seed", "min_pixels", "max_pixels")
+
+
+class SettingError(VlmserveError):
+    """A setting is not what it has to be; the message names it."""
+
+
+def read_settings(texts: Mapping[str, str | None]) -> RequestSettings:
+    """What the fields of a form say, by the names of RequestSettings; an empty one leaves it to the server.
+
+    Raises SettingError for anything but numbers. Whether they are in range the server knows best.
+    """
+    given = {name: text.strip() for name, text in texts.items() if text is not None and text.strip()}
+    values: dict[str, Any] = {name: text if name == "detail" else _number(name, text) for name, text in given.items()}
+    return RequestSettings(**values)
+
+
+def _number(name: str, text: str) -> int | float:
+    try:
+        value = int(text) if name in _WHOLE else float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        kind = "whole number" if name in _WHOLE else "number"
+        raise SettingError(f"{name} is {text!r}; it must be a {kind}, or empty to leave it to the server")
+    return value
 
 
 def chat_body(model: str, turns: Sequence[Turn], question: Question, settings: RequestSettings) -> dict[str, Any]:

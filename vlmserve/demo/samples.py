@@ -3,19 +3,60 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image
+
+from processors.decoding import DecodeLimits, decode_image
+from processors.inputs import Modality
+from processors.sniffing import HEAD_BYTES, modality_of
+from processors.video_decoding import Clip
+from processors.video_options import VideoLimits
 from vlmserve.demo.conversation import Question
 
 FOLDER = (Path(__file__).parent / "samples").resolve()
 """They come with the package."""
 
+_SIDE = 160  # of a thumbnail, in pixels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thumbnail:
+    """A sample to click on. images: small ones, of each of its media."""
+
+    question: str
+    images: tuple[Image.Image, ...]
+    is_clip: bool
+
 
 def load_samples(folder: Path = FOLDER) -> tuple[Question, ...]:
-    """Those questions that are answered. Raises OSError where the files are not."""
+    """Those questions that the page offers. Raises OSError where the files are not."""
     samples = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
     return tuple(
         Question(text=sample["question"], files=tuple(folder / name for name in sample["media"]))
         for sample in samples
-        if sample["answered"]
+        if sample.get("offered", False)
     )
+
+
+def make_thumbnails(samples: Sequence[Question]) -> tuple[Thumbnail, ...]:
+    """One for each, a clip's of its first frame. Raises OSError and BadRequestError for files that cannot be read."""
+    return tuple(map(_thumbnail, samples))
+
+
+def _thumbnail(sample: Question) -> Thumbnail:
+    contents = [path.read_bytes() for path in sample.files]
+    clips = [modality_of(data[:HEAD_BYTES]) is Modality.VIDEO for data in contents]
+    images = [
+        _first_frame(data) if clip else decode_image(data, DecodeLimits())
+        for data, clip in zip(contents, clips, strict=True)
+    ]
+    for image in images:
+        image.thumbnail((_SIDE, _SIDE))
+    return Thumbnail(question=sample.text, images=tuple(images), is_clip=any(clips))
+
+
+def _first_frame(data: bytes) -> Image.Image:
+    return Image.fromarray(next(Clip(data, VideoLimits()).read([0])))

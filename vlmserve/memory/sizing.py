@@ -1,54 +1,98 @@
-"""How many KV slots fit."""
+"""Whether a model fits, and how many KV slots do."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import logging
 
 import torch
+from torch import nn
 
 from vlmserve.common.errors import EngineError
+from vlmserve.common.memory import free_memory, show_gib
+from vlmserve.common.tensors import dtype_name
 from vlmserve.engine_args import EngineArgs
 
+log = logging.getLogger(__name__)
+
 _GIB = 1024**3
+_USABLE = 0.95  # of the memory that is left: computing takes some, too
+_ROW_BYTES = 4  # of an entry in a request's row, once on the device and once on the host
 
 
-def available_host_memory() -> int:
-    """Bytes this process may still take: the system's available memory, or a smaller limit of its cgroup."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines():
-                if line.startswith("inactive_file "):  # files just read, such as the weights: given back on demand
-                    used -= int(line.split()[1])
-            available = min(available, int(limit) - used)
-    except (OSError, ValueError):
-        pass  # not Linux, or no cgroup v2: the first figure stands
-    return available
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters; of one on the meta device, those it would take."""
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def kv_cache_size(args: EngineArgs, *, bytes_per_token: int, max_model_len: int, device: torch.device) -> int:
+def check_weights_fit(weights: int, *, model: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Before they are loaded. EngineError if there is not enough memory for so many bytes."""
+    free, _ = free_memory(device)
+    if weights > free:
+        smaller = ", or --dtype bfloat16" if dtype == torch.float32 else ""
+        raise EngineError(
+            f"the weights of {model} take {show_gib(weights)} in {dtype_name(dtype)}, and {_free(free, device)}: "
+            f"take a smaller model{smaller}"
+        )
+
+
+def kv_cache_size(
+    args: EngineArgs, *, bytes_per_token: int, max_model_len: int, device: torch.device, weights_to_come: int = 0
+) -> int:
     """KV slots, a multiple of the page size: `max_total_tokens` if set, else what memory allows, and never more than
-    `max_running_requests` full contexts. Call it when the weights are loaded. EngineError if not even a page fits."""
+    `max_running_requests` full contexts.
+
+    Call it before the weights are loaded, with their bytes, so that what cannot be is known at once; and when they are.
+    EngineError if not even a page fits, or not what was asked for.
+    """
     size = args.page_size
+    free, total = free_memory(device)
+    left = max(0, free - weights_to_come)
     if args.max_total_tokens is not None:
-        tokens = args.max_total_tokens
+        tokens = args.max_total_tokens // size * size
     else:
         if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            budget = free - total * (1 - args.mem_fraction_static)
+            budget = left - total * (1 - args.mem_fraction_static)
         else:
-            budget = min(available_host_memory() * args.mem_fraction_static, args.cpu_kv_cache_gib * _GIB)
-        tokens = min(int(budget) // bytes_per_token, args.max_running_requests * (max_model_len + size))
-    tokens = tokens // size * size
+            budget = min(left * min(args.mem_fraction_static, _USABLE), args.cpu_kv_cache_gib * _GIB)
+        contexts = args.max_running_requests * (max_model_len + size)
+        tokens = min(max(0, int(budget)) // bytes_per_token, contexts) // size * size
+        if (
+            not weights_to_come
+            and device.type != "cuda"
+            and budget < args.cpu_kv_cache_gib * _GIB
+            and tokens < contexts
+        ):
+            log.warning(
+                "--cpu-kv-cache-gib is %g, and --mem-fraction-static %g of what is free is %s: that is what it gets",
+                args.cpu_kv_cache_gib,
+                args.mem_fraction_static,
+                show_gib(budget),
+            )
+    room = _free(free, device)
+    if weights_to_come:
+        room += f", of which the weights take {show_gib(weights_to_come)}"
     if tokens < 2 * size:
         raise EngineError(
-            f"there is room for {tokens} KV slots of {bytes_per_token} bytes, and at least {2 * size} are needed "
-            "(settings: --mem-fraction-static, --cpu-kv-cache-gib, --max-total-tokens)"
+            f"there is room for {tokens} KV slots of {bytes_per_token} bytes, and at least {2 * size} are needed; "
+            f"{room} (settings: --mem-fraction-static, --cpu-kv-cache-gib, --max-total-tokens)"
+        )
+    if args.max_total_tokens is not None and tokens * bytes_per_token > left * _USABLE:
+        most = int(left * _USABLE) // bytes_per_token // size * size
+        raise EngineError(
+            f"--max-total-tokens is {args.max_total_tokens}, a KV cache of {show_gib(tokens * bytes_per_token)}; "
+            f"{room}: {most} slots of {bytes_per_token} bytes fit at the most"
+        )
+    row = min(max_model_len, tokens) + size
+    rows = args.max_running_requests * row * _ROW_BYTES
+    if rows > left - tokens * bytes_per_token:
+        raise EngineError(
+            f"--max-running-requests is {args.max_running_requests}: the tables of so many requests of up to {row} "
+            f"tokens take {show_gib(rows)} beside a KV cache of {show_gib(tokens * bytes_per_token)}; {room} "
+            "(--max-model-len makes them shorter)"
         )
     return tokens
+
+
+def _free(free: int, device: torch.device) -> str:
+    where = f"on {device}" if device.type == "cuda" else "here (limits of a container included)"
+    return f"{show_gib(free)} of memory are free {where}"

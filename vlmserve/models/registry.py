@@ -47,6 +47,16 @@ def load_config(folder: Path) -> ModelConfig:
     return _model_config(folder, read_hf_config(folder))
 
 
+def outline_model(folder: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
+    """The model of a checkpoint folder without its weights, on the meta device: its sizes, and no memory.
+
+    dtype, errors: those of `load_model`, but for the tensors'.
+    """
+    hf_config = read_hf_config(folder)
+    config = _model_config(folder, hf_config)
+    return _outline(hf_config, config, dtype or config.dtype)
+
+
 def load_model(
     path: str | Path,
     device: torch.device | str = "cpu",
@@ -86,9 +96,7 @@ def make_model(
 
     with_tower: otherwise the tower stays on the meta device, for pictures are encoded elsewhere.
     """
-    with torch.device("meta"):
-        decoder = FAMILIES[config.family].decoder(config, dtype)
-        model = VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype).to(dtype)
+    model = _outline(hf_config, config, dtype)
     for part in model.children():
         if with_tower or part is not model.visual:
             part.to_empty(device=device)
@@ -97,6 +105,12 @@ def make_model(
     share_workspace(model)
     share_workspace(model.visual)
     return model
+
+
+def _outline(hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> VisionLanguageModel:
+    with torch.device("meta"):
+        decoder = FAMILIES[config.family].decoder(config, dtype)
+        return VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype).to(dtype)
 
 
 def _model_config(folder: Path, hf_config: Mapping[str, Any]) -> ModelConfig:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from processors.report import MediumReport, report_json
 from vlmserve.messages import FinishReason, TextOutput, TokenLogprobs
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
-from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
+from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, Timings
 
 # JSON has no infinity; a token that sampling made impossible has this instead, as in other servers.
 _LEAST_LOGPROB = -9999.0
@@ -55,7 +55,8 @@ class Usage:
 
 
 class AnswerWriter:
-    """Writes one request's answer of n choices. logprobs, mm_report: whether they were asked for.
+    """Writes one request's answer of n choices. logprobs, mm_report: whether they were asked for; timings come with the
+    latter.
 
     Where something could not be done as the request has it, the answer has `warnings`, asked for or not.
     """
@@ -73,6 +74,7 @@ class AnswerWriter:
         """The chat.completion of all outputs."""
         n = self._n
         media: tuple[MediumReport, ...] = ()
+        timings: Timings | None = None
         texts: list[list[str]] = [[] for _ in range(n)]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in range(n)]
         finishes: list[FinishReason | None] = [None] * n
@@ -80,6 +82,7 @@ class AnswerWriter:
         async for item in outputs:
             usage.add(item)
             media = item.media
+            timings = timings or item.timings
             texts[item.index].append(item.output.text)
             finishes[item.index] = item.output.finish_reason
             if self._logprobs:
@@ -94,7 +97,8 @@ class AnswerWriter:
             }
             for index in range(n)
         ]
-        return self._head.object("chat.completion", choices=choices, usage=usage.as_json(), **self._about(media))
+        about = self._about(media, timings)
+        return self._head.object("chat.completion", choices=choices, usage=usage.as_json(), **about)
 
     async def chunks(
         self, outputs: AsyncIterator[ChoiceOutput], *, include_usage: bool
@@ -105,11 +109,13 @@ class AnswerWriter:
         """
         usage = Usage()
         media: tuple[MediumReport, ...] = ()
+        timings: Timings | None = None
         left = self._n
         started: set[int] = set()
         async for item in outputs:
             usage.add(item)
             media = item.media
+            timings = timings or item.timings
             if item.index not in started:
                 started.add(item.index)
                 yield self._chunk(item.index, {"role": "assistant", "content": ""}, include_usage)
@@ -119,12 +125,15 @@ class AnswerWriter:
             if item.output.finish_reason is not None:
                 left -= 1
                 chunk = self._chunk(item.index, {}, include_usage, finish=item.output.finish_reason)
-                yield chunk if left or include_usage else chunk | self._about(media)
+                yield chunk if left or include_usage else chunk | self._about(media, timings)
         if include_usage:
-            yield self._head.object("chat.completion.chunk", choices=[], usage=usage.as_json(), **self._about(media))
+            about = self._about(media, timings)
+            yield self._head.object("chat.completion.chunk", choices=[], usage=usage.as_json(), **about)
 
-    def _about(self, media: tuple[MediumReport, ...]) -> dict[str, Any]:
-        fields: dict[str, Any] = {"mm_report": report_json(media)} if self._mm_report else {}
+    def _about(self, media: tuple[MediumReport, ...], timings: Timings | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self._mm_report:
+            fields = {"mm_report": report_json(media), "timings": timings and asdict(timings)}
         warnings = [warning for medium in media for warning in medium.warnings()]
         return fields | ({"warnings": warnings} if warnings else {})
 

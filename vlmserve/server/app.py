@@ -9,16 +9,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmserve import __version__
 from vlmserve.file_store import FileStore
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.body import BodyLimits
 from vlmserve.server.chat import ChatEndpoint, check_model
-from vlmserve.server.errors import error_body, error_response, install_error_handlers
+from vlmserve.server.errors import error_body, install_error_handlers
 from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
+from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, WarmupRequest
 from vlmserve.server.warmup import WarmupEndpoint
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
@@ -30,7 +30,7 @@ class ApiSettings:
 
     api_keys: none lets everybody in. body: limits of request bodies. max_n: most choices of a request.
     stats_timeout_s: how long /metrics waits for the scheduler's figures.
-    keeps_embeddings: whether they are kept on disk.
+    keeps_embeddings: whether they are kept on disk. access_log: whether each request is logged.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -38,6 +38,7 @@ class ApiSettings:
     max_n: int = 128
     stats_timeout_s: float = 0.5
     keeps_embeddings: bool = False
+    access_log: bool = False
 
 
 def build_app(
@@ -107,35 +108,5 @@ def build_app(
     app.add_api_route("/version", version, methods=["GET"])
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
-    app.add_middleware(_OutermostMiddleware, metrics=metrics)
+    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log)
     return app
-
-
-class _OutermostMiddleware:
-    """Counts requests by route and status, and answers what nobody else caught with OpenAI's 500."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status: int | None = None
-
-        async def counted_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counted_send)
-        except Exception as error:
-            if status is not None:
-                raise
-            await error_response(error)(scope, receive, counted_send)
-        finally:
-            path = getattr(scope.get("route"), "path", "other")
-            self._metrics.observe_http(path, status if status is not None else 499)

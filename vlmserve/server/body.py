@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from vlmserve.common.errors import BadRequestError
 from vlmserve.server.errors import refuse_invalid
+from vlmserve.server.protocol import FIELDS_INSIDE
 
 _Model = TypeVar("_Model", bound=BaseModel)
 # Larger bodies (they hold pictures) are parsed in a thread.
@@ -81,10 +82,13 @@ def _parse(body: bytes, model: type[_Model]) -> _Model:
 
 def json_object(text: bytes, what: str) -> dict[str, Any]:
     """The object that some JSON is. what: its name in errors. Raises BadRequestError."""
+    if not text.strip():
+        raise BadRequestError(f"the {what} is empty; it must be a JSON object", code="invalid_json")
     try:
         raw = pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise BadRequestError(f"the {what} is not valid JSON: {error}", code="invalid_json") from None
+        why = str(error).replace("EOF while parsing", "it ends within")
+        raise BadRequestError(f"the {what} is not valid JSON: {why}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise BadRequestError(f"the {what} must be a JSON object", code="invalid_json")
     return raw
@@ -95,4 +99,5 @@ def checked(raw: dict[str, Any], model: type[_Model]) -> _Model:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise refuse_invalid(error, raw) from None
+        inside = len(error.errors(include_url=False, include_input=False)[0]["loc"]) > 1
+        raise refuse_invalid(error, raw, FIELDS_INSIDE if inside else model.model_fields) from None

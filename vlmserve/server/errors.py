@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve.plain_problems import sentence
+from vlmserve.spelling import did_you_mean
 from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """The HTTP status and body for an exception. Unexpected ones are logged and answered without details."""
     if isinstance(error, BadRequestError):
-        return error.status, error_body(error.status, error.message, param=error.param, code=error.code)
+        return error.status, error_body(error.status, str(error), param=error.param, code=error.code)
     if isinstance(error, EngineUnavailableError):
         return 503, error_body(503, str(error), code="engine_unavailable")
     if isinstance(error, EngineError):
@@ -59,17 +60,15 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
     return JsonResponse(body, status_code=status, headers=extra)
 
 
-def refuse_invalid(error: ValidationError, raw: Any) -> BadRequestError:
-    """The first problem of a request body, with the path of the field in it as the client wrote it."""
-    problem = error.errors(include_url=False, include_context=False)[0]
+def refuse_invalid(error: ValidationError, raw: Any, known_fields: Collection[str] = ()) -> BadRequestError:
+    """The first problem of a request body, with the path of the field in it as the client wrote it.
+
+    known_fields: those that may have been meant by one that nobody knows.
+    """
+    problem = error.errors(include_url=False)[0]
     path = _path_in(raw, problem["loc"], absent=problem["type"] == "missing")
-    where = path or "the request body"
-    if problem["type"] == "missing":
-        message = f"{where} is missing"
-    elif problem["type"] == "extra_forbidden":
-        message = f"{where} is not a known field"
-    else:
-        message = f"{where}: {problem['msg'].removeprefix('Value error, ')}; got {_shorten(problem['input'])}"
+    guess = did_you_mean(path.rpartition(".")[2], known_fields)
+    message = sentence(problem, path or "the request body", guess)
     return BadRequestError(message, param=path or None, code="invalid_value")
 
 
@@ -78,7 +77,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"there is nothing at {request.url.path} that takes {request.method}"
+        if error.status_code == 404:
+            message += did_you_mean(request.url.path, (getattr(route, "path", "") for route in app.routes))
+        elif error.headers and "allow" in {name.lower() for name in error.headers}:
+            message += f"; it takes {', '.join(error.headers.values())}"
         return JsonResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
     async def on_error(request: Request, error: Exception) -> Response:
@@ -112,10 +115,3 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], *, absent: bool) -> str:
         elif isinstance(step, str) and isinstance(value, dict) and (step in value or missing):
             path, value = f"{path}.{step}" if path else step, value.get(step)
     return path
-
-
-def _shorten(value: Any) -> str:
-    # The value may be megabytes of a client's; its whole repr would cost as much again.
-    shortener = reprlib.Repr()
-    shortener.maxstring = shortener.maxother = 80
-    return shortener.repr(value)

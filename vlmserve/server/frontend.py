@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from vlmserve.media import RequestMedia
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
 from vlmserve.server.body import BodyLimits
+from vlmserve.server.outermost import access
 from vlmserve.settings import ServerSettings
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
@@ -66,7 +68,10 @@ def make_frontend(
         api_keys=(settings.api_key,) if settings.api_key else (),
         body=BodyLimits(max_bytes=int(settings.max_body_mib * 2**20), stall_s=settings.body_timeout_s),
         keeps_embeddings=engine.embedding_cache_dir is not None,
+        access_log=settings.access_log,
     )
+    if settings.access_log:
+        access.setLevel(logging.INFO)  # whatever --log-level is: it was asked for
     with ExitStack() as stack:
         files = _open_files(settings, stack)
         stage = make_tokenizer_stage(

@@ -39,10 +39,14 @@ def _text_or_parts(value: Any) -> str | None:
 
 
 def _url_object(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise PydanticCustomError("url_type", "must be a URL, or an object with a url")
     return {"url": value} if isinstance(value, str) else value
 
 
 def _list_of_one(value: Any) -> Any:
+    if not isinstance(value, str | list | None):
+        raise PydanticCustomError("list_or_text", "must be text or a list")
     return [value] if isinstance(value, str) else value
 
 
@@ -120,6 +124,8 @@ class Embeds(StrictModel):
 
 
 def _data_object(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise PydanticCustomError("data_type", "must be base64 text, or an object with a url, data or a file_id")
     return {"data": value} if isinstance(value, str) else value
 
 
@@ -257,7 +263,7 @@ class AssistantMessage(StrictModel):
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
         if self.content is None and not self.tool_calls and self.refusal is None:
-            raise PydanticCustomError("empty_message", "an assistant message needs content or tool_calls")
+            raise PydanticCustomError("empty_message", "needs content or tool_calls, as a message of the assistant")
         return self
 
 
@@ -405,3 +411,13 @@ class ChatCompletionRequest(StrictModel):
     return_mm_report: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+FIELDS_INSIDE = frozenset(
+    name
+    for model in StrictModel.__subclasses__()
+    for cls in (model, *model.__subclasses__())
+    if cls not in (ChatCompletionRequest, WarmupRequest)
+    for name in cls.model_fields
+)
+"""The fields of all that a request is made of, for guesses at misspelt ones."""

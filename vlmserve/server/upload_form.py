@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from processors.plain_words import words
 from vlmserve.common.errors import BadRequestError
 
 _FILE = "file"
@@ -117,4 +118,4 @@ class UploadForm:
 
 
 def _malformed(error: FormParserError) -> BadRequestError:
-    return BadRequestError(f"the form is malformed: {error}", code="invalid_form")
+    return BadRequestError(f"the form is malformed: {words(error)}", code="invalid_form")

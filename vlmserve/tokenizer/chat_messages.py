@@ -159,7 +159,7 @@ def _convert_message(message: Message, param: str, media: list[MediaRef], reserv
         ]
     else:
         raise BadRequestError(
-            f"{param}.content is a {type(content).__name__}; it must be text or a list of parts",
+            f"{param}.content is of type {type(content).__name__}; it must be text or a list of parts",
             param=f"{param}.content",
         )
     result: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
@@ -171,7 +171,9 @@ def _convert_message(message: Message, param: str, media: list[MediaRef], reserv
 
 def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:
     if not isinstance(part, Mapping):
-        raise BadRequestError(f"{param} is a {type(part).__name__}; it must be an object with a type", param=param)
+        raise BadRequestError(
+            f"{param} is of type {type(part).__name__}; it must be an object with a type", param=param
+        )
     kind = part.get("type")
     if kind in _KNOWN_FIELDS:
         _check_fields(part, ("type", *_KNOWN_FIELDS[kind]), param)
@@ -225,8 +227,8 @@ def _embeds_ref(part: Mapping[str, Any], param: str) -> EmbedsRef:
         value = value["url"]
     if not isinstance(value, str | bytes | Path | MediaFile | Mapping):
         raise BadRequestError(
-            f"{param}.image_embeds is a {type(value).__name__}; it must be a safetensors file: base64, or without a "
-            "server bytes, a Path or tensors by name",
+            f"{param}.image_embeds is of type {type(value).__name__}; it must be a safetensors file: base64, or "
+            "without a server bytes, a Path or tensors by name",
             param=f"{param}.image_embeds",
             code="invalid_value",
         )
@@ -253,7 +255,7 @@ def _url(value: Any, known: Collection[str], param: str, kind: str) -> str:
     if value is None:
         raise BadRequestError(f"{param} has no url", param=param)
     if not isinstance(value, str):
-        what = f"{param} is a {type(value).__name__}, not a URL; other things belong into a part of type {kind!r}"
+        what = f"{param} is of type {type(value).__name__}, not a URL; other things belong into a part of type {kind!r}"
         raise BadRequestError(what, param=param, code="invalid_value")
     return value
 

@@ -26,7 +26,7 @@ def picture_source(value: Any, param: str) -> Any:
         return Image.fromarray(value)
     if isinstance(value, (*_FILES, Image.Image)):
         return value
-    raise _refused(type(value).__name__, _PICTURE, param)
+    raise _refused(_kind(value), _PICTURE, param)
 
 
 def video_source(value: Any, param: str) -> Any:
@@ -38,14 +38,18 @@ def video_source(value: Any, param: str) -> Any:
         return tuple(picture_source(frame, f"{param}[{place}]") for place, frame in enumerate(value))
     if isinstance(value, _FILES):
         return value
-    raise _refused(type(value).__name__, _VIDEO, param)
+    raise _refused(_kind(value), _VIDEO, param)
 
 
 def _check(array: np.ndarray, dimensions: int, allowed: str, param: str) -> None:
     if array.dtype != np.uint8 or array.ndim != dimensions or array.shape[-1] != 3 or 0 in array.shape[-3:]:
-        raise _refused(f"numpy array {array.dtype} {list(array.shape)}", allowed, param)
+        raise _refused(f"a numpy array {array.dtype} {list(array.shape)}", allowed, param)
 
 
-def _refused(what: str, allowed: str, param: str) -> BadRequestError:
-    is_what = "is missing" if what == "NoneType" else f"is a {what}"
+def _refused(what: str | None, allowed: str, param: str) -> BadRequestError:
+    is_what = "is missing" if what is None else f"is {what}"
     return BadRequestError(f"{param} {is_what}; it must be {allowed}", param=param, code="invalid_value")
+
+
+def _kind(value: Any) -> str | None:
+    return None if value is None else f"of type {type(value).__name__}"

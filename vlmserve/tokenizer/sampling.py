@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,10 @@ _UINT64 = (1 << 64) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOverrides:
-    """What a request says about sampling; None is what it leaves out. Fields as in SamplingParams."""
+    """What a request says about sampling; None is what it leaves out. Fields as in SamplingParams.
+
+    max_tokens: another name of max_new_tokens, for making one. ValueError if both are given, and differ.
+    """
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -35,6 +38,14 @@ class SamplingOverrides:
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool | None = None
+    max_tokens: InitVar[int | None] = None
+
+    def __post_init__(self, max_tokens: int | None) -> None:
+        if max_tokens is None:
+            return
+        if self.max_new_tokens not in (None, max_tokens):
+            raise ValueError(f"max_tokens is {max_tokens}, and max_new_tokens {self.max_new_tokens}: give one")
+        object.__setattr__(self, "max_new_tokens", max_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,12 +72,24 @@ class PreparedMessage(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """Seconds since a request came in. prepare_s: until it went to the scheduler, its media decoded and resized.
+
+    first_token_s: until the first output, the encoder's work and the prefill done.
+    """
+
+    prepare_s: float
+    first_token_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceOutput:
     """New text of choice `index` of a request. media: what became of the request's media, in prompt order."""
 
     index: int
     output: TextOutput
     media: tuple[MediumReport, ...] = ()
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +122,7 @@ class _Choice:
     index: int
     outputs: asyncio.Queue[ChoiceOutput | Exception]
     started: float
+    prepared: float
     media: tuple[MediumReport, ...] = ()
     first_output: float | None = None
     last: TextOutput | None = None
@@ -298,9 +311,10 @@ class TokenizerManager:
         joined = messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register() -> None:
+            prepared = self._clock()
             for index, message in enumerate(messages):
                 self._choices[message.rid] = _Choice(
-                    index=index, outputs=state.outputs, started=state.started, media=report
+                    index=index, outputs=state.outputs, started=state.started, prepared=prepared, media=report
                 )
                 state.rids.append(message.rid)
 
@@ -351,7 +365,12 @@ class TokenizerManager:
         elif finish is not None and finish.type == "abort":
             choice.outputs.put_nowait(EngineError(finish.message or "the engine aborted this request"))
         else:
-            choice.outputs.put_nowait(ChoiceOutput(index=choice.index, output=output, media=choice.media))
+            timings = Timings(
+                prepare_s=choice.prepared - choice.started, first_token_s=choice.first_output - choice.started
+            )
+            choice.outputs.put_nowait(
+                ChoiceOutput(index=choice.index, output=output, media=choice.media, timings=timings)
+            )
 
     def _lose(self, rid: str, reason: str) -> None:
         """End a request of which a message got lost, here and at the scheduler, which may be at it."""

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vlmserve import __version__
+from vlmserve.flags import CommandParser
 from vlmserve.model_path import resolve_model
 from vlmserve.verify.cases import KINDS, Case, made_cases, own_case
 from vlmserve.verify.comparison import Finding, Verdict, compare
@@ -62,13 +63,12 @@ def run(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="vlmserve verify",
         description="Compare our answers with those of transformers on the same checkpoint: greedy tokens, logprobs "
         "and prompt lengths. Exits with 1 when they differ.",
         epilog="In float32 every token must be equal. In 16 bits rounding decides where two tokens are about equally "
         "likely; an answer that parts from the reference's there is reported as a near tie and compared up to there.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model",

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
+from vlmserve.common.devices import resolve_device
 from vlmserve.common.errors import EngineError
 from vlmserve.common.torchvision_shim import make_torchvision_importable
-from vlmserve.engine import resolve_device
 from vlmserve.verify.answers import TOP, Answer, Step
 from vlmserve.verify.cases import Case, media_paths
 from vlmserve.verify.ours import RunSettings

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmserve.checks import SettingsError
-from vlmserve.flags import CommandParser, add_settings
+from vlmserve.flags import GIVEN_AS, CommandParser, add_settings
 from vlmserve.model_path import is_model
 from vlmserve.settings import ServerSettings, iter_settings, load_settings
 
@@ -51,7 +51,7 @@ _LEFT_OUT = {
     "processor_cache_mib",
     "video_reference",
 }
-_OWN = ("config", "words", "url", "api_key", "concurrency", "pin", "resume", "errors", "json")
+_OWN = ("config", "words", "url", "api_key", "concurrency", "pin", "resume", "errors", "json", GIVEN_AS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

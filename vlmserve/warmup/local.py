@@ -14,12 +14,13 @@ from processors.base import data_item
 from vision.loading import load_tower, outline_tower
 from vision.temporal_patch import temporal_patches
 from vlmserve.common.cpus import available_cpus
+from vlmserve.common.devices import resolve_device
 from vlmserve.common.errors import EngineError
 from vlmserve.common.tensors import dtype_setting
 from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
-from vlmserve.engine import resolve_device
 from vlmserve.helper_processes import helper_processes
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+from vlmserve.memory.sizing import check_weights_fit, weight_bytes
 from vlmserve.model_path import resolve_model
 from vlmserve.models.registry import load_config
 from vlmserve.settings import ServerSettings
@@ -52,9 +53,10 @@ class LocalTarget:
             self._media = make_request_media(args, limits, max_model_len=max_len, processes=helpers)
             stack.callback(self._media.close)
             dtype = dtype_setting(args.dtype)
-            if args.num_encoders:
-                tower = outline_tower(folder, dtype=dtype)
-            else:
+            tower = outline_tower(folder, dtype=dtype)
+            if not args.num_encoders:
+                tower_dtype = next(tower.parameters()).dtype
+                check_weights_fit(weight_bytes(tower), model=args.model, dtype=tower_dtype, device=device)
                 tower = load_tower(folder, device=device, dtype=dtype)
             self._pool = build_encoder_pool(
                 args,

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
+from vlmserve.client.chat_client import ChatClient, ServerError
 from vlmserve.demo.chat import Chat, View
-from vlmserve.demo.client import ChatClient, ServerError
 from vlmserve.demo.conversation import Message, Question
-from vlmserve.demo.request import RequestSettings
 from vlmserve.demo.samples import FOLDER
 
 KEY = "the key"
 PICTURE = Question(text="What is it?", files=(FOLDER / "red-circle.png",))
-SETTINGS = RequestSettings(max_tokens=60, max_pixels=20_000)
+SETTINGS = {"max_tokens": "60", "max_pixels": "20000"}
 BOXES = '[{"bbox_2d": [0, 0, 500, 500], "label": "it"}]'
 
 
@@ -47,7 +46,7 @@ def chat(url: str) -> Chat:
 
 
 def views(
-    chat: Chat, question: Question, messages: list[Message] | None = None, settings: RequestSettings = SETTINGS
+    chat: Chat, question: Question, messages: list[Message] | None = None, settings: Mapping[str, str] = SETTINGS
 ) -> list[View]:
     async def collect() -> list[View]:
         return [view async for view in chat.ask(messages or [], question, settings)]
@@ -76,10 +75,15 @@ def test_an_answer_comes_bit_by_bit(served: Served, chat: Chat) -> None:
     assert len(texts) > 2
     assert all(BOXES.startswith(text) for text in texts)
     assert last_said(whole) == BOXES
-    assert "prompt " in whole.status
-    assert " of images" in whole.status
-    assert whole.drawing is not None
-    assert whole.drawing.rows[0][:2] == (1, "it")
+    outcome = whole.outcome
+    assert outcome is not None
+    assert outcome.drawing is not None
+    assert outcome.drawing.rows[0][:2] == (1, "it")
+    [medium] = outcome.media
+    assert outcome.stats.media_tokens == {"image": medium.report["tokens"]}
+    assert 0 < outcome.stats.media_tokens["image"] < outcome.stats.prompt_tokens
+    assert outcome.stats.first_token_s is not None
+    assert not any(view.outcome for view in growing)
 
 
 def test_the_conversation_goes_along(served: Served, chat: Chat) -> None:
@@ -105,14 +109,23 @@ def test_a_refusal_is_shown_as_it_is_and_forgotten(served: Served, chat: Chat, t
 
 
 def test_a_wrong_value_is_named_by_the_server(chat: Chat) -> None:
-    refused = views(chat, PICTURE, settings=RequestSettings(temperature=-1))[-1]
+    refused = views(chat, PICTURE, settings={"temperature": "-1"})[-1]
     assert is_error(refused)
     assert "temperature is -1" in last_said(refused)
 
 
+def test_what_is_no_number_is_not_sent(served: Served, chat: Chat) -> None:
+    refused = views(chat, PICTURE, settings={"temperature": "warm"})[-1]
+    assert is_error(refused)
+    assert last_said(refused) == "temperature is 'warm'; it must be a number, or empty to leave it to the server"
+    assert served.scheduler.requests == []
+
+
 def test_a_limit_of_the_server_is_told(served: Served, chat: Chat) -> None:
     served.scheduler.say("red")
-    assert "max_pixels" in views(chat, PICTURE, settings=RequestSettings(max_pixels=10**8))[-1].status
+    outcome = views(chat, PICTURE, settings={"max_pixels": "100000000"})[-1].outcome
+    assert outcome is not None
+    assert "max_pixels" in outcome.notes[0]
 
 
 def test_a_missing_key_is_told(url: str) -> None:

@@ -12,17 +12,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import gradio_client
+import httpx2
 import pytest
 
+from tests.vlmserve.demo.demo_process import Demo
 from tests.vlmserve.server.fake_engine import MODEL, make_served, real_server, write_checkpoint_folder
 from tests.vlmserve.server_process import ROOT, gone, private_directories
 from vlmserve import cli
 from vlmserve.bench.processes import children_of
-from vlmserve.demo.client import ChatClient
-from vlmserve.demo.samples import FOLDER
+from vlmserve.client.chat_client import ChatClient
 from vlmserve.listening import listen
 
 _NO_GRADIO = """
@@ -46,41 +45,6 @@ signal.pause()
 """
 
 
-class Demo:
-    """A running `vlmserve demo`. folder: where its temporary files and sockets go."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir(parents=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vlmserve.cli", "demo", "--port", "0", *words],
-            cwd=ROOT,
-            env={**environment, "TMPDIR": str(self.temporary), "XDG_RUNTIME_DIR": str(self.temporary)},
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.fullmatch(r"vlmserve demo: (\S+) at (http://127\.0\.0\.1:\d+/)\n", line)
-        assert found is not None, line
-        self.model, self.url = found.groups()
-
-    def ask(self, text: str, *files: str) -> list[Any]:
-        client = gradio_client.Client(self.url, download_files=False, verbose=False, analytics_enabled=False)
-        with closing(client):
-            media = [gradio_client.handle_file(str(FOLDER / file)) for file in files]
-            return client.predict({"text": text, "files": media}, [], api_name="/ask")
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[Demo]:
     demo = Demo(tmp_path, "--num-threads", "1", "--dtype", "float32")
@@ -88,11 +52,31 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
     demo.end()
 
 
+def test_it_says_at_once_what_it_is_doing_and_can_be_stopped_then(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "vlmserve.cli", "demo", "--port", "0"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as starting:
+        try:
+            assert starting.stderr is not None
+            line = starting.stderr.readline()
+            found = re.match(r"Starting the model's server and loading the page: (http://127\.0\.0\.1:\d+/) ", line)
+            assert found is not None, line
+            assert "Starting the model&#x27;s server ..." in httpx2.get(found[1]).text
+            starting.send_signal(signal.SIGINT)
+            assert starting.communicate(timeout=60) == ("", "")
+        finally:
+            starting.kill()
+    assert starting.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_picture_and_a_clip_and_then_nothing_is_left(demo: Demo) -> None:
     assert demo.model == "vlmserve-default"
-    _, history, status, *_ = demo.ask("Describe the picture.", "shapes.png")
+    _, history, *_, saw = demo.ask("Describe the picture.", "shapes.png")
     assert history[-1]["content"][0]["text"] == "A red circle, a green triangle, a yellow star and a blue square."
-    assert " of images" in status
+    assert "448×320 resized to 256×160 pixels" in saw
     history = demo.ask("What happens in the video?", "turns-green.mp4")[1]
     assert history[-1]["content"][0]["text"] == "A blue square turns green."
     processes = children_of(demo.process.pid)

@@ -22,8 +22,8 @@ from tests.vlmserve.server.fake_engine import (
     real_server,
     write_checkpoint_folder,
 )
+from vlmserve.client.chat_client import ChatClient
 from vlmserve.demo.chat import Chat
-from vlmserve.demo.client import ChatClient
 from vlmserve.demo.command import keep_gradio_to_itself
 from vlmserve.demo.conversation import ERROR_TITLE
 from vlmserve.demo.samples import FOLDER, load_samples
@@ -84,12 +84,12 @@ def call(url: str, name: str, body: dict[str, Any]) -> str:
 
 def test_a_conversation_with_a_picture(client: gradio_client.Client, served: Served) -> None:
     before = len(served.scheduler.requests)
-    _, history, status, image, rows = client.predict(message("What is it?", PICTURE), [], 40, api_name="/ask")
+    _, history, image, rows, saw = client.predict(message("What is it?", PICTURE), [], "40", api_name="/ask")
     assert said(history) == "red"
-    assert " of images" in status
-    assert image is None
-    assert rows["data"] == []
-    _, history, *_ = client.predict(message("And now?"), history, 40, api_name="/ask")
+    assert "of pictures, " in saw
+    assert not image["visible"]
+    assert not rows["visible"]
+    _, history, *_ = client.predict(message("And now?"), history, "40", api_name="/ask")
     assert [entry["role"] for entry in history] == ["user", "assistant"] * 2
     one, two = served.scheduler.requests[before:]
     assert len(one.mm_inputs.items) == len(two.mm_inputs.items) == 1
@@ -97,7 +97,7 @@ def test_a_conversation_with_a_picture(client: gradio_client.Client, served: Ser
 
 
 def test_settings_reach_the_server(client: gradio_client.Client, served: Served) -> None:
-    settings = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.25, "seed": 3, "max_pixels": 3136, "detail": "low"}
+    settings = {"max_tokens": "7", "temperature": "0.5", "top_p": "0.25", "seed": "3", "max_pixels": "3136"}
     client.predict(message("?", PICTURE), [], api_name="/ask", **settings)
     request = served.scheduler.requests[-1]
     params = request.sampling_params
@@ -106,18 +106,20 @@ def test_settings_reach_the_server(client: gradio_client.Client, served: Served)
     assert height * width * 14 * 14 <= 3136
 
 
-def test_boxes_are_drawn(client: gradio_client.Client, served: Served, url: str) -> None:
-    served.scheduler.say('[{"bbox_2d": [0, 0, 500, 500], "label": "it"}]')
-    _, _, _, image, rows = client.predict(message("Where?", PICTURE), [], 60, api_name="/ask")
-    assert rows["data"][0][:2] == [1, "it"]
-    assert httpx2.get(image["url"]).content.startswith(b"\x89PNG")
+@pytest.mark.parametrize("mark", ['"bbox_2d": [0, 0, 500, 500]', '"point_2d": [500, 500]'])
+def test_boxes_and_points_are_drawn(client: gradio_client.Client, served: Served, mark: str) -> None:
+    served.scheduler.say(f'[{{{mark}, "label": "it"}}]')
+    _, _, image, rows, _ = client.predict(message("Where?", PICTURE), [], "60", api_name="/ask")
+    assert image["visible"]
+    assert rows["value"]["data"][0][:2] == [1, "it"]
+    assert httpx2.get(image["value"]["url"]).content.startswith(b"\x89PNG")
 
 
 def test_an_error_stands_in_the_chat(client: gradio_client.Client) -> None:
-    _, history, status, *_ = client.predict(message("?"), [], temperature=-1, api_name="/ask")
+    _, history, *_, saw = client.predict(message("?"), [], temperature="-1", api_name="/ask")
     assert "temperature is -1" in said(history)
     assert history[-1]["metadata"]["title"] == ERROR_TITLE
-    assert status == ""
+    assert saw == ""
 
 
 def test_stop_cancels_on_the_server(client: gradio_client.Client, served: Served) -> None:
@@ -180,22 +182,25 @@ def test_the_page_fetches_nothing_from_elsewhere(url: str) -> None:
 
 def test_all_samples_are_offered(url: str) -> None:
     config = httpx2.get(url + "config").json()
-    [chatbot] = [part for part in config["components"] if part["type"] == "chatbot"]
-    examples = chatbot["props"]["examples"]
-    assert [example["text"] for example in examples] == [sample.text for sample in load_samples()]
-    for example in examples:
-        for file in example["files"]:
-            assert httpx2.get(f"{url}gradio_api/file={file['path']}").status_code == 200
+    [gallery] = [part["props"]["value"] for part in config["components"] if part["props"].get("elem_id") == "samples"]
+    samples = load_samples()
+    assert re.findall(r'data-sample="(\d+)" title="([^"]*)"', gallery) == [
+        (str(number), sample.text) for number, sample in enumerate(samples)
+    ]
+    clips = [any(file.suffix == ".mp4" for file in sample.files) for sample in samples]
+    assert ["clip</span>" in button for button in gallery.split("<button")[1:]] == clips
     assert not config["analytics_enabled"]
 
 
 def test_a_sample_that_is_clicked_is_asked(url: str, served: Served) -> None:
     config = httpx2.get(url + "config").json()
-    [number] = [d["id"] for d in config["dependencies"] if any(t[1] == "example_select" for t in d["targets"])]
+    [gallery] = [part["id"] for part in config["components"] if part["props"].get("elem_id") == "samples"]
+    [number] = [d["id"] for d in config["dependencies"] if [gallery, "click"] in d["targets"] and d["inputs"]]
+    [album] = [place for place, sample in enumerate(load_samples()) if len(sample.files) == 2]
     before = len(served.scheduler.requests)
     body = {
         "data": [None] * 8,
-        "event_data": {"index": 14, "value": {"text": "Which picture has a star?"}},
+        "event_data": {"index": album},
         "fn_index": number,
         "session_hash": "one",
         "trigger_id": None,
@@ -207,4 +212,4 @@ def test_a_sample_that_is_clicked_is_asked(url: str, served: Served) -> None:
                 if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
                     break
     [request] = served.scheduler.requests[before:]
-    assert len(request.mm_inputs.items) == 2  # the album
+    assert len(request.mm_inputs.items) == 2

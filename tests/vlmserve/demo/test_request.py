@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vlmserve.demo.conversation import Question, Turn
-from vlmserve.demo.request import RequestSettings, chat_body, files_of
+from vlmserve.demo.request import RequestSettings, SettingError, chat_body, files_of, read_settings
 from vlmserve.demo.samples import FOLDER, load_samples
 from vlmserve.server.protocol import ChatCompletionRequest
 
@@ -73,3 +73,17 @@ def test_the_samples_are_there() -> None:
     assert Question(text="Which way does the circle move?", files=(CLIP,)) in samples
     assert len(samples) == 21
     assert all(path.is_file() for sample in samples for path in sample.files)
+
+
+def test_an_empty_field_leaves_it_to_the_server() -> None:
+    form = {"max_tokens": " 7 ", "temperature": "", "top_p": None, "seed": "  ", "detail": "low", "fps": "0.5"}
+    assert read_settings(form) == RequestSettings(max_tokens=7, detail="low", fps=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [("seed", "1.5", "a whole number"), ("top_p", "nan", "a number"), ("fps", "inf", "a number"), ("seed", "x", "a")],
+)
+def test_what_is_no_number_is_named(name: str, text: str, kind: str) -> None:
+    with pytest.raises(SettingError, match=f"^{name} is '{text}'; it must be {kind}"):
+        read_settings({name: text})

@@ -129,6 +129,14 @@ def test_a_stream_has_it_in_its_last_event(client, n, usage):
     assert not any("mm_report" in event for event in events(client, image(), n=n, **options))
 
 
+def test_timings_come_with_it(client):
+    whole = answer(client, image(), return_mm_report=True)["timings"]
+    streamed = events(client, image(), return_mm_report=True)[-1]["timings"]
+    for timings in (whole, streamed):
+        assert 0 < timings["prepare_s"] <= timings["first_token_s"]
+    assert "timings" not in answer(client, image())
+
+
 # ---------------------------------------------------------------- knobs
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,13 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.server.fake_engine import CONTEXT, MODEL, Served, make_served, png_url
 
+SAMPLES = Path(__file__).resolve().parents[3] / "assets" / "samples"
 URL = "/v1/chat/completions"
+# The words of pydantic and of Python, which are nobody's who sends a request.
+PYTHON = re.compile(
+    r"""Input should|Value error|valid (dict|list|string|integer|number|boolean)|pydantic|NoneType|"""
+    r"""\b(None|True|False)\b|\bb(['"]).+?\3|\\x|\b(dict|str|int|float)\b|; got |<class|Traceback"""
+)
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -52,6 +60,7 @@ def error_of(reply, status: int) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str)
     assert error["message"]
+    assert not PYTHON.search(error["message"]), error["message"]
     return error
 
 
@@ -175,6 +184,97 @@ def test_refused_with_the_name_of_the_field(client, served, fields, param):
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert served.scheduler.requests == []
+
+
+IN_WORDS = [
+    ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+    ({"temperature": True}, "temperature is true; it must be a number"),
+    ({"max_tokens": 2.5}, "max_tokens is 2.5; it must be a whole number"),
+    ({"max_token": 2}, "max_token is not a known field; did you mean max_tokens?"),
+    ({"xyzzy": 2}, "xyzzy is not a known field"),
+    ({"stream": "yes"}, "stream is 'yes'; it must be true or false"),
+    ({"stop": 5}, "stop is 5; it must be text or a list"),
+    ({"stop": ["a", None]}, "stop[1] is null; it must be text"),
+    ({"messages": "hello"}, "messages is 'hello'; it must be a list"),
+    ({"messages": []}, "messages is an empty list; it must be a list of 1 or more"),
+    ({"messages": {"role": "user"}}, "messages is an object; it must be a list"),
+    ({"messages": [["hello"]]}, "messages[0] is a list of 1; it must be an object"),
+    ({"messages": [{"content": "hi"}]}, "messages[0] has no role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+    (
+        {"messages": [{"role": "robot", "content": "hi"}]},
+        "messages[0].role is 'robot'; it must be one of 'system', 'developer', 'user', 'assistant', 'tool'",
+    ),
+    ({"messages": [{"role": "user", "content": 42}]}, "messages[0].content is 42; it must be text or a list of parts"),
+    (
+        {"messages": [{"role": "assistant"}]},
+        "messages[0] needs content or tool_calls, as a message of the assistant",
+    ),
+    (part({"type": "text", "text": 3}), "messages[0].content[0].text is 3; it must be text"),
+    (part({"type": "text", "text": "x" * 999}), None),
+    (part({"type": "text", "texts": "x"}), "messages[0].content[0].text is missing"),
+    (
+        part({"type": "image_url", "image_url": 5}),
+        "messages[0].content[0].image_url is 5; it must be a URL, or an object with a url",
+    ),
+    (
+        part({"type": "image_url", "image_url": {"url": "x", "details": "low"}}),
+        "messages[0].content[0].image_url.details is not a known field; did you mean detail?",
+    ),
+    (
+        part({"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}),
+        "messages[0].content[0].image_url.detail is 'huge'; it must be 'auto', 'low' or 'high'",
+    ),
+    (
+        part({"type": "video", "video": [3]}),
+        "messages[0].content[0].video[0] is 3; it must be a URL, or an object with a file_id",
+    ),
+    ({"tools": [TOOL], "tool_choice": 3}, "tool_choice is 3; it must be none, auto, required or a named function"),
+    ({"seed": 2**63}, f"seed is {2**63}; it must be below {2**63}"),
+    ({"logit_bias": [5]}, "logit_bias is a list of 1; it must be an object"),
+    ({"modalities": ["video"]}, "modalities[0] is 'video'; it must be 'text' or 'audio'"),
+    ({"metadata": {"a": 1}}, "metadata.a is 1; it must be text"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), IN_WORDS, ids=lambda value: str(value)[:60])
+def test_in_plain_words(client, fields, message):
+    error = error_of(client.post(URL, json=body(**fields)), 400)
+    assert message is None or error["message"] == message
+
+
+def test_what_comes_back_of_a_value_is_short(client):
+    error = error_of(client.post(URL, json=body(temperature="x" * 10**6)), 400)
+    assert len(error["message"]) < 200
+
+
+def test_videos_and_pictures_in_each_others_place(client):
+    clip = "data:video/mp4;base64," + base64.b64encode((SAMPLES / "rolling.mp4").read_bytes()).decode()
+    swapped = [
+        (
+            {"type": "image_url", "image_url": {"url": clip}},
+            "a video (MP4 or MOV), not a picture: send it in a part of",
+        ),
+        ({"type": "video_url", "video_url": {"url": png_url()}}, "a PNG picture, not a video: send it in a part"),
+    ]
+    for sent, told in swapped:
+        message = error_of(client.post(URL, json=body(**part(sent))), 400)["message"]
+        assert message.startswith(f"messages[0].content[0]: the data is {told}")
+        assert f"type {'video_url' if sent['type'] == 'image_url' else 'image_url'}" in message
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("POST", "/chat/completions", 404, "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/v1/chat/completions", 404, "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/completions", 404, "did you mean /v1/chat/completions?"),
+        ("GET", "/", 404, "there is nothing at / that takes GET"),
+        ("GET", URL, 405, f"there is nothing at {URL} that takes GET; it takes POST"),
+    ],
+)
+def test_a_wrong_path(client, method, path, status, message):
+    assert error_of(client.request(method, path), status)["message"].endswith(message)
 
 
 UNSUPPORTED = [

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from vlmserve.demo.answer import Answer, Stats, read_answer
+import pytest
+
+from vlmserve.client.answer import Answer, Stats, read_answer
 
 
 def chunk(text: str | None = None, finish: str | None = None) -> dict[str, Any]:
@@ -19,6 +21,7 @@ LAST = {
     "mm_report": {
         "media": [{"kind": "image", "tokens": 20}, {"kind": "video", "tokens": 30}, {"kind": "image", "tokens": 5}]
     },
+    "timings": {"prepare_s": 0.1, "first_token_s": 0.4},
     "warnings": ["max_pixels was lowered"],
 }
 
@@ -50,11 +53,10 @@ def test_text_grows_and_figures_come_last() -> None:
         cached_tokens=40,
         completion_tokens=5,
         media_tokens={"image": 25, "video": 30},
+        prepare_s=0.1,
+        first_token_s=0.4,
     )
-    assert whole.stats.line() == (
-        "first token after 0.50 s · 2.0 tokens/s · prompt 90 tokens (40 cached, 25 of images, 30 of videos)"
-        " · answer 5 tokens"
-    )
+    assert whole.stats.tokens_per_s() == 2.0
     assert whole.media == tuple(LAST["mm_report"]["media"])
     assert whole.notes == ("max_pixels was lowered",)
 
@@ -67,7 +69,16 @@ def test_a_server_that_tells_nothing_but_text() -> None:
     whole = answers([chunk("A"), chunk(finish="stop")], [0.0, 1.0, 1.0])[-1]
     assert (whole.text, whole.media, whole.notes) == ("A", (), ())
     assert whole.stats is not None
-    assert whole.stats.line() == "first token after 1.00 s · prompt 0 tokens (0 cached) · answer 0 tokens"
+    assert whole.stats.stages() == (("until the first word", 1.0), ("answer", 0.0))
+    assert whole.stats.tokens_per_s() is None
+
+
+def test_stages_add_up_to_the_whole() -> None:
+    stats = answers([chunk("A"), chunk(finish="stop"), LAST], [10.0, 10.5, 12.5])[-1].stats
+    assert stats is not None
+    stages = dict(stats.stages())
+    assert list(stages) == ["on the way", "prepare", "encode and prefill", "answer"]
+    assert list(stages.values()) == pytest.approx([0.1, 0.1, 0.3, 2.0])
 
 
 def test_an_empty_answer() -> None:

@@ -11,7 +11,10 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
     """ttft_s, total_s: seconds from sending the request to the first text and to the end. Tokens otherwise;
-    media_tokens: by kind ("image", "video"), of the whole prompt."""
+    media_tokens: by kind ("image", "video"), of the whole prompt.
+
+    prepare_s, first_token_s: the server's own `timings`; None where it tells none.
+    """
 
     ttft_s: float
     total_s: float
@@ -19,17 +22,25 @@ class Stats:
     cached_tokens: int
     completion_tokens: int
     media_tokens: Mapping[str, int]
+    prepare_s: float | None = None
+    first_token_s: float | None = None
 
-    def line(self) -> str:
-        """For people."""
+    def stages(self) -> tuple[tuple[str, float], ...]:
+        """What the time went into, in order, in seconds; their sum is total_s."""
+        answer = ("answer", self.total_s - self.ttft_s)
+        if self.prepare_s is None or self.first_token_s is None:
+            return (("until the first word", self.ttft_s), answer)
+        return (
+            ("on the way", max(0.0, self.ttft_s - self.first_token_s)),
+            ("prepare", self.prepare_s),
+            ("encode and prefill", self.first_token_s - self.prepare_s),
+            answer,
+        )
+
+    def tokens_per_s(self) -> float | None:
+        """Of the answer after its first token; None where there is nothing to measure."""
         seconds = self.total_s - self.ttft_s
-        words = [f"first token after {self.ttft_s:.2f} s"]
-        if self.completion_tokens > 1 and seconds > 0:
-            words.append(f"{(self.completion_tokens - 1) / seconds:.1f} tokens/s")
-        media = "".join(f", {count} of {kind}s" for kind, count in self.media_tokens.items())
-        words.append(f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} cached{media})")
-        words.append(f"answer {self.completion_tokens} tokens")
-        return " · ".join(words)
+        return (self.completion_tokens - 1) / seconds if self.completion_tokens > 1 and seconds > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +80,7 @@ async def read_answer(
     total_s = clock() - started
     media = tuple((last.get("mm_report") or {}).get("media", ()))
     usage = last.get("usage") or {}
+    timings = last.get("timings") or {}
     stats = Stats(
         ttft_s=total_s if first_s is None else first_s,
         total_s=total_s,
@@ -76,6 +88,8 @@ async def read_answer(
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         completion_tokens=usage.get("completion_tokens", 0),
         media_tokens=_tokens_by_kind(media),
+        prepare_s=timings.get("prepare_s"),
+        first_token_s=timings.get("first_token_s"),
     )
     notes = ["the answer is cut off at the most tokens allowed"] if finish == "length" else []
     yield Answer(text=text, stats=stats, media=media, notes=(*notes, *last.get("warnings", ())))

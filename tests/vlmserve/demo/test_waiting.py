@@ -1,0 +1,27 @@
+"""What stands at the page's address before the page does."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import httpx2
+import pytest
+
+from vlmserve.demo.waiting import WaitingPage
+from vlmserve.listening import listen
+
+
+def test_it_says_what_is_being_done_and_makes_room() -> None:
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/"
+    with WaitingPage(listener, "Starting <it> ...") as waiting:
+        first = httpx2.get(url)
+        assert first.status_code == 503
+        assert "Starting &lt;it&gt; ... (0 s so far)" in first.text
+        waiting.doing = "Loading"
+        assert "Loading (0 s so far)" in httpx2.get(url + "any/path").text
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
+    with closing(listen("127.0.0.1", port)) as again:  # as who comes next does
+        again.listen()

@@ -1,0 +1,82 @@
+"""What has no room in memory is refused before weights are loaded, with the figures and the flag."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from vlmserve import engine
+from vlmserve.common.errors import EngineError
+from vlmserve.engine_args import EngineArgs
+from vlmserve.llm import LLM
+from vlmserve.memory import sizing
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with 10 GiB of memory free."""
+    monkeypatch.setattr(sizing, "free_memory", lambda device: (10 * GIB, 10 * GIB))
+    return monkeypatch
+
+
+def _slots(to_come: int = 0, device: torch.device = CPU, **settings: object) -> int:
+    args = EngineArgs(model="m", **settings)
+    return sizing.kv_cache_size(args, bytes_per_token=2**20, max_model_len=4096, device=device, weights_to_come=to_come)
+
+
+def test_slots_by_memory(free: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert _slots() == 2048  # 2 GiB
+    assert _slots(max_total_tokens=9000) == 8992
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        assert _slots(cpu_kv_cache_gib=100.0) == int(0.8 * 10 * 1024) // 16 * 16
+    assert "--cpu-kv-cache-gib is 100, and --mem-fraction-static 0.8 of what is free is 8 GiB" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("to_come", "settings", "complaint"),
+    [
+        (
+            0,
+            {"max_total_tokens": 20000},
+            r"--max-total-tokens is 20000, a KV cache of 19\.53 GiB; 10 GiB of memory are",
+        ),
+        (4 * GIB, {"max_total_tokens": 9000}, r"of which the weights take 4 GiB: 5824 slots of 1048576 bytes fit"),
+        (10 * GIB, {}, r"there is room for 0 KV slots .* --cpu-kv-cache-gib"),
+        (0, {"max_running_requests": 2 * 10**6}, r"--max-running-requests is 2000000: the tables .* \(--max-model-len"),
+    ],
+)
+def test_no_room(free: pytest.MonkeyPatch, to_come: int, settings: dict[str, int], complaint: str) -> None:
+    with pytest.raises(EngineError, match=complaint):
+        _slots(to_come, **settings)
+
+
+def test_weights_that_do_not_fit_are_not_loaded(free: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+    free.setattr(engine, "load_model", lambda *args, **kwargs: loaded.append(args))
+    free.setattr(sizing, "free_memory", lambda device: (2**20, 2**20))
+    with pytest.raises(EngineError, match=r"the weights of .* take .* MiB in float32, and 1 MiB .* --dtype bfloat16"):
+        LLM(dtype="float32")
+    free.setattr(sizing, "free_memory", lambda device: (GIB, GIB))
+    with pytest.raises(EngineError, match=r"--max-total-tokens is 1000000000, a KV cache of 1431 GiB"):
+        LLM(max_total_tokens=10**9)
+    with pytest.raises(EngineError, match=r"--max-model-len is 9999; the model was made for 4096 tokens"):
+        LLM(max_model_len=9999)
+    assert loaded == []
+
+
+def test_a_gpus_memory(free: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:0")
+    free.setattr(sizing, "free_memory", lambda device: (60 * GIB, 80 * GIB))
+    with pytest.raises(
+        EngineError, match=r"the weights of m take 64 GiB in bfloat16, and 60 GiB .* free on cuda:0: take"
+    ):
+        sizing.check_weights_fit(64 * GIB, model="m", dtype=torch.bfloat16, device=gpu)
+    assert _slots(device=gpu, mem_fraction_static=0.5) == (60 - 40) * 1024
+    with pytest.raises(EngineError, match=r"60 GiB of memory are free on cuda:0, of which the weights take 30 GiB"):
+        _slots(30 * GIB, device=gpu, mem_fraction_static=0.5)

@@ -1,0 +1,198 @@
+"""Settings by the names of vLLM and SGLang, and words that nobody knows: from every source, taken or answered."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from vlmserve import cli, launch
+from vlmserve.aliases import markdown_table
+from vlmserve.checks import SettingsError, flag
+from vlmserve.other_engines import ANY, BY_NAME, FOREIGN
+from vlmserve.settings import ServerSettings, iter_settings, load_settings
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags-of-others.md"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
+    """The settings of every server that would have been started."""
+    seen: list[ServerSettings] = []
+    monkeypatch.setattr(launch, "launch_server", lambda settings: seen.append(settings) or 0)
+    return seen
+
+
+def _refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert _status(words.split()) == 2
+    return capsys.readouterr().err
+
+
+def _status(words: list[str]) -> object:
+    try:
+        return cli.main(words)
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_what_means_the_same_is_taken(launched: list[ServerSettings]) -> None:
+    vllm = (
+        "serve m --gpu-memory-utilization 0.5 --max-num-seqs 7 --max-num-batched-tokens=4096 --block-size 32 --seed 3 "
+        '--no-enable-prefix-caching --limit-mm-per-prompt {"image":4,"video":{"count":1}} --mm-processor-cache-gb 0.5 '
+        '--mm-processor-kwargs {"max_pixels":50176,"fps":1} --generation-config vllm --trust-remote-code -tp 1 '
+        "--enforce-eager --tensor-parallel-size 1 --load-format auto --enable-chunked-prefill --disable-log-requests"
+    )
+    sglang = (
+        "serve --model-path m --mem-fraction-static 0.5 --max-running-requests 7 --chunked-prefill-size 4096 "
+        "--page-size 32 --random-seed 3 --disable-radix-cache --tp 1 --enable-metrics --context-length 512"
+    )
+    assert cli.main(vllm.split()) == 0
+    assert cli.main(sglang.split()) == 0
+    for settings in launched:
+        engine = settings.engine
+        assert (engine.model, engine.mem_fraction_static, engine.max_running_requests) == ("m", 0.5, 7)
+        assert (engine.chunked_prefill_size, engine.page_size, engine.random_seed) == (4096, 32, 3)
+        assert engine.disable_radix_cache
+    assert launched[1].engine.max_model_len == 512
+    first = launched[0]
+    assert (first.max_images_per_request, first.max_videos_per_request) == (4, 1)
+    assert (first.engine.processor_cache_mib, first.engine.sampling_defaults) == (512, "openai")
+    assert (first.engine.max_pixels, first.engine.video_fps) == (50176, 1.0)
+
+
+def test_switches_either_way(launched: list[ServerSettings]) -> None:
+    for words in ("--enable-prefix-caching", "--no-enable-chunked-prefill", "--limit-mm-per-prompt image=2,audio=0"):
+        assert cli.main(["serve", *words.split()]) == 0
+    caching, whole, limited = launched
+    assert not caching.engine.disable_radix_cache
+    assert whole.engine.chunked_prefill_size == -1
+    assert limited.max_images_per_request == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--tensor-parallel-size 2", "--tensor-parallel-size is '2': more than one GPU is not supported yet"),
+        ("-tp 2", "-tp is '2': more than one GPU"),
+        ("-q awq", "-q is 'awq': quantised weights are not supported yet"),
+        ("--enable-lora", "--enable-lora: LoRA adapters are not supported yet"),
+        ("--kv-cache-dtype fp8", "the KV cache has the type of --dtype"),
+        ("--log-requests", "--access-log prints a line for each"),
+        ("--limit-mm-per-prompt x", "--limit-mm-per-prompt is 'x': it must be a JSON object such as"),
+        ("--limit-mm-per-prompt audio=2", "there is no 'audio' here"),
+        ('--mm-processor-kwargs {"size":1}', "'size' belongs into a request's mm_processor_kwargs"),
+        (
+            "--gpu-memory-utilization 2",
+            "--gpu-memory-utilization (here --mem-fraction-static) is 2.0; it must be above 0",
+        ),
+        ("--max-num-seqs many", "--max-num-seqs (here --max-running-requests) is 'many'; it must be a whole number"),
+        ("--max-num-batched-tokens 24", "(here --chunked-prefill-size) is 24; it must be -1 (whole prompts), or a"),
+    ],
+)
+def test_what_is_not_there_is_answered(words: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _refused(f"serve {words}", capsys)
+    assert answer in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("serve --page-siz 1", "there is no --page-siz; did you mean --page-size?"),
+        ("serve --page_size=1", "there is no --page_size; did you mean --page-size?"),
+        ("serve --max-num-seq 1", "did you mean --max-num-seqs?"),
+        ("serve --xyzzy", "there is no --xyzzy\n"),
+        ("serve m n", "there is no place for 'n'"),
+        ("serv", "'serv' is none of serve, bench, "),
+        ("serv", "did you mean serve?"),
+        ("bench srve", "did you mean serve?"),
+        ("bench vision --round 1", "did you mean --rounds?"),
+        ("cache lst", "'lst' is none of ls, stats, verify, prune; did you mean ls?"),
+        ("warmup x --ebedding-cache-dir y", "did you mean --embedding-cache-dir?"),
+        ("verify --devise cpu", "did you mean --device?"),
+    ],
+)
+def test_a_guess_at_what_was_meant(words: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer in _refused(words, capsys)
+
+
+def test_files_and_variables_take_the_same_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max-num-seqs: 5\nenable_prefix_caching: false\ntensor-parallel-size: 1\nseed: 1\n")
+    monkeypatch.setenv("VLMSERVE_SEED", "2")
+    monkeypatch.setenv("VLMSERVE_GPU_MEMORY_UTILIZATION", "0.25")
+    engine = load_settings({}, config=str(file)).engine
+    assert (engine.max_running_requests, engine.disable_radix_cache) == (5, True)
+    assert (engine.random_seed, engine.mem_fraction_static) == (2, 0.25)  # a variable goes before the file
+    monkeypatch.setenv("VLMSERVE_MEM_FRACTION_STATIC", "0.5")
+    assert load_settings({"random_seed": 4}, config=str(file)).engine.random_seed == 4
+    assert load_settings({}, config=str(file)).engine.mem_fraction_static == 0.5  # and our name before another
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("max-num-seqs: 5\nmax-running-requests: 6\n", "max_num_seqs and {file}: max_running_requests set the same"),
+        ("tensor-parallel-size: 2\n", "{file}: tensor_parallel_size is 2: more than one GPU is not supported yet"),
+        ("enable-lora: true\n", "{file}: enable_lora: LoRA adapters"),
+        ("enable-prefix-caching: perhaps\n", "{file}: enable_prefix_caching is 'perhaps'; it must be true or false"),
+        ("max-num-seqs: many\n", "{file}: max_num_seqs is 'many'; it must be a whole number"),
+        ("page-sise: 5\n", "{file}: page_sise: no such setting; did you mean page_size?"),
+    ],
+)
+def test_a_wrong_one_in_a_file(tmp_path: Path, content: str, complaint: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    with pytest.raises(SettingsError) as caught:
+        load_settings({}, config=str(file))
+    assert complaint.format(file=file) in str(caught.value)
+
+
+def test_a_variable_of_no_effect_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for name in ("PAGE_SIZ", "XYZZY", "CONFIG", "TEST_DEVICE", "SERVICE_HOST", "PORT_8000_TCP"):
+        monkeypatch.setenv(f"VLMSERVE_{name}", "" if name == "CONFIG" else "1")
+    load_settings({})
+    assert [record.getMessage() for record in caplog.records] == [
+        "the variable VLMSERVE_PAGE_SIZ is of no effect: there is no such setting; did you mean VLMSERVE_PAGE_SIZE?",
+        "the variable VLMSERVE_XYZZY is of no effect: there is no such setting",
+    ]
+
+
+def test_the_port_that_kubernetes_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLMSERVE_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(SettingsError, match=r"VLMSERVE_PORT is 'tcp.*must be a whole number\nKubernetes sets that"):
+        load_settings({})
+
+
+def test_the_table_is_sound() -> None:
+    ours = {setting.name for setting in iter_settings()}
+    assert set(BY_NAME) & ours == set()  # a name of our own means what it means here
+    assert len(BY_NAME) == sum(len(setting.names) for setting in FOREIGN)
+    for setting in FOREIGN:
+        assert setting.names
+        assert set(setting.sets) <= ours
+        assert bool(setting.sets) or bool(setting.answer)
+        assert not (setting.fine and setting.sets)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_every_flag_of_the_table(name: str, launched: list[ServerSettings], capsys: pytest.CaptureFixture[str]) -> None:
+    setting = BY_NAME[name]
+    value = [] if setting.switch else ["999"] if name == "max_logprobs" else ["no-such-value"]
+    word = flag(name) if len(name) > 1 else f"-{name}"
+    status = _status(["serve", word, *value])
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    if status == 0:
+        assert setting.switch or ANY in setting.fine or setting.sets in (("model",), ("log_level",))
+    else:
+        assert word in text
+        assert setting.sets or setting.answer in text
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert markdown_table() in PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,151 @@
+"""What callers of `LLM` may write shorter, and what they are told of what is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.checks import SettingsError
+from vlmserve.common.errors import BadRequestError
+from vlmserve.llm_inputs import conversation, read_settings, sampling_of
+
+SAMPLES = Path(__file__).resolve().parents[2] / "assets" / "samples"
+SIX = str(SAMPLES / "six.png")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(num_threads=1, max_num_seqs=4) as llm:
+        yield llm
+
+
+def test_a_text_and_pictures_by_path(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = {"type": "text", "text": "How many circles are there?"}
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": SIX},
+        {"type": "image", "image": Path(SIX)},
+        {"type": "image_url", "image_url": {"url": SIX, "detail": "high"}},
+        {"type": "image_url", "image_url": SIX},
+    ]
+    whole = [llm.chat([{"role": "user", "content": [part, question]}], temperature=0, max_tokens=8) for part in parts]
+    shutil.copy(SIX, tmp_path / "six.png")
+    monkeypatch.chdir(tmp_path)
+    several = (["six.png"], "six.png", [Image.open(SIX)], np.asarray(Image.open(SIX).convert("RGB")))
+    whole += [llm.chat(question["text"], images=images, temperature=0, max_tokens=8) for images in several]
+    assert {answer.token_ids for answer in whole} == {whole[0].token_ids}
+    assert "six" in whole[0].text.lower()
+    assert whole[0].prompt_tokens > 50
+
+
+def test_videos_by_path(llm: LLM) -> None:
+    clip = str(SAMPLES / "rolling.mp4")
+    part = {"type": "video_url", "video_url": {"url": clip}, "fps": 1.0}
+    text = {"type": "text", "text": "What happens?"}
+    in_full = llm.chat([{"role": "user", "content": [part, text]}], temperature=0, max_tokens=12)
+    short = llm.chat("What happens?", videos=clip, temperature=0, max_tokens=12, mm_processor_kwargs={"fps": 1.0})
+    assert (short.token_ids, short.prompt_tokens) == (in_full.token_ids, in_full.prompt_tokens)
+    frames = llm.chat("What is this?", videos=[[SIX, SIX, SIX, SIX]], max_tokens=2)
+    assert frames.prompt_tokens > 50
+
+
+def test_texts_and_options(llm: LLM) -> None:
+    hello = llm.chat("Hello", max_tokens=3)
+    assert len(hello.token_ids) == 3
+    assert llm.chat([{"role": "user", "content": "Hello"}], SamplingOverrides(max_tokens=3)).text == hello.text
+    first, second = llm.chat_batch(["Hello", [{"role": "user", "content": "Hello"}]], max_tokens=3)
+    assert first.text == second.text == hello.text
+    assert len(llm.generate("Hello", max_tokens=2)[0].token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "complaint"),
+    [
+        ({"messages": "x", "images": ["/no/such.png"]}, BadRequestError, "cannot read '/no/such.png': No such file"),
+        ({"messages": "x", "images": [str(SAMPLES)]}, BadRequestError, "Is a directory"),
+        (
+            {"messages": "x", "images": [SAMPLES / "rolling.mp4"]},
+            BadRequestError,
+            "not a picture: .* video_url, or video",
+        ),
+        ({"messages": "x", "videos": [SIX]}, BadRequestError, "a PNG picture, not a video: send it in a part of type"),
+        ({"messages": "x", "images": ["file:///etc/hostname"]}, BadRequestError, "file: URLs are refused"),
+        ({"messages": "x", "images": [3]}, BadRequestError, "image is of type int; it must be a URL"),
+        ({"messages": "x", "max_token": 3}, TypeError, "there is no option 'max_token'; did you mean max_tokens"),
+        ({"messages": "x", "max_tokens": "3"}, TypeError, "max_tokens is '3'; it must be a whole number or None"),
+        ({"messages": "x", "temperature": "hot"}, TypeError, "temperature is 'hot'; it must be a number or None"),
+        ({"messages": None}, TypeError, "a conversation is a text, or a list of messages such as .* this is None"),
+        ({"messages": {"role": "user", "content": "x"}}, TypeError, "a conversation is a text"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "images": [SIX]},
+            TypeError,
+            "images and videos go with a text",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_told(llm: LLM, arguments: dict[str, Any], kind: type[Exception], complaint: str) -> None:
+    with pytest.raises(kind, match=complaint):
+        llm.chat(**arguments)
+
+
+def test_a_text_is_no_batch(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="chat_batch takes a list of conversations"):
+        llm.chat_batch("Hello")
+
+
+def test_urls_stay_what_they_are() -> None:
+    for url in ("data:image/png;base64,eA==", "https://example.com/a.png", "file:///a.png", ""):
+        [message] = conversation([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+        assert message["content"] == [{"type": "image_url", "image_url": {"url": url}}]
+    odd = [
+        {"role": "user", "content": [5, {"type": "image_url"}, {"type": "image"}, {"type": "text", "text": "a.png"}]}
+    ]
+    assert conversation(odd) == odd
+
+
+def test_a_home_folder() -> None:
+    [message] = conversation("x", images=["~/cat.png"])
+    assert message["content"][0]["image"] == Path.home() / "cat.png"
+
+
+def test_sampling_together() -> None:
+    base = SamplingOverrides(max_new_tokens=5, temperature=0.5)
+    assert sampling_of(base, {"max_tokens": 7, "stop": "x"}) == SamplingOverrides(
+        max_new_tokens=7, temperature=0.5, stop=("x",)
+    )
+    assert sampling_of(None, {}) == SamplingOverrides()
+    with pytest.raises(ValueError, match="max_tokens is 3, and max_new_tokens 4: give one"):
+        SamplingOverrides(max_tokens=3, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"pge_size": 16}, "LLM has no setting 'pge_size'; did you mean page_size?"),
+        ({"port": 80}, "LLM has no setting 'port'"),
+        ({"page_size": "16"}, "--page-size is '16'; it must be a whole number"),
+        ({"page_size": True}, "--page-size is True; it must be a whole number"),
+        ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be one of auto, float32"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: more than one GPU is not supported yet"),
+        ({"limit_mm_per_prompt": {"image": "many"}}, "--max-images-per-request is 'many'; it must be a whole number"),
+        ({"enable_lora": True}, "enable_lora: LoRA adapters are not supported yet"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_settings("", settings)
+    assert complaint in str(caught.value)
+
+
+def test_settings_by_other_names(tmp_path: Path) -> None:
+    given = {"gpu_memory_utilization": 0.5, "limit_mm_per_prompt": {"image": 2}, "trust_remote_code": True}
+    args, counts = read_settings(tmp_path, {**given, "embedding_cache_dir": tmp_path / "cache"})
+    assert (args.model, args.mem_fraction_static, counts.images, counts.videos) == (str(tmp_path), 0.5, 2, 8)
+    assert args.embedding_cache_dir == str(tmp_path / "cache")

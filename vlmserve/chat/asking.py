@@ -1,0 +1,50 @@
+"""One question put to the server: its answer is passed on as it comes, and Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from vlmserve.client.answer import Answer, Stats, read_answer
+from vlmserve.client.chat_client import ChatClient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """stopped: by Ctrl-C; the answer is then what had come."""
+
+    answer: Answer
+    stopped: bool = False
+
+
+def ask(client: ChatClient, body: Mapping[str, Any], write: Callable[[str], None]) -> Outcome:
+    """Raises ServerError. Call it in the main thread, where Ctrl-C arrives. write: takes each piece of text."""
+    answer = Answer(text="")
+
+    async def read() -> None:
+        nonlocal answer
+        async with aclosing(client.stream(body)) as chunks, aclosing(read_answer(chunks)) as answers:
+            async for now in answers:
+                piece, answer = now.text[len(answer.text) :], now
+                if piece:
+                    write(piece)
+
+    try:
+        asyncio.run(read())
+    except KeyboardInterrupt:
+        return Outcome(answer=answer, stopped=True)
+    return Outcome(answer=answer)
+
+
+def stats_line(stats: Stats) -> str:
+    """What an answer took, for people."""
+    words = [f"first token after {stats.ttft_s:.2f} s"]
+    rate = stats.tokens_per_s()
+    if rate is not None:
+        words.append(f"{rate:.1f} tokens/s")
+    words.append(f"prompt {stats.prompt_tokens} tokens ({stats.cached_tokens} cached)")
+    words.append(f"answer {stats.completion_tokens} tokens")
+    return " · ".join(words)

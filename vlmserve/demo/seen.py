@@ -1,0 +1,104 @@
+"""What the model saw: the media of a prompt at the sizes it was given them in, a clip as the frames that were used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from processors.decoding import DecodeLimits, decode_image
+from processors.video_decoding import Clip
+from processors.video_options import VideoLimits
+from vlmserve.common.errors import BadRequestError
+
+_MOST_MEDIA = 6
+_MOST_STEPS = 8  # of a clip, in time
+_LONGEST_SIDE, _LONGEST_SIDE_OF_FRAMES = 1024, 320  # as they are shown, in pixels
+_CLIP_LIMITS = VideoLimits(max_decode_s=20.0, decode_threads=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One picture, maybe shown smaller than the model saw it. seconds: where it is in its clip."""
+
+    image: Image.Image
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Medium:
+    """A picture, which is one step of one frame, or a clip: some steps in time, each of one or more frames.
+
+    number: its place in the prompt, from 1. report: the server's. problem: why there is nothing to show.
+    """
+
+    number: int
+    report: Mapping[str, Any]
+    steps: tuple[tuple[Frame, ...], ...] = ()
+    problem: str | None = None
+
+    @property
+    def patches(self) -> tuple[int, int]:
+        """In width and height."""
+        return self.report["grid_thw"][2], self.report["grid_thw"][1]
+
+    @property
+    def patches_of_a_token(self) -> int:
+        """On each side of the square that is one token."""
+        return max(1, round(math.sqrt(math.prod(self.report["grid_thw"]) / max(1, self.report["tokens"]))))
+
+
+def see(media: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> tuple[Medium, ...]:
+    """The last few media of a prompt, in order.
+
+    media: the server's report. files: the same media, in the same order.
+    """
+    pairs = list(enumerate(zip(files, media, strict=False), 1))[-_MOST_MEDIA:]
+    return tuple(_see(number, path, report) for number, (path, report) in pairs)
+
+
+def _see(number: int, path: Path, report: Mapping[str, Any]) -> Medium:
+    try:
+        data = path.read_bytes()
+        steps = tuple(_steps(data, report) if report.get("video") else _picture(data, report))
+    except (BadRequestError, OSError) as error:  # the server read it: other limits, or the file is gone since
+        return Medium(number=number, report=report, problem=str(error))
+    return Medium(number=number, report=report, steps=steps)
+
+
+def _picture(data: bytes, report: Mapping[str, Any]) -> Iterator[tuple[Frame, ...]]:
+    yield (Frame(image=_resized(decode_image(data, DecodeLimits()), report, _LONGEST_SIDE)),)
+
+
+def _steps(data: bytes, report: Mapping[str, Any]) -> Iterator[tuple[Frame, ...]]:
+    """Some of a clip's steps, evenly chosen, the first and the last among them."""
+    video = report["video"]
+    indices, times = video["frame_indices"], video["timestamps"]
+    depth = math.ceil(len(indices) / max(1, report["grid_thw"][0]))
+    starts = _some(range(0, len(indices), depth), _MOST_STEPS)
+    places = [place for start in starts for place in range(start, min(start + depth, len(indices)))]
+    arrays = Clip(data, _CLIP_LIMITS).read([indices[place] for place in places])
+    images = {
+        place: _resized(Image.fromarray(array), report, _LONGEST_SIDE_OF_FRAMES)
+        for place, array in zip(places, arrays, strict=True)
+    }
+    for start in starts:
+        yield tuple(Frame(image=images[p], seconds=times[p]) for p in range(start, start + depth) if p in images)
+
+
+def _some(of: Sequence[int], most: int) -> list[int]:
+    if len(of) <= most:
+        return list(of)
+    return [of[round(k * (len(of) - 1) / (most - 1))] for k in range(most)]
+
+
+def _resized(picture: Image.Image, report: Mapping[str, Any], longest: int) -> Image.Image:
+    """As the model sees it, to the eye: resized to its size there, and from that only where it is too large to show."""
+    size = report["final_size"]["width"], report["final_size"]["height"]
+    resized = picture.resize(size, Image.Resampling.BICUBIC)
+    resized.thumbnail((longest, longest))
+    return resized

@@ -1,0 +1,126 @@
+"""The machine, as far as serving feels it: system, CPU, memory, shared memory, open files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlmserve.common.cpus import available_cpus
+from vlmserve.common.memory import available_host_memory, show_gib, total_host_memory
+from vlmserve.doctor.finding import Finding, Status
+from vlmserve.ipc.private_dir import shared_memory_base
+
+# What matrix products go by, as the kernel calls them.
+_ON_X86 = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+_ON_ARM = ("asimd", "sve", "bf16", "i8mm")
+_X86, _BFLOAT16_ON_X86 = "fpu", {"avx512_bf16", "amx_bf16"}
+_LITTLE_MEMORY = 2 * 2**30
+_LITTLE_SHARED, _TOO_LITTLE_SHARED = 2**30, 128 * 2**20
+_FEW_FILES = 1024
+
+
+def machine_findings() -> Iterator[Finding]:
+    """All of them."""
+    yield system()
+    yield cpu()
+    yield memory()
+    yield shared_memory(shared_memory_base())
+    yield open_files()
+
+
+def system() -> Finding:
+    """The operating system, and the Python that runs this."""
+    name = platform.system()
+    release = ""
+    if name == "Linux":
+        try:
+            release = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+        except OSError:
+            release = ""
+    text = ", ".join(filter(None, [release, f"{name} {platform.release()} {platform.machine()}"]))
+    return Finding(
+        name="system",
+        text=text if name == "Linux" else f"{text}: vlmserve is made for Linux",
+        status=Status.OK if name == "Linux" else Status.PROBLEM,
+        remedy=None if name == "Linux" else "run it on Linux, or in a Linux container",
+        data={"system": name, "release": platform.release(), "machine": platform.machine(), "distribution": release},
+    )
+
+
+def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
+    """Cores, and instructions for matrix products."""
+    usable, there = available_cpus(), os.cpu_count() or 1
+    model, flags = _cpu_model(cpuinfo)
+    instructions = [name for name in (*_ON_X86, *_ON_ARM) if name in flags]
+    slow = _X86 in flags and not _BFLOAT16_ON_X86 & flags
+    text = f"{model}: {usable} of {there} cores usable" if usable != there else f"{model}: {there} cores"
+    if instructions:
+        text += f"; {' '.join(instructions)}"
+    if slow:
+        text += "; no bfloat16 products in hardware: they are computed in float32"
+    return Finding(
+        name="cpu",
+        text=text,
+        status=Status.NOTE if slow else Status.OK,
+        data={"model": model, "cores": there, "usable_cores": usable, "instructions": instructions},
+    )
+
+
+def memory() -> Finding:
+    """Of the machine, and what limits leave of it."""
+    available = available_host_memory()
+    total, limit = total_host_memory()
+    limited = "" if limit is None else f", of which the control group (container) allows {show_gib(limit)}"
+    little = available < _LITTLE_MEMORY
+    return Finding(
+        name="memory",
+        text=f"{show_gib(total)}{limited}; {show_gib(available)} available",
+        status=Status.NOTE if little else Status.OK,
+        remedy="end other programs, or raise the container's limit (docker run --memory)" if little else None,
+        data={"total_bytes": total, "limit_bytes": limit, "available_bytes": available},
+    )
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Where the patches of pictures and videos lie on their way between processes."""
+    room = os.statvfs(folder)
+    total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
+    text, status, remedy = f"{folder}: {show_gib(total)}, {show_gib(free)} free", Status.OK, None
+    if free < _LITTLE_SHARED:
+        status = Status.PROBLEM if free < _TOO_LITTLE_SHARED else Status.NOTE
+        text += "; large pictures, videos and many requests at a time may find no room in it"
+        remedy = "docker run --shm-size=2g ... (without a container: mount -o remount,size=2g /dev/shm)"
+    return Finding(
+        name="shared memory",
+        text=text,
+        status=status,
+        remedy=remedy,
+        data={"folder": str(folder), "total_bytes": total, "free_bytes": free},
+    )
+
+
+def open_files() -> Finding:
+    """The limit, which connections and media files count towards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < _FEW_FILES
+    return Finding(
+        name="open files",
+        text=f"{soft} at the most; each connection is one" if few else f"{soft} at the most",
+        status=Status.NOTE if few else Status.OK,
+        remedy="ulimit -n 65536" if few else None,
+        data={"soft": soft, "hard": hard},
+    )
+
+
+def _cpu_model(cpuinfo: Path) -> tuple[str, set[str]]:
+    try:
+        text = cpuinfo.read_text(errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine(), set()
+    fields: dict[str, str] = dict(re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", text, re.MULTILINE))
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    return fields.get("model name", platform.machine()), flags

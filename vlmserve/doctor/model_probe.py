@@ -1,0 +1,70 @@
+"""A checkpoint examined without loading it: its configuration, that all its tensors are there, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from processors.registry import make_processor
+from vlmserve.common.checkpoint import CheckpointReader, StoredTensor
+from vlmserve.common.devices import resolve_device
+from vlmserve.common.errors import EngineError
+from vlmserve.common.hf_config import read_hf_config
+from vlmserve.common.memory import free_memory
+from vlmserve.common.tensors import dtype_name
+from vlmserve.common.weights import load_weights
+from vlmserve.engine_args import EngineArgs
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
+from vlmserve.models.registry import outline_model
+from vlmserve.models.vlm import WEIGHT_RULES
+from vlmserve.tokenizer.chat_template import load_chat_template
+from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
+
+
+class _HeadersOnly(CheckpointReader):
+    """Reads no tensor: what is missing or misshaped, and whether files are whole, is known without."""
+
+    def read_into(self, targets: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
+        pass
+
+
+def examine(name: str) -> dict[str, Any]:
+    """name: a checkpoint folder. Figures in bytes and tokens; `error` says why it does not fit. CheckpointError."""
+    folder = Path(name)
+    model = outline_model(folder)
+    load_weights(model, _HeadersOnly(folder), WEIGHT_RULES)
+    tokenizer = load_text_tokenizer(folder)
+    load_chat_template(folder)
+    make_processor(folder, read_hf_config(folder), continue_text=tokenizer.continue_text)
+    config = model.config
+    args = EngineArgs(model=name)
+    device = resolve_device(args.device)
+    weights = weight_bytes(model)
+    per_token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    facts: dict[str, Any] = {
+        "family": config.family,
+        "dtype": dtype_name(model.dtype),
+        "context": config.max_position_embeddings,
+        "weight_bytes": weights,
+        "device": str(device),
+        "free_bytes": free_memory(device)[0],
+        "kv_bytes_per_token": per_token,
+        "kv_tokens": None,
+        "error": None,
+    }
+    try:
+        check_weights_fit(weights, model=name, dtype=model.dtype, device=device)
+        facts["kv_tokens"] = kv_cache_size(
+            args,
+            bytes_per_token=per_token,
+            max_model_len=config.max_position_embeddings,
+            device=device,
+            weights_to_come=weights,
+        )
+    except EngineError as error:
+        facts["error"] = str(error)
+    return facts
