@@ -70,10 +70,10 @@ def supported_formats() -> tuple[str, ...]:
 
 def looks_like_picture(head: bytes) -> bool:
     """Whether a file that begins with `head` (128 bytes will do) is of a picture format that is read here."""
-    return picture_name(head) is not None
+    return format_name(head) is not None
 
 
-def picture_name(head: bytes) -> str | None:
+def format_name(head: bytes) -> str | None:
     """The name of its format ("PNG", "JPEG", "WebP" ...), if it is one of those that are read here."""
     return next((known.name for known in _READ if known.magic.match(head)), None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from processors.inputs import Modality
-from processors.picture_formats import looks_like_other_picture, looks_like_picture, picture_name
+from processors.picture_formats import format_name, looks_like_other_picture, looks_like_picture
 from processors.video_formats import video_format
 
 HEAD_BYTES = 128
@@ -21,7 +21,7 @@ def modality_of(head: bytes) -> Modality | None:
 
 def mime_type(head: bytes) -> str:
     """The MIME type of a file that begins with `head`; application/octet-stream for what is not read here."""
-    picture = picture_name(head)
+    picture = format_name(head)
     if picture is not None:
         return f"image/{picture.lower()}"
     if looks_like_other_picture(head):

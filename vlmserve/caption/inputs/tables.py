@@ -69,7 +69,7 @@ class Table:
         column = media_column(names, self.columns.media)
         if column is None:
             raise BadRequestError(
-                f"no column of pictures or videos is known among {', '.join(names)}: name it (setting --media-column)"
+                f"no column of pictures or videos is known among {', '.join(names)}: name it with --media-column"
             )
         return column
 
