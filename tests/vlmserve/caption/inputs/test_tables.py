@@ -107,7 +107,7 @@ def test_rows_and_tables_without_a_picture():
     )
     name = write({"a": [1], "b": [2]})
     (one,) = unreadable(opened(name, "in/pics"))
-    assert one.message == "no column of pictures or videos is known among a, b: name it (setting --media-column)"
+    assert one.message == "no column of pictures or videos is known among a, b: name it with --media-column"
     (one,) = unreadable(opened(name, columns=Columns(media="b")))
     assert one.message == "b is a value of type int; it must be a path, a URL or a file's bytes"
 
