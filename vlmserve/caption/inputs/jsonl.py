@@ -53,7 +53,7 @@ class JsonLines:
             if column is None:
                 wanted = "image, video, path, url ..." if self.columns.media is None else repr(self.columns.media)
                 what = "names no medium, and has no messages"
-                raise BadRequestError(f"the line {what}; looked for {wanted} (setting --media-column)")
+                raise BadRequestError(f"the line {what}; looked for {wanted} (--media-column)")
             columns = replace(self.columns, id=self.columns.id or "id", prompt=self.columns.prompt or "prompt")
             return item_of(
                 given,

@@ -65,7 +65,7 @@ def test_columns_that_are_named(here):
     assert (item.id, item.prompt, item.read()) == ("k", "Why?", png(1))
     assert (item.fields["prompt"], item.fields["id"]) == ("p", 3)
     (one,) = unreadable(opened(name, columns=Columns(media="other")))
-    assert "'other' (setting --media-column)" in one.message
+    assert "'other' (--media-column)" in one.message
 
 
 @pytest.mark.parametrize(
