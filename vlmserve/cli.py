@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="vlmserve", description="Serve Qwen-VL models: pictures in, right answers out.", epilog=_EPILOG
     )
     parser.add_argument("--version", action="version", version=f"vlmserve {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
         help="serve a model behind an OpenAI-compatible API",
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_serve_arguments(serve)
     bench = commands.add_parser("bench", help="measure a server", description="Benchmarks.")
-    benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
+    benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK")
     bench_serve = benches.add_parser("serve", help="throughput and latency of a served model", add_help=False)
     bench_serve.add_argument("rest", nargs=argparse.REMAINDER)
     bench_processors = benches.add_parser("processors", help="throughput of picture and video files", add_help=False)
@@ -92,7 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, module in _TOOLS.items():
         if tuple(words[: len(name)]) == name:
             return _run_tool(module, words[len(name) :])
-    args = build_parser().parse_args(["--help"] if words == ["help"] else words)
+    parser = build_parser()
+    args = parser.parse_args(["--help"] if words == ["help"] else words)
+    if args.command is None:
+        parser.error("name a command; vlmserve --help lists them")
+    if args.command == "bench":
+        parser.error("name a benchmark: serve, processors, vision or gpu")
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0
