@@ -87,8 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 for a failure, 2 for a wrong command line or setting."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run the command; returns the exit status: 0, 1 for a failure, 2 for a wrong command line or setting, 130 where
+    Ctrl-C ended it."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(words: list[str]) -> int:
     for name, module in _TOOLS.items():
         if tuple(words[: len(name)]) == name:
             return _run_tool(module, words[len(name) :])
@@ -133,8 +140,6 @@ def _serve(args: argparse.Namespace) -> int:
         from vlmserve.launch import launch_server
 
         return launch_server(settings)
-    except KeyboardInterrupt:
-        return 130
     except Exception as error:
         if settings.log_level == "debug" or not isinstance(error, (VlmserveError, OSError)):
             raise
@@ -146,8 +151,6 @@ def _run_tool(module: str, words: list[str]) -> int:
         with sigterm_exits():
             status: int = importlib.import_module(module).main(words)
             return status
-    except KeyboardInterrupt:
-        return 130
     except (VlmserveError, OSError) as error:
         return _complain(str(error), 1)
 
