@@ -261,7 +261,10 @@ def _explain_scheme(url: str, scheme: str) -> str:
         return f"{_shorten(url)} is no media URL; the id of an uploaded file belongs into file_id, in the place of url"
     if scheme:
         return f"media URL {_shorten(url)}: scheme {scheme!r} is not supported, only data, http, https and file"
-    return f"{_shorten(url)} is not a media URL: it must begin with data:, http:, https: or file:"
+    return (
+        f"{_shorten(url)} is not a media URL: it must begin with data:, http:, https: or file:; a file of the client's "
+        "is sent as data:image/png;base64,..."
+    )
 
 
 def _shorten(text: str, limit: int = 100) -> str:

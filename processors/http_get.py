@@ -26,6 +26,7 @@ from processors.byte_limit import ByteLimit
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_NUMBER = re.compile(r"\[Errno -?\d+\] ")
 
 
 class GetError(Exception):
@@ -152,7 +153,7 @@ def _reason(error: BaseException) -> str:
     """The words of an error, those of its cause where it has none itself."""
     while not str(error) and (error.__cause__ or error.__context__):
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return str(error) or type(error).__name__
+    return _NUMBER.sub("", str(error)) or type(error).__name__
 
 
 class _OpenSockets:

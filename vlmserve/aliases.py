@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vlmserve.checks import SettingsError, flag
-from vlmserve.other_engines import ANY, BY_NAME, FOREIGN, ForeignSetting
+from vlmserve.other_engines import ANY, BY_NAME, FOREIGN, VALUES, ForeignSetting
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -62,6 +62,13 @@ def translated(
                 raise SettingsError(f"{places[name]} and {set_by[ours]} set the same: give one")
             found[ours], set_by[ours] = our_value, places[name]
     return found, set_by
+
+
+def usual_word(name: str, value: Any) -> Any:
+    """A setting's value under the word that is ours: half is float16, INFO is info."""
+    if not isinstance(value, str) or name not in VALUES:
+        return value
+    return VALUES[name].get(value.lower(), value.lower())
 
 
 def markdown_table() -> str:

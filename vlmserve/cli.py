@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="vlmserve", description="Serve Qwen-VL models: pictures in, right answers out.", epilog=_EPILOG
     )
     parser.add_argument("--version", action="version", version=f"vlmserve {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serve = commands.add_parser(
         "serve",
         help="serve a model behind an OpenAI-compatible API",
@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_serve_arguments(serve)
     bench = commands.add_parser("bench", help="measure a server", description="Benchmarks.")
-    benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
+    benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK")
     bench_caption = benches.add_parser("caption", help="captions from files beside the engine alone", add_help=False)
     bench_caption.add_argument("rest", nargs=argparse.REMAINDER)
     bench_serve = benches.add_parser("serve", help="throughput and latency of a served model", add_help=False)
@@ -102,12 +102,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 for a failure, 2 for a wrong command line or setting."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run the command; returns the exit status: 0, 1 for a failure, 2 for a wrong command line or setting, 130 where
+    Ctrl-C ended it."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(words: list[str]) -> int:
     for name, module in _TOOLS.items():
         if tuple(words[: len(name)]) == name:
             return _run_tool(module, words[len(name) :])
-    args = build_parser().parse_args(["--help"] if words == ["help"] else words)
+    parser = build_parser()
+    args = parser.parse_args(["--help"] if words == ["help"] else words)
+    if args.command is None:
+        parser.error("name a command; vlmserve --help lists them")
+    if args.command == "bench":
+        parser.error("name a benchmark: serve, processors, vision or gpu")
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0
@@ -143,8 +155,6 @@ def _serve(args: argparse.Namespace) -> int:
         from vlmserve.launch import launch_server
 
         return launch_server(settings)
-    except KeyboardInterrupt:
-        return 130
     except Exception as error:
         if settings.log_level == "debug" or not isinstance(error, (VlmserveError, OSError)):
             raise
@@ -156,8 +166,6 @@ def _run_tool(module: str, words: list[str]) -> int:
         with sigterm_exits():
             status: int = importlib.import_module(module).main(words)
             return status
-    except KeyboardInterrupt:
-        return 130
     except (VlmserveError, OSError) as error:
         return _complain(str(error), 1)
 

@@ -54,6 +54,15 @@ class CommandParser(argparse.ArgumentParser):
             guess = did_you_mean(str(value), names)
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{guess}")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> typing.Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in (int, float):
+                raise
+            kind = "a whole number" if action.type is int else "a number"
+            raise argparse.ArgumentError(action, f"it is {arg_string!r}, and must be {kind}") from None
+
 
 class _ForeignFlag(argparse.Action):
     """A flag of another engine: sets ours, or ends the process with what there is instead."""

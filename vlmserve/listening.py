@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 
@@ -17,5 +18,6 @@ def listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise OSError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from None
+        hint = "; --port 0 lets the system choose one" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}{hint}") from None
     return listener

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from vlmserve.aliases import translated
+from vlmserve.aliases import translated, usual_word
 from vlmserve.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.engine_args import EngineArgs
 from vlmserve.spelling import did_you_mean
@@ -57,6 +57,7 @@ def read_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) ->
     for name in given:
         if name not in fields:
             raise SettingsError(f"LLM has no setting {name!r}{did_you_mean(name, fields)}")
+    given = {name: usual_word(name, value) for name, value in given.items()}
     paths = {name: os.fspath(value) for name, value in given.items() if isinstance(value, os.PathLike)}
     args = EngineArgs(model=os.fspath(model), **{**given, **paths})
     check_engine_args(args)

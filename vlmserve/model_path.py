@@ -19,6 +19,15 @@ class NotDownloadedError(CheckpointError):
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# The hub library's errors by their names, in words that say what to do.
+_REASONS = {
+    "RepositoryNotFoundError": "there is no such model, or it is private (`hf auth login`)",
+    "GatedRepoError": "its terms are to be accepted on its page first (then `hf auth login`)",
+    "LocalEntryNotFoundError": "the hub does not answer, and no copy is here ({first})",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and no copy is here",
+    "ConnectError": "the hub cannot be reached ({first})",
+    "ConnectTimeout": "the hub cannot be reached ({first})",
+}
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
 
@@ -35,6 +44,8 @@ def resolve_model(model: str, *, download: bool = True) -> Path:
         return path.resolve()
     if path.exists():
         raise CheckpointError(f"{model!r} is a file; a checkpoint is a folder with config.json and *.safetensors")
+    if model.startswith(("/", "./", "../", "~")):
+        raise CheckpointError(f"there is no folder {model!r}")
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model!r} is neither a folder nor a hub id such as Qwen/Qwen3-VL-2B-Instruct")
     from huggingface_hub import snapshot_download
@@ -44,7 +55,8 @@ def resolve_model(model: str, *, download: bool = True) -> Path:
     except Exception as error:  # the library's errors have no common base that also covers the network's
         if not download:
             raise NotDownloadedError(f"{model!r} is no folder, and not downloaded from the Hugging Face hub") from None
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        reason = _REASONS.get(type(error).__name__, "{first}").format(first=first.removeprefix("Got: "))
         raise CheckpointError(
             f"{model!r} is not a folder, and cannot be had from the Hugging Face hub: {reason}"
         ) from None

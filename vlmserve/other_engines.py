@@ -236,4 +236,10 @@ FOREIGN: tuple[ForeignSetting, ...] = (
 )
 """One thing a row, in the order of the documentation."""
 
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"},
+    "log_level": {"warn": "warning", "critical": "error", "trace": "debug"},
+}
+"""Of settings that are called the same: their words for values -> ours. Capitals do not matter."""
+
 BY_NAME: Mapping[str, ForeignSetting] = {name: setting for setting in FOREIGN for name in setting.names}

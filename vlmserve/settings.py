@@ -15,9 +15,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from vlmserve.aliases import foreign_setting, translated
+from vlmserve.aliases import foreign_setting, translated, usual_word
 from vlmserve.checks import MOST_SECONDS, SettingsError, engine_problems, flag
 from vlmserve.engine_args import EngineArgs
 from vlmserve.plain_problems import sentence
@@ -253,7 +253,7 @@ def _foreign_variables(known: Collection[str]) -> dict[str, str]:
 def _make_reader(lower: dict[str, Any], defaults: Mapping[str, Any]) -> type[BaseSettings]:
     """The pydantic-settings model with a field for every setting. lower: values behind flags and
     variables. defaults: behind these."""
-    from pydantic import create_model
+    from pydantic import BeforeValidator, create_model
     from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
     class Reader(BaseSettings):
@@ -272,9 +272,11 @@ def _make_reader(lower: dict[str, Any], defaults: Mapping[str, Any]) -> type[Bas
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=lower)
 
-    fields: dict[str, Any] = {
-        setting.name: (setting.type, defaults.get(setting.name, setting.default)) for setting in iter_settings()
-    }
+    def field_of(setting: Setting) -> tuple[Any, Any]:
+        usual = BeforeValidator(lambda value: usual_word(setting.name, value))
+        return Annotated[setting.type, usual], defaults.get(setting.name, setting.default)
+
+    fields: dict[str, Any] = {setting.name: field_of(setting) for setting in iter_settings()}
     return create_model("Settings", __base__=Reader, **fields)
 
 
@@ -284,10 +286,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise SettingsError(f"--config {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--config {path}: cannot be read: it is no text in UTF-8") from None
     except yaml.YAMLError as error:
-        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+        raise SettingsError(f"--config {path}: not YAML: {_where_and_why(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -299,6 +303,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             raise SettingsError(f"--config {path}: {key!r} is given twice")
         values[name] = value
     return values
+
+
+def _where_and_why(error: Exception) -> str:
+    """Of PyYAML's, whose own texts take lines and call the file a unicode string."""
+    mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not why:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {why}"
 
 
 def _explain(

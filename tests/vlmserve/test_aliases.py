@@ -41,7 +41,8 @@ def test_what_means_the_same_is_taken(launched: list[ServerSettings]) -> None:
         "serve m --gpu-memory-utilization 0.5 --max-num-seqs 7 --max-num-batched-tokens=4096 --block-size 32 --seed 3 "
         '--no-enable-prefix-caching --limit-mm-per-prompt {"image":4,"video":{"count":1}} --mm-processor-cache-gb 0.5 '
         '--mm-processor-kwargs {"max_pixels":50176,"fps":1} --generation-config vllm --trust-remote-code -tp 1 '
-        "--enforce-eager --tensor-parallel-size 1 --load-format auto --enable-chunked-prefill --disable-log-requests"
+        "--dtype half --log-level INFO --enforce-eager --tensor-parallel-size 1 --load-format auto "
+        "--enable-chunked-prefill --disable-log-requests"
     )
     sglang = (
         "serve --model-path m --mem-fraction-static 0.5 --max-running-requests 7 --chunked-prefill-size 4096 "
@@ -58,6 +59,7 @@ def test_what_means_the_same_is_taken(launched: list[ServerSettings]) -> None:
     first = launched[0]
     assert (first.max_images_per_request, first.max_videos_per_request) == (4, 1)
     assert (first.engine.processor_cache_mib, first.engine.sampling_defaults) == (512, "openai")
+    assert (first.engine.dtype, first.log_level) == ("float16", "info")
     assert (first.engine.max_pixels, first.engine.video_fps) == (50176, 1.0)
 
 
@@ -102,6 +104,9 @@ def test_what_is_not_there_is_answered(words: str, answer: str, capsys: pytest.C
         ("serve --page-siz 1", "there is no --page-siz; did you mean --page-size?"),
         ("serve --page_size=1", "there is no --page_size; did you mean --page-size?"),
         ("serve --max-num-seq 1", "did you mean --max-num-seqs?"),
+        ("bench processors --rounds x", "--rounds: it is 'x', and must be a whole number"),
+        ("", "name a command; vlmserve --help lists them"),
+        ("bench", "name a benchmark: serve, processors"),
         ("serve --xyzzy", "there is no --xyzzy\n"),
         ("serve m n", "there is no place for 'n'"),
         ("serv", "'serv' is none of serve, bench, "),

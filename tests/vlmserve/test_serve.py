@@ -146,7 +146,7 @@ def test_a_dead_scheduler_fails_requests_with_openai_s_body(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(None, "neither a folder nor a hub id"), ('{"model_type": "llama"}', "llama")],
+    [(None, "there is no folder"), ('{"model_type": "llama"}', "llama")],
 )
 def test_a_checkpoint_that_cannot_be_served_is_one_line(tmp_path: Path, content: str | None, complaint: str) -> None:
     folder = tmp_path / "model"

@@ -16,6 +16,7 @@ from vlmserve.async_llm import AsyncLLM
 from vlmserve.caption.captioner import CaptionStopped
 from vlmserve.caption.item import ChatRequest
 from vlmserve.common.errors import BadRequestError
+from vlmserve.model_path import DEFAULT_MODEL_NAME
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.body import checked
 from vlmserve.server.convert import to_generate_request
@@ -44,7 +45,7 @@ class LocalCaptioner:
             max_pending=concurrency * MOST_CHOICES,
             log_level=settings.log_level,
         )
-        self.model = settings.served_model_name or settings.engine.model or "vlmserve-default"
+        self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
         digest = blake3.blake3(
             f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}".encode()
         )

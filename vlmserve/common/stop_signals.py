@@ -17,9 +17,12 @@ class StopRequested(BaseException):
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """Have them raise StopRequested in the main thread, where this is to be called."""
+    """Have the first of them raise StopRequested in the main thread, where this is to be called. Those that follow are
+    ignored: they must not break off what the first one has set going."""
 
     def stop(number: int, frame: object) -> None:
+        for other in STOP_SIGNALS:
+            signal.signal(other, lambda *_: None)  # SIG_IGN would have Python complain of one that is on its way
         raise StopRequested(signal.Signals(number).name)
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}

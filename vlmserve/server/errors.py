@@ -79,7 +79,8 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = f"there is nothing at {request.url.path} that takes {request.method}"
         if error.status_code == 404:
-            message += did_you_mean(request.url.path, (getattr(route, "path", "") for route in app.routes))
+            paths = [getattr(route, "path", "") for route in app.routes]
+            message += did_you_mean(request.url.path, paths, "; the API begins at /v1, and /docs shows it")
         elif error.headers and "allow" in {name.lower() for name in error.headers}:
             message += f"; it takes {', '.join(error.headers.values())}"
         return JsonResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)

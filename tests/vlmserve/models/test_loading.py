@@ -204,7 +204,7 @@ def test_the_architecture_is_enough_to_know_a_family(tmp_path):
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load_model(tmp_path)
-    with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
+    with pytest.raises(CheckpointError, match="there is no folder"):
         load_model(tmp_path / "absent")
 
 
