@@ -29,9 +29,7 @@ PANELS = "#saw, #drawing, #rows"
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
-        pytest.skip(
-            "the page is not looked at: no chromium, chromium-browser or google-chrome on PATH (Debian: chromium)"
-        )
+        pytest.skip("no browser on PATH, so nobody looks at the page: apt-get install chromium")
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox is not for root
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
@@ -41,7 +39,14 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def demo(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """Opened at once, as people do."""
     demo = Demo(tmp_path_factory.mktemp("demo"), "--num-threads", "1", "--dtype", "float32")
+    page = browser.new_page()
+    page.goto(demo.url)
+    expect(page.locator("#doing")).to_contain_text("Starting the model's server ...")
+    expect(page.locator(".sample").first).to_be_visible(timeout=PATIENCE_MS)  # by itself
+    page.close()
+    demo.ready()
     yield demo
     demo.end()
 
