@@ -22,6 +22,12 @@ ANSWERS = {
     (tuple(sample["media"]), sample["question"]): sample["answer"]
     for sample in json.loads((FOLDER / "samples.json").read_text(encoding="utf-8"))
 }
+# Gradio's page cuts off what does not fit, rather than scroll.
+BEYOND_THE_EDGE = """
+    [...document.querySelectorAll('main *')].filter((element) => element.checkVisibility({visibilityProperty: true}))
+        .filter((element) => element.getBoundingClientRect().right > innerWidth + 1)
+        .map((element) => element.outerHTML.slice(0, 200))
+"""
 PANELS = "#saw, #drawing, #rows"
 
 
@@ -41,14 +47,16 @@ def browser() -> Iterator[Browser]:
 def demo(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     """Opened at once, as people do."""
     demo = Demo(tmp_path_factory.mktemp("demo"), "--num-threads", "1", "--dtype", "float32")
-    page = browser.new_page()
-    page.goto(demo.url)
-    expect(page.locator("#doing")).to_contain_text("Starting the model's server ...")
-    expect(page.locator(".sample").first).to_be_visible(timeout=PATIENCE_MS)  # by itself
-    page.close()
-    demo.ready()
-    yield demo
-    demo.end()
+    try:
+        page = browser.new_page()
+        page.goto(demo.url)
+        expect(page.locator("#doing")).to_contain_text("Starting the model's server ...")
+        expect(page.locator(".sample").first).to_be_visible(timeout=PATIENCE_MS)  # by itself
+        page.close()
+        demo.ready()
+        yield demo
+    finally:
+        demo.end()
 
 
 @pytest.fixture(params=[1280, 400])
@@ -95,6 +103,7 @@ def expect_answer(page: Page, answer: str) -> None:
 def expect_tidy(page: Page) -> None:
     """Nothing to scroll sideways for, and no panel without anything in it."""
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+    assert page.evaluate(BEYOND_THE_EDGE) == []
     for panel in page.locator(PANELS).all():
         if panel.is_visible():
             expect(panel.locator("img:visible, td:visible, [role=gridcell]:visible").first).to_be_visible()
