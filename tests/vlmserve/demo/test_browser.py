@@ -85,7 +85,9 @@ def ask_sample(page: Page, *media: str, question: str) -> None:
 
 def ask(page: Page, question: str, file: Path | None = None) -> None:
     if file is not None:
-        page.locator("input[type=file]").first.set_input_files(file)
+        with page.expect_file_chooser() as chooser:
+            page.get_by_label("Upload a file").click()
+        chooser.value.set_files(file)
         expect(page.locator(".thumbnail-item")).to_have_count(1)
     box = page.locator("textarea").first
     box.fill(question)
