@@ -72,7 +72,8 @@ def _medium(medium: Medium) -> str:
 def _frame(frame: Frame, grid: str) -> str:
     time = "" if frame.seconds is None else f"<small>{frame.seconds:.2f} s</small>"
     image = f'<img src="{_data_url(frame.image)}" alt="">'
-    return f'<div class="saw-frame"><div class="saw-image">{image}{grid}</div>{time}</div>'
+    widest = f"max-width:{60 * frame.image.width / frame.image.height:.1f}vh"  # a tall one is to fit the screen
+    return f'<div class="saw-frame"><div class="saw-image" style="{widest}">{image}{grid}</div>{time}</div>'
 
 
 def _grid(medium: Medium) -> str:

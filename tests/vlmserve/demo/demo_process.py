@@ -18,7 +18,7 @@ from vlmserve.demo.samples import FOLDER
 
 
 class Demo:
-    """A running `vlmserve demo`. folder: where its temporary files and sockets go."""
+    """A `vlmserve demo` that says what it is doing. folder: where its temporary files and sockets go."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.temporary = folder / "tmp"
@@ -29,14 +29,24 @@ class Demo:
             cwd=ROOT,
             env={**environment, "TMPDIR": str(self.temporary), "XDG_RUNTIME_DIR": str(self.temporary)},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        assert self.process.stderr is not None
+        self.first_words = self.process.stderr.readline()
+        found = re.search(r" and loading the page: (http://127\.0\.0\.1:\d+/) ", self.first_words)
+        assert found is not None, self.first_words
+        self.url = found[1]
+
+    def ready(self) -> str:
+        """The model's name, once it is there."""
         assert self.process.stdout is not None
+        assert self.process.stderr is not None
         line = self.process.stdout.readline()
-        found = re.fullmatch(r"vlmserve demo: (\S+) at (http://127\.0\.0\.1:\d+/)\n", line)
-        assert found is not None, line
-        self.model, self.url = found.groups()
+        found = re.fullmatch(rf"vlmserve demo: (\S+) at {re.escape(self.url)}\n", line)
+        assert found is not None, line + self.process.stderr.read()
+        return found[1]
 
     def ask(self, text: str, *files: str) -> list[Any]:
         client = gradio_client.Client(self.url, download_files=False, verbose=False, analytics_enabled=False)
@@ -48,5 +58,6 @@ class Demo:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()

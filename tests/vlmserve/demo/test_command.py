@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import select
 import signal
 import subprocess
@@ -53,27 +52,20 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
 
 
 def test_it_says_at_once_what_it_is_doing_and_can_be_stopped_then(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "vlmserve.cli", "demo", "--port", "0"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as starting:
-        try:
-            assert starting.stderr is not None
-            line = starting.stderr.readline()
-            found = re.match(r"Starting the model's server and loading the page: (http://127\.0\.0\.1:\d+/) ", line)
-            assert found is not None, line
-            assert "Starting the model&#x27;s server ..." in httpx2.get(found[1]).text
-            starting.send_signal(signal.SIGINT)
-            assert starting.communicate(timeout=60) == ("", "")
-        finally:
-            starting.kill()
-    assert starting.returncode == 0
-    assert list(tmp_path.iterdir()) == []
+    demo = Demo(tmp_path)
+    try:
+        assert demo.first_words.startswith("Starting the model's server and loading the page: ")
+        assert "Starting the model&#x27;s server ..." in httpx2.get(demo.url).text
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.process.communicate(timeout=60) == ("", "")
+    finally:
+        demo.end()
+    assert demo.process.returncode == 0
+    assert list(demo.temporary.iterdir()) == []
 
 
 def test_a_picture_and_a_clip_and_then_nothing_is_left(demo: Demo) -> None:
-    assert demo.model == "vlmserve-default"
+    assert demo.ready() == "vlmserve-default"
     _, history, *_, saw = demo.ask("Describe the picture.", "shapes.png")
     assert history[-1]["content"][0]["text"] == "A red circle, a green triangle, a yellow star and a blue square."
     assert "448×320 resized to 256×160 pixels" in saw
@@ -96,7 +88,7 @@ def test_a_running_server_is_used_and_left_alone(tmp_path: Path) -> None:
     with real_server(served.app) as port:
         demo = Demo(tmp_path / "demo", "--url", f"http://127.0.0.1:{port}/v1", "--api-key", "secret")
         try:
-            assert demo.model == MODEL
+            assert demo.ready() == MODEL
             assert children_of(demo.process.pid) == []
             assert demo.ask("What is it?", "red-circle.png")[1][-1]["content"][0]["text"] == "red"
             demo.process.send_signal(signal.SIGTERM)

@@ -71,7 +71,7 @@ def test_what_is_no_picture_is_left_to_the_server(tmp_path: Path) -> None:
 def test_the_samples_are_there() -> None:
     samples = load_samples()
     assert Question(text="Which way does the circle move?", files=(CLIP,)) in samples
-    assert len(samples) == 21
+    assert len(samples) == 12
     assert all(path.is_file() for sample in samples for path in sample.files)
 
 
