@@ -81,7 +81,7 @@ class LLM:
         args, counts = read_settings(model, settings)
         limits = StageLimits(fetch=fetch or FetchSettings(), counts=counts)
         engine = build_offline_engine(args, limits, self._take)
-        self.args, self.info = engine.args, engine.info
+        self.args, self.info, self._runner = engine.args, engine.info, engine.runner
         self._scheduler, self._stack = engine.scheduler, engine.stack
         self._media, self.builder = engine.stage.media, engine.stage.builder
         self._detokenizer = DetokenizerManager(engine.stage.tokenizer)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from vlmserve.checks import check_engine_args
 from vlmserve.engine import EngineInfo, build_runner, build_scheduler
 from vlmserve.engine_args import EngineArgs
+from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.helper_processes import HelperProcesses
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.messages import SchedulerOutput
@@ -22,6 +23,7 @@ class OfflineEngine:
     """args: with the model's folder. stack: closes the stage's threads and the processes of media and encoders."""
 
     args: EngineArgs
+    runner: ModelRunner
     info: EngineInfo
     scheduler: Scheduler
     stage: TokenizerStage
@@ -47,4 +49,6 @@ def build_offline_engine(
         stack.callback(scheduler.close)
         stage = make_tokenizer_stage(args, limits, max_model_len=info.max_req_len, processes=helpers)
         stack.callback(stage.media.close)
-        return OfflineEngine(args=args, info=info, scheduler=scheduler, stage=stage, stack=stack.pop_all())
+        return OfflineEngine(
+            args=args, runner=runner, info=info, scheduler=scheduler, stage=stage, stack=stack.pop_all()
+        )

@@ -101,7 +101,7 @@ def test_a_refusal_is_shown_as_it_is_and_forgotten(served: Served, chat: Chat, t
     file.write_bytes(b"no picture at all")
     refused = views(chat, Question(text="?", files=(file,)))[-1]
     assert is_error(refused)
-    assert last_said(refused).startswith("the data is not a picture of a supported format")
+    assert last_said(refused).startswith("messages[0].content[0]: the data is not a picture of a supported format")
     after = views(chat, PICTURE, list(refused.messages))[-1]
     assert not is_error(after)
     [request] = served.scheduler.requests

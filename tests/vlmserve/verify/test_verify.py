@@ -188,7 +188,7 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["--picture", "/no/such.png"], "there is no file '/no/such.png'"),
         (["--max-tokens", "0"], "0 is not 1 or more"),
         (["--tolerance", "-1"], "-1 is not above 0"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--dtype", "int8"], "'int8' is none of float32, bfloat16, float16"),
     ],
 )
 def test_wrong_command_lines(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

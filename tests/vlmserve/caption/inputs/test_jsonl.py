@@ -126,7 +126,7 @@ def test_chat_requests(here):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        (chat(max_tokens="7"), "max_tokens", "integer"),
+        (chat(max_tokens="7"), "max_tokens", "it must be a whole number"),
         (chat(max_tokns=7), "max_tokns", "max_tokns"),
         ({"messages": []}, "messages", "messages"),
         (chat({"type": "image_url", "image_url": {"url": "none.png"}}), "messages[0].content[0]", "No such file"),
