@@ -14,10 +14,12 @@ from vlmserve.caption.outputs.choose import OutputSettings
 from vlmserve.checks import SettingsError
 from vlmserve.common.cpus import available_cpus
 from vlmserve.flags import GIVEN_AS, CommandParser, add_settings
+from vlmserve.media_names import PICTURES, VIDEOS
 from vlmserve.model_path import is_model
 from vlmserve.settings import ServerSettings, iter_settings, load_settings
 
 DEFAULT_PROMPT = "Describe the picture."
+_INPUT_SUFFIXES = (*PICTURES, *VIDEOS, ".txt", ".jsonl", ".ndjson", ".parquet", ".pq", ".tar", ".tgz", ".gz")
 _MOST_MEDIA_PROCESSES = 8
 _PER_SERVER = 16
 
@@ -119,7 +121,8 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
     words: list[str] = given["words"]
     flags = {name: value for name, value in args.items() if name not in ("config", GIVEN_AS)}
     urls: list[str] = given["base_url"] or []
-    if not urls and "model" not in flags and is_model(words[0], alone=len(words) == 1):
+    is_input = Path(words[0]).suffix.lower() in _INPUT_SUFFIXES  # where a hub id such as a/b.png is not meant
+    if not urls and "model" not in flags and not is_input and is_model(words[0], alone=len(words) == 1):
         flags["model"], words = words[0], words[1:]
         if not words:
             raise SettingsError(f"{flags['model']!r} is a model: name an INPUT, too")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -24,11 +25,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(command: CaptionCommand) -> int:
+    from vlmserve.caption.inputs.standard_input import StandardInput
     from vlmserve.caption.session import Ended, caption
     from vlmserve.common.logs import configure_logging
 
     configure_logging(command.settings.log_level, "caption")
-    ended = caption(command, sys.stdin.buffer, sys.stderr)
+    stdin = StandardInput(0)
+    try:
+        ended = caption(command, io.BufferedReader(stdin), sys.stderr)
+    finally:
+        stdin.stop()
     print(ended.told)
     for trouble in ended.troubles:
         print(f"vlmserve caption: error: {trouble}", file=sys.stderr)

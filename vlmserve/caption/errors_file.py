@@ -11,31 +11,41 @@ from pathlib import Path
 from typing import TextIO
 
 from vlmserve.caption.journal import Failed
+from vlmserve.checks import SettingsError
 
 logger = logging.getLogger("vlmserve.caption")
 
 _MOST_LOGGED = 20
+_MOST_LINE_BYTES = 1 << 20
+_FIELDS = {"id", "message", "code"}
 
 
 class ErrorsFile:
     """Holds what failed and still stands: made of the journal's failures when a run begins and when it ends, and
-    appended to in between. path: None only logs the first few."""
+    appended to in between. path: None only logs the first few; what is no regular file is only appended to.
+
+    Raises SettingsError for a file that holds something else, OSError for one that cannot be written.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self._path = None if path is None else path.resolve()  # what a link leads to, not the link, is replaced
         self._file: TextIO | None = None
         self._logged = 0
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._check_own(self._path)
+        self._path.open("a").close()
 
     def begin(self, standing: Iterable[Failed]) -> None:
         """Open it with these. OSError."""
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self.write_anew(standing)
             self._file = self._path.open("a", encoding="utf-8", errors="replace")
 
     def write_anew(self, standing: Iterable[Failed]) -> None:
         """Have exactly these in it."""
-        if self._path is None:
+        if self._path is None or not self._path.is_file():
             return
         unfinished = self._path.with_name(f".{self._path.name}.part")
         try:
@@ -48,6 +58,18 @@ class ErrorsFile:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise
+
+    def _check_own(self, path: Path) -> None:
+        if not path.is_file() or not path.stat().st_size:
+            return
+        with path.open("rb") as file:
+            first = file.readline(_MOST_LINE_BYTES)
+        try:
+            ours = set(json.loads(first)) == _FIELDS
+        except (ValueError, TypeError):
+            ours = False
+        if not ours:
+            raise SettingsError(f"--errors is {str(path)!r}, which holds something else: name another file")
 
     def add(self, failed: Sequence[Failed]) -> None:
         """These failed just now."""

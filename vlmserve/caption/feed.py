@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import blake3
@@ -100,6 +101,8 @@ class Feed:
     def _consider(self, item: Item) -> Work | Failed | None:
         asked, options = None, {}
         if isinstance(item, MediumItem):
+            if self._output.by_path and item.path is not None:
+                item = replace(item, id=os.path.abspath(item.path))
             options = dict(item.options)
             try:
                 asked = self._prompts.ask(item)
@@ -107,13 +110,17 @@ class Feed:
                 key = _key(item, {"fields": dict(item.fields), "prompt": item.prompt})
                 return self._unless_known(item, key, error.message, error.code)
         key = _key(item, {"asked": _texts(asked), "options": options})
-        done, in_work = self._journal.done_as(item.id), self._ids.get(item.id)
+        # in this order: what is in work goes to the journal first, and is then forgotten here
+        in_work = self._ids.get(item.id)
+        done = self._journal.done_as(item.id)
         in_this_run = in_work is not None or (done is not None and done[2] == self._journal.run)
         if in_this_run and key == (in_work or (done and done[0])):
             self._tally.repeated += 1
             return None
         if done is not None and done[0] == key and item.signature is not None:
-            self._output.check(item)
+            trouble = self._output.check(item)
+            if trouble is not None:
+                return self._unless_known(item, key, trouble, "no_place")
             self._tally.skipped += 1
             return None
         if in_this_run:

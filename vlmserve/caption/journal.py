@@ -10,6 +10,7 @@ an output holds beyond that was under way when a run ended, and is cut off by th
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ _SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE done (
     seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, key BLOB NOT NULL, fingerprint BLOB NOT NULL,
-    record TEXT NOT NULL, target TEXT, part INTEGER, run INTEGER NOT NULL
+    record TEXT NOT NULL, target BLOB, part INTEGER, run INTEGER NOT NULL
 );
 CREATE INDEX done_fingerprint ON done (fingerprint);
 CREATE INDEX done_target ON done (target) WHERE target IS NOT NULL;
@@ -125,15 +126,15 @@ class Journal:
 
     def done_as(self, id_: str) -> tuple[bytes, bytes, int] | None:
         """Of a finished item its key, its fingerprint and the number of the run that finished it."""
-        return self._one("SELECT key, fingerprint, run FROM done WHERE id = ?", id_)
+        return self._one("SELECT key, fingerprint, run FROM done WHERE id = ?", _plain(id_))
 
     def has_failed(self, id_: str, key: bytes) -> bool:
         """Whether the item, asked in this way, failed before."""
-        return self._one("SELECT 1 FROM failed WHERE id = ? AND key = ?", id_, key) is not None
+        return self._one("SELECT 1 FROM failed WHERE id = ? AND key = ?", _plain(id_), key) is not None
 
     def record(self, id_: str) -> dict[str, Any] | None:
         """A finished item's record."""
-        row = self._one("SELECT record FROM done WHERE id = ?", id_)
+        row = self._one("SELECT record FROM done WHERE id = ?", _plain(id_))
         return None if row is None else json.loads(row[0])
 
     def record_like(self, fingerprint: bytes) -> dict[str, Any] | None:
@@ -143,7 +144,7 @@ class Journal:
 
     def owner(self, target: str) -> str | None:
         """The id of the item whose caption a file holds."""
-        row = self._one("SELECT id FROM done WHERE target = ? LIMIT 1", target)
+        row = self._one("SELECT id FROM done WHERE target = ? LIMIT 1", os.fsencode(target))
         return None if row is None else row[0]
 
     def counts(self) -> tuple[int, int]:
@@ -179,42 +180,49 @@ class Journal:
         """The files of all finished items."""
         for row in self._rows("SELECT seq, target FROM done"):
             if row[1] is not None:
-                yield row[1]
+                yield os.fsdecode(row[1])
 
     # ---------------------------------------------------------------- writes: each is on disk when it returns
 
-    def add(self, done: Sequence[Done], failed: Sequence[Failed], state: Mapping[str, Any]) -> None:
-        """These are finished, and the output has come that far. A finished item's failures are forgotten."""
+    def add(
+        self,
+        done: Sequence[Done],
+        failed: Sequence[Failed],
+        state: Mapping[str, Any],
+        *,
+        touched: Sequence[tuple[str, bytes]] = (),
+        undone: Sequence[str] = (),
+    ) -> None:
+        """These are finished, and the output has come that far. A finished item's failures are forgotten.
+
+        touched: ids of finished items whose files look different, but are the same, and their new keys. undone: ids of
+        items that are not finished after all.
+        """
         with self._lock, _explained(self.path), self._db:
             self._db.execute("BEGIN")
             for item in done:
-                self._db.execute("DELETE FROM failed WHERE id = ?", (item.id,))
+                self._db.execute("DELETE FROM failed WHERE id = ?", (_plain(item.id),))
                 self._db.execute(
                     "INSERT OR REPLACE INTO done (id, key, fingerprint, record, target, part, run) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (
-                        item.id,
+                        _plain(item.id),
                         item.key,
                         item.fingerprint,
-                        json.dumps(item.record, ensure_ascii=False),
-                        item.target,
+                        json.dumps(item.record),
+                        None if item.target is None else os.fsencode(item.target),
                         item.part,
                         self.run,
                     ),
                 )
             for failure in failed:
+                told = (_plain(failure.id), failure.key, _plain(failure.message), failure.code, self.run)
                 if failure.key is not None:
-                    self._db.execute("DELETE FROM failed WHERE id = ?", (failure.id,))
-                self._db.execute(
-                    "INSERT INTO failed (id, key, message, code, run) VALUES (?, ?, ?, ?, ?)",
-                    (failure.id, failure.key, failure.message, failure.code, self.run),
-                )
+                    self._db.execute("DELETE FROM failed WHERE id = ?", told[:1])
+                self._db.execute("INSERT INTO failed (id, key, message, code, run) VALUES (?, ?, ?, ?, ?)", told)
+            self._db.executemany("DELETE FROM done WHERE id = ?", [(_plain(id_),) for id_ in undone])
+            self._db.executemany("UPDATE done SET key = ? WHERE id = ?", [(key, _plain(id_)) for id_, key in touched])
             self._put("output", state)
-
-    def set_key(self, id_: str, key: bytes) -> None:
-        """A finished item's file looks different, but is the same."""
-        with self._lock, _explained(self.path), self._db:
-            self._db.execute("UPDATE done SET key = ? WHERE id = ?", (key, id_))
 
     def set_part(self, last: int, part: int, state: Mapping[str, Any]) -> None:
         """Finished items up to a sequence number, as far as none held them, are in this part now."""
@@ -258,7 +266,7 @@ class Journal:
         return None if row is None else json.loads(row[0])
 
     def _put(self, name: str, value: Any) -> None:
-        self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value, ensure_ascii=False)))
+        self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value)))
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -299,6 +307,11 @@ class _explained:  # reads as a statement
         raise JournalError(f"{self._path}: {error}") from None
 
 
+def _plain(text: str) -> str:
+    """What cannot be written as UTF-8 (names of files, halves of characters) with escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = _plain(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 120 else f"{text[:120]}..."

@@ -16,7 +16,7 @@ from vlmserve.async_llm import AsyncLLM
 from vlmserve.caption.captioner import CaptionStopped
 from vlmserve.caption.item import ChatRequest
 from vlmserve.common.errors import BadRequestError
-from vlmserve.model_path import DEFAULT_MODEL_NAME
+from vlmserve.model_path import DEFAULT_MODEL_NAME, resolve_model
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.body import checked
 from vlmserve.server.convert import to_generate_request
@@ -38,6 +38,8 @@ class LocalCaptioner:
     """
 
     def __init__(self, settings: ServerSettings, *, concurrency: int) -> None:
+        weights = _weights_digest(resolve_model(settings.engine.model))
+        self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
         self.llm = AsyncLLM(
             settings.engine,
             stage_limits(settings),
@@ -45,11 +47,8 @@ class LocalCaptioner:
             max_pending=concurrency * MOST_CHOICES,
             log_level=settings.log_level,
         )
-        self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
-        digest = blake3.blake3(
-            f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}".encode()
-        )
-        self.identity = f"{_weights_digest(Path(self.llm.args.model))} {digest.hexdigest(16)}"
+        how = f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}"
+        self.identity = f"{weights} {blake3.blake3(how.encode()).hexdigest(16)}"
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
         """See `Captioner`."""

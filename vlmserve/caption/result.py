@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from typing import Any
 from processors.inputs import Modality
 from vlmserve.caption.item import Item, MediumItem, RequestItem
 
-_NO_NAME = re.compile(r"[\x00-\x1f\\:*?\"<>|]+")
+_MOST_BYTES = 200  # of a name; a suffix follows, and file systems take 255
+_NO_NAME = re.compile(r"[\x00-\x1f\\:*?\"<>|\ud800-\udc7f\udd00-\udfff]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,20 +58,31 @@ def make_record(
         **({"prompt": prompt} if prompt is not None else {}),
         **({"blake3": digest} if digest is not None else {}),
     }
-    if isinstance(item, MediumItem):
-        return {**record, **({"fields": dict(item.fields)} if item.fields else {})}
-    if item.is_batch:
-        record["custom_id"] = item.id
-    return {**record, "response": answer}
+    if isinstance(item, RequestItem):
+        record["response"] = answer
+    return _writable({**record, **_named_by(item)})
 
 
 def like_another(record: Mapping[str, Any], item: Item) -> dict[str, Any]:
     """The record of an item that is the same, but for its name and fields, as one with this record."""
-    taken = {name: value for name, value in record.items() if name not in ("id", "custom_id", "fields")}
-    named: dict[str, Any] = {"id": item.id, **taken}
+    taken = {name: value for name, value in record.items() if name not in ("custom_id", "fields")}
+    return _writable({**taken, "id": item.id, **_named_by(item)})
+
+
+def _named_by(item: Item) -> dict[str, Any]:
     if isinstance(item, MediumItem):
-        return {**named, **({"fields": dict(item.fields)} if item.fields else {})}
-    return {**named, **({"custom_id": item.id} if item.is_batch else {})}
+        return {"fields": dict(item.fields)} if item.fields else {}
+    return {"custom_id": item.id} if item.is_batch else {}
+
+
+def _writable(record: dict[str, Any]) -> dict[str, Any]:
+    """Without halves of characters, which scraped texts have and UTF-8 cannot."""
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return dict(json.loads(text.encode("utf-8", "replace")))
+    return record
 
 
 def output_line(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,5 +123,5 @@ def file_name(item: Item) -> str:
         else:
             stem = parts[-1].rpartition(".")[0] or parts[-1]
         parts[-1] = stem
-    safe = [_NO_NAME.sub("_", part)[:200] for part in parts]
+    safe = [os.fsdecode(os.fsencode(_NO_NAME.sub("_", part))[:_MOST_BYTES]) for part in parts]
     return "/".join(part for part in safe if part not in ("", ".", "..")) or "caption"

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import blake3
 
@@ -37,7 +37,23 @@ _READERS = 16  # which mostly wait, for disks or other hosts
 _MOST_AT_ONCE = 256
 
 _T = TypeVar("_T")
-_Outcome: TypeAlias = tuple[Work | None, Captioned | Failed]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Touched:
+    """A finished item whose file looks different, but is the same. trouble: its caption could not be put back."""
+
+    work: Work
+    trouble: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What became of an item. work: None for what failed before it was any. written: set when it is on disk."""
+
+    what: Captioned | Failed | _Touched
+    work: Work | None = None
+    written: asyncio.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +111,7 @@ class CaptionRun:
         self._budget = ByteBudget(settings.bytes_in_memory)
         self._outcomes: asyncio.Queue[_Outcome] = asyncio.Queue(settings.concurrency)
         self._answers: dict[bytes, asyncio.Future[dict[str, Any]]] = {}  # in work, or not in the journal yet
+        self.in_order = False  # the run has ended, and has written all that was finished
         self._pulling = asyncio.Lock()
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="caption-feed")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="caption-read")
@@ -118,8 +135,13 @@ class CaptionRun:
                 task.cancel()
             await asyncio.gather(working, *workers, return_exceptions=True)
             await self._end_writing(writing)
-            for executor in (self._puller, self._readers, self._writer):
-                executor.shutdown(wait=False, cancel_futures=True)
+            self.in_order = True
+
+    def close(self) -> None:
+        """After `run`, however it ended: nobody writes any more when this returns."""
+        for executor in (self._puller, self._readers):
+            executor.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=True, cancel_futures=True)
 
     # ---------------------------------------------------------------- items
 
@@ -130,17 +152,17 @@ class CaptionRun:
             if work is None:
                 return
             if isinstance(work, Failed):
-                await self._outcomes.put((None, work))
+                await self._outcomes.put(_Outcome(what=work))
                 continue
             try:
                 await self._caption(work)
             except asyncio.CancelledError:
                 raise
-            except CaptionStopped:
+            except (CaptionStopped, OSError):  # an item's own are told by `_read_item`
                 raise
             except BadRequestError as error:
                 await self._fail(work, error.message, error.code)
-            except (EngineError, OSError) as error:
+            except EngineError as error:
                 await self._fail(work, str(error), "engine_error")
             except VlmserveError:
                 raise  # the journal's
@@ -149,14 +171,14 @@ class CaptionRun:
                 await self._fail(work, f"{type(error).__name__}: {error}", "internal_error")
 
     async def _fail(self, work: Work, message: str, code: str | None) -> None:
-        await self._outcomes.put((work, Failed(id=work.item.id, key=work.key, message=message, code=code)))
+        failed = Failed(id=work.item.id, key=work.key, message=message, code=code)
+        await self._outcomes.put(_Outcome(what=failed, work=work))
 
     async def _caption(self, work: Work) -> None:
         async with self._budget.hold(work.item.size or _UNKNOWN_BYTES):
             opened = await self._in(self._readers, self._open, work)
-            if opened is None:
-                self._feed.finished(work)
-                self._tally.skipped += 1
+            if isinstance(opened, _Touched):
+                await self._outcomes.put(_Outcome(what=opened, work=work))
                 return
             record, usage = await self._record(work, opened)
             keep = self._output.needs_media
@@ -170,7 +192,10 @@ class CaptionRun:
                 modality=opened.modality,
                 target=work.target,
             )
-            await self._outcomes.put((work, result))
+            written = asyncio.Event() if keep else None  # its bytes count until then
+            await self._outcomes.put(_Outcome(what=result, work=work, written=written))
+            if written is not None:
+                await written.wait()
 
     async def _record(self, work: Work, opened: _Opened) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
         """What is known of an item like this one, or what the captioner says, and what that took."""
@@ -179,6 +204,9 @@ class CaptionRun:
         under_way = self._answers.get(opened.fingerprint)
         if under_way is not None:
             return like_another(await asyncio.shield(under_way), work.item), None
+        known = self._journal.record_like(opened.fingerprint)  # written since it was opened
+        if known is not None:
+            return like_another(known, work.item), None
         future = self._answers[opened.fingerprint] = asyncio.get_running_loop().create_future()
         try:
             answer = await self._captioner.ask(opened.request)
@@ -202,11 +230,11 @@ class CaptionRun:
         future.set_result(record)
         return record, answer.get("usage") or {}
 
-    def _open(self, work: Work) -> _Opened | None:
-        """Read an item; in a thread. None if it is finished: only its file looked different."""
+    def _open(self, work: Work) -> _Opened | _Touched:
+        """Read an item; in a thread."""
         item = work.item
         if isinstance(item, RequestItem):
-            request = item.read()
+            request = _read_item(item.read)
             options = {**self._settings.options, **request.options}
             request = ChatRequest(messages=request.messages, options=options)
             data = modality = digest = None
@@ -224,9 +252,7 @@ class CaptionRun:
         fingerprint = blake3.blake3(self._settings.fingerprint + content + _digest([options, around])).digest()
         before = self._journal.done_as(item.id)
         if before is not None and before[1] == fingerprint:
-            self._journal.set_key(item.id, work.key)
-            self._output.check(item)
-            return None
+            return _Touched(work=work, trouble=self._output.check(item))
         if "seed" not in options:  # the same for the same item, whatever is in work beside it
             seed = (int.from_bytes(fingerprint[:7], "little") + self._settings.seed) % 2**63
             request = ChatRequest(messages=request.messages, options={**options, "seed": seed})
@@ -244,11 +270,10 @@ class CaptionRun:
             while not self._outcomes.empty() and len(batch) < _MOST_AT_ONCE:
                 batch.append(self._outcomes.get_nowait())
             try:
-                await self._in(self._writer, self._commit, [outcome for _, outcome in batch])
-                self._tally.add([outcome for _, outcome in batch if isinstance(outcome, Captioned)])
+                await self._in(self._writer, self._commit, [outcome.what for outcome in batch])
             finally:
-                for work, outcome in batch:
-                    self._forget(work, outcome)
+                for outcome in batch:
+                    self._forget(outcome)
                     self._outcomes.task_done()
 
     async def _end_writing(self, writing: asyncio.Task[None]) -> None:
@@ -262,26 +287,37 @@ class CaptionRun:
         if isinstance(result, Exception):
             raise result
 
-    def _commit(self, outcomes: Sequence[Captioned | Failed]) -> None:
+    def _commit(self, outcomes: Sequence[Captioned | Failed | _Touched]) -> None:
         """In the writer's thread."""
         done = [outcome for outcome in outcomes if isinstance(outcome, Captioned)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        while done or failed:
+        seen = [outcome for outcome in outcomes if isinstance(outcome, _Touched)]
+        failed += [_no_place(each.work.item.id, each.work.key, each.trouble) for each in seen if each.trouble]
+        touched = [(each.work.item.id, each.work.key) for each in seen if not each.trouble]
+        while done or failed or touched:
             room = self._output.room()
             now, done = done[:room], done[room:] if room is not None else []
             state = self._output.write(now) if now else self._journal.state()
             part = self._output.part()
-            self._journal.add([_entry(result, part) for result in now], failed, state)
-            self._errors.add(failed)
-            self._tally.failed += len(failed)
-            self._output.written()
-            failed = []
+            self._journal.add([_entry(result, part) for result in now], failed, state, touched=touched)
+            refused = self._output.written(now)
+            homeless = [_no_place(result.item.id, result.key, why) for result, why in refused]
+            if homeless:
+                self._journal.add((), homeless, self._journal.state(), undone=[each.id for each in homeless])
+            self._errors.add([*failed, *homeless])
+            lost = {id(result) for result, _ in refused}
+            self._tally.add([result for result in now if id(result) not in lost])
+            self._tally.failed += len(failed) + len(homeless)
+            self._tally.skipped += len(touched)
+            failed, touched = [], []
 
-    def _forget(self, work: Work | None, outcome: Captioned | Failed) -> None:
-        if work is not None:
-            self._feed.finished(work)
-        if isinstance(outcome, Captioned):
-            self._answers.pop(outcome.fingerprint, None)
+    def _forget(self, outcome: _Outcome) -> None:
+        if outcome.work is not None:
+            self._feed.finished(outcome.work)
+        if isinstance(outcome.what, Captioned):
+            self._answers.pop(outcome.what.fingerprint, None)
+        if outcome.written is not None:
+            outcome.written.set()
 
     async def _in(self, executor: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
@@ -298,6 +334,18 @@ def _entry(result: Captioned, part: int | None) -> Done:
     )
 
 
+def _no_place(id_: str, key: bytes, why: str) -> Failed:
+    return Failed(id=id_, key=key, message=why, code="no_place")
+
+
+def _read_item(read: Callable[[], _T]) -> _T:
+    """Errors of reading are the item's."""
+    try:
+        return read()
+    except OSError as error:
+        raise BadRequestError(f"cannot read it: {error.strerror or error}", code="unreadable") from None
+
+
 async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Until all are, or one has failed, whose error it raises."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -306,7 +354,7 @@ async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def _read(item: MediumItem) -> tuple[bytes, str, Modality]:
-    data = item.read()
+    data = _read_item(item.read)
     modality = modality_of(data[:HEAD_BYTES])
     if modality is None:
         what = "is empty" if not data else "is neither a picture nor a video of a format that is read here"

@@ -115,13 +115,23 @@ def _completion(body: Any, content: bytes, wanted: int) -> Answer | Failed:
     broken_off = next((choice for choice in choices if choice["finish_reason"] in _BROKEN_OFF), None)
     if broken_off is not None:
         return Failed(reason=f"the answer was broken off (finish_reason {broken_off['finish_reason']!r})")
-    usage = body.get("usage")
-    answer = {**body, "choices": choices, "usage": usage if isinstance(usage, dict) else {}}
+    answer = {**body, "choices": choices, "usage": _usage(body.get("usage"))}
     if len(choices) < wanted:
         given = body.get("warnings")
         too_few = f"the server gave {len(choices)} of {wanted} answers that were asked for (n)"
         answer["warnings"] = [*(given if isinstance(given, list) else []), too_few]
     return Answer(content=answer)
+
+
+def _usage(given: Any) -> dict[str, Any]:
+    """Its numbers, and what details there are of them."""
+    if not isinstance(given, Mapping):
+        return {}
+    return {
+        name: _usage(value) if isinstance(value, Mapping) else value
+        for name, value in given.items()
+        if isinstance(value, Mapping) or (isinstance(value, int) and not isinstance(value, bool))
+    }
 
 
 def _choice(index: int, choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import blake3
 
 from processors.fetching import MediaFetcher
 from vlmserve.caption.arguments import CaptionCommand
+from vlmserve.caption.bounds import named_folder, refuse_inputs_as_outputs, words_to_open
 from vlmserve.caption.captioner import Captioner, CaptionStopped
 from vlmserve.caption.errors_file import ErrorsFile
 from vlmserve.caption.feed import Feed
@@ -33,6 +34,7 @@ from vlmserve.caption.prompts import Prompts
 from vlmserve.caption.run import CaptionRun, RunSettings
 from vlmserve.caption.tally import Tally
 from vlmserve.common.errors import VlmserveError
+from vlmserve.model_path import resolve_model
 from vlmserve.tokenizer.stage import stage_limits
 
 _SHOW_EVERY_S = 0.1
@@ -62,22 +64,28 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
 
     Raises SettingsError, VlmserveError or OSError when it cannot begin.
     """
-    tally, errors = Tally(), ErrorsFile(command.errors)
+    tally = Tally()
     prompts = Prompts(command.prompt, system=command.system, prefix=command.prefix, suffix=command.suffix)
     output = choose_output(command.output)
+    words = words_to_open(command)
     # Local files are read wherever they are: the user has named them.
     fetch = replace(stage_limits(command.settings).fetch, allowed_local_media_path="/")
     with contextlib.ExitStack() as stack:
         fetcher = MediaFetcher(fetch)
         stack.callback(fetcher.close)
         inputs = open_inputs(
-            command.inputs,
+            words,
             fetcher=fetcher,
             stdin=stdin,
             columns=command.columns,
             input_format=command.input_format,
         )
-        journal = stack.enter_context(_open_journal(command))
+        if captioner is None and not command.base_urls:
+            resolve_model(command.settings.engine.model)  # before any file is made
+        written = [*output.paths(), *filter(None, (command.errors, command.journal))]
+        refuse_inputs_as_outputs(words, written)
+        errors = ErrorsFile(command.errors)
+        journal = stack.enter_context(_open_journal(command, words))
         if command.restart:
             output.discard(journal)
             journal.forget()
@@ -87,12 +95,10 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         return session.run()
 
 
-def _open_journal(command: CaptionCommand) -> Journal:
+def _open_journal(command: CaptionCommand, words: Sequence[str]) -> Journal:
     path = command.journal
     if path is None:
-        words = [Path(word).expanduser() for word in command.inputs]
-        folders = [word if word.is_dir() else word.parent for word in words if not str(word).startswith("-")]
-        path = choose_journal(command.output.output, folders, command.shard)
+        path = choose_journal(command.output.output, [named_folder(word) for word in words], command.shard)
     path.parent.mkdir(parents=True, exist_ok=True)
     return Journal(path)
 
@@ -121,6 +127,7 @@ class _Session:
         self._tally = tally
         self._progress = progress
         self._given = captioner
+        self._running: CaptionRun | None = None
         self._terminated = self._broken = False
         self._notes: list[str] = []
 
@@ -136,8 +143,11 @@ class _Session:
             how = Ended.STOPPED
             troubles.append(_trouble(error))
         finally:
+            if self._running is not None:
+                self._running.close()
             self._errors.close()
-        if not self._broken:
+        # not after an end that was broken off, nor where nothing can be written
+        if self._running is not None and self._running.in_order and not self._broken:
             try:
                 self._output.finish()
             except OSError as error:
@@ -184,7 +194,7 @@ class _Session:
                 limit=self._command.limit,
                 retry_failed=self._command.retry_failed,
             )
-            run = CaptionRun(
+            self._running = run = CaptionRun(
                 feed,
                 captioner,
                 RunSettings(

@@ -144,7 +144,10 @@ def run_once(
                 errors=errors_file,
                 tally=tally,
             )
-            asyncio.run(run.run())
+            try:
+                asyncio.run(run.run())
+            finally:
+                run.close()
             sink.finish()
         finally:
             errors_file.close()
@@ -165,6 +168,9 @@ def captions_in(output: Path) -> list[tuple[str, str]]:
 def _records(output: Path) -> Iterator[dict[str, Any]]:
     if output.suffix == ".jsonl":
         yield from lines(output)
+    elif output.is_dir():
+        for path in sorted(output.rglob("*.txt")):
+            yield {"id": str(path.relative_to(output).with_suffix("")), "caption": path.read_text().removesuffix("\n")}
     elif output.suffix == ".parquet":
         import pyarrow.parquet as pq
 

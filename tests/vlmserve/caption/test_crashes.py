@@ -23,7 +23,7 @@ from vlmserve.caption.journal import Journal
 from vlmserve.caption.run import RunSettings
 
 CONCURRENCY = 3
-OUTPUTS = ("out.jsonl", "out.parquet", "out-%05d.parquet", "out-%05d.tar")
+OUTPUTS = ("out.jsonl", "out.parquet", "out-%05d.parquet", "out-%05d.tar", "out")
 
 
 def found() -> list[MediumItem]:

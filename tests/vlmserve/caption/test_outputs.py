@@ -82,11 +82,10 @@ def test_lines_that_were_removed_are_written_again(tmp_path):
 def test_somebody_elses_output_is_left_alone(tmp_path, name):
     path = tmp_path / name.replace("%05d", "00000")
     path.write_bytes(b"mine")
-    with pytest.raises(SettingsError, match=r"is there already, and no journal says.*--restart"):
-        run_once(items(1), output_settings(tmp_path / name))
-    assert path.read_bytes() == b"mine"
-    run_once(items(1), output_settings(tmp_path / name), restart=True)
-    assert captions_in(tmp_path / name) == [("p/0", caption_of(content(0)))]
+    for restart in (False, True):
+        with pytest.raises(SettingsError, match=r"is there already, and no journal says what is in it: name another"):
+            run_once(items(1), output_settings(tmp_path / name), restart=restart)
+        assert path.read_bytes() == b"mine"
 
 
 def test_a_shortened_output_is_refused(tmp_path):
@@ -190,11 +189,89 @@ def test_somebody_elses_text_beside_a_picture_is_kept(tmp_path):
     assert captioner.asked == [content(2)], "known before it is computed"
     first, second = lines(errors)
     assert first["code"] == second["code"] == "no_place"
-    assert "a.txt is there already: --overwrite" in first["message"]
+    assert "a.txt is there already: --overwrite replaces it, --caption-suffix names another" in first["message"]
     assert f"b.txt is the caption of {tmp_path / 'b.png'}" in second["message"]
     found = files(tmp_path, {"a.png": content(1)})
     run_once(found, output_settings(None, overwrite=True), folders=[tmp_path], retry_failed=True)
     assert (tmp_path / "a.txt").read_text() == caption_of(content(1)) + "\n"
+
+
+def test_a_caption_that_somebody_has_changed_is_left(tmp_path):
+    found = files(tmp_path, {"a.png": content(1)})
+    run_once(found, output_settings(None), folders=[tmp_path])
+    (tmp_path / "a.txt").write_text("corrected by hand")
+    run_once(found, output_settings(None), folders=[tmp_path])
+    assert (tmp_path / "a.txt").read_text() == "corrected by hand"
+
+
+def test_a_picture_is_known_by_where_it_is_however_that_is_written(tmp_path, monkeypatch):
+    (absolute,) = files(tmp_path / "in", {"a.png": content(1)})
+    monkeypatch.chdir(tmp_path)
+    relative = MediumItem(
+        id="in/a.png", signature=absolute.signature, read=absolute.read, path=Path("in/a.png"), root=Path("in")
+    )
+    for output in (output_settings(None), output_settings(Path("out"))):
+        captioner = FakeCaptioner()
+        run_once([absolute], output, folders=[tmp_path], captioner=captioner)
+        tally = run_once([relative], output, folders=[tmp_path], captioner=captioner)
+        assert (len(captioner.asked), tally.skipped, tally.failed) == (1, 1, 0)
+    (tmp_path / "elsewhere" / "out").mkdir(parents=True)
+    mine = tmp_path / "elsewhere" / "out" / "a.txt"
+    mine.write_text("mine")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run_once([absolute], output_settings(tmp_path / "out"), restart=True)
+    assert mine.read_text() == "mine"
+    assert (tmp_path / "out" / "a.txt").exists()
+
+
+def test_a_picture_called_prompt_does_not_become_the_folders_prompt(tmp_path):
+    found, errors = files(tmp_path, {"prompt.png": content(1)}), tmp_path / "errors.jsonl"
+    run_once(found, output_settings(None), folders=[tmp_path], errors=errors)
+    assert not (tmp_path / "prompt.txt").exists()
+    assert lines(errors)[0]["code"] == "no_place"
+
+
+def test_names_that_are_no_text_and_names_as_long_as_can_be(tmp_path):
+    odd = os.fsdecode(b"caf\xe9.png")
+    long = "n" * 251 + ".png"
+    found = files(tmp_path, {odd: content(1), long: content(2)})
+    for output in (output_settings(None), output_settings(tmp_path / "out"), output_settings(tmp_path / "o.jsonl")):
+        tally = run_once(found, output, folders=[tmp_path])
+        assert (tally.failed, tally.done) == (0, 2)
+        assert run_once(found, output, folders=[tmp_path]).skipped == 2
+    assert (tmp_path / os.fsdecode(b"caf\xe9.txt")).read_text() == caption_of(content(1)) + "\n"
+    assert (tmp_path / ("n" * 251 + ".txt")).exists()
+
+
+def test_halves_of_characters_in_fields_and_answers(tmp_path):
+    class Says(FakeCaptioner):
+        async def ask(self, request):
+            answer = await super().ask(request)
+            answer["choices"][0]["message"]["content"] = "half \ud83d of it"
+            return answer
+
+    for name in ("out.jsonl", "out.parquet", "out-%05d.tar", "folder"):
+        run_once([item("a\ud83d", content(1), title="cut \ud83d")], output_settings(tmp_path / name), captioner=Says())
+        tally = run_once([item("a\ud83d", content(1), title="cut \ud83d")], output_settings(tmp_path / name))
+        assert tally.skipped == 1
+
+
+def test_a_caption_that_cannot_be_written_is_its_items_failure(tmp_path):
+    found, errors = files(tmp_path, {"a.png": content(1), "b.png": content(2)}), tmp_path / "errors.jsonl"
+    output = output_settings(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    blocked = MediumItem(
+        id="below/c.png", signature="c", read=lambda: content(3), path=tmp_path / "sub" / "c.png", root=tmp_path
+    )
+    (tmp_path / "out" / "sub").write_text("a file where a folder is needed")
+    tally = run_once([*found, blocked], output, errors=errors)
+    assert (tally.done, tally.failed) == (2, 1)
+    (line,) = lines(errors)
+    assert line["code"] == "no_place"
+    (tmp_path / "out" / "sub").unlink()
+    tally = run_once([*found, blocked], output, errors=errors, retry_failed=True)
+    assert (tally.skipped, tally.done, tally.failed) == (2, 1, 0)
+    assert (tmp_path / "out" / "sub" / "c.txt").exists()
 
 
 def test_a_folder_of_captions_mirrors_the_pictures_and_nothing_leads_out_of_it(tmp_path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
@@ -20,57 +22,62 @@ class OutputError(SettingsError):
     """An output cannot be used, or not gone on with; the message says what to do."""
 
 
-class Output(Protocol):
+class Output(ABC):
     """Written by one thread. Order for each few results: `write` -> the journal -> `written`.
 
-    needs_media: whether results must bring their media's bytes.
+    needs_media: whether results must bring their media's bytes. by_path: whether each caption has a file of its own, so
+    that a local picture is known by where it is, however that is written.
     """
 
-    needs_media: bool
+    needs_media = False
+    by_path = False
 
+    @abstractmethod
+    def paths(self) -> Sequence[Path]:
+        """Of the files that `begin` opens or makes, which no input may be."""
+
+    @abstractmethod
     def discard(self, journal: Journal) -> None:
         """Before `begin`: delete what the run of the journal wrote. OutputError, OSError."""
-        ...
 
+    @abstractmethod
     def begin(self, journal: Journal) -> None:
         """Go on where the journal says the output is. OutputError, OSError."""
-        ...
+
+    @abstractmethod
+    def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
+        """Bring results to disk; returns what the journal is to keep about the output. OSError."""
+
+    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
+        """The journal has the results: finish a part that is full. Returns the ones that have no place after all, and
+        why. OSError."""
+        return ()
 
     def target(self, item: Item) -> str | None:
         """The file that an item's caption goes to, where each has one."""
-        ...
+        return None
 
     def refusal(self, item: Item, target: str | None) -> str | None:
         """Why an item's caption cannot go to its target, if so: known before anything is computed."""
-        ...
+        return None
 
-    def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
-        """Bring results to disk; returns what the journal is to keep about the output. OSError."""
-        ...
+    def check(self, item: Item) -> str | None:
+        """An item was finished by an earlier run: put back what is missing of it. Why not, if that cannot be."""
+        return None
 
     def room(self) -> int | None:
         """How many results the part in work has room for; None where that does not matter."""
-        ...
+        return None
 
     def part(self) -> int | None:
         """The number of the part that `write` wrote to."""
-        ...
+        return None
 
-    def written(self) -> None:
-        """The journal has the results: finish a part that is full."""
-        ...
+    def finish(self) -> None:  # noqa: B027  # most have nothing to do
+        """The run has ended in order: what is finished is to be whole for readers."""
 
-    def check(self, item: Item) -> None:
-        """An item was finished by an earlier run: put back what is missing of it."""
-        ...
-
-    def finish(self) -> None:
-        """The run ends, however: what is finished is to be whole for readers."""
-        ...
-
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Let go of files, after `finish` or after an error."""
-        ...
 
 
 class Appended:
@@ -96,14 +103,24 @@ class Appended:
     def append(self, data: bytes | memoryview) -> None:
         """Write at the end; not on disk before `sync`."""
         view = memoryview(data)
-        while view:
-            count = os.pwrite(self._fd, view, self.size)
-            self.size += count
-            view = view[count:]
+        with self._told():
+            while view:
+                count = os.pwrite(self._fd, view, self.size)
+                self.size += count
+                view = view[count:]
 
     def sync(self) -> None:
         """Return when everything is on disk."""
-        os.fsync(self._fd)
+        with self._told():
+            os.fsync(self._fd)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Errors name the file."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Let go of the file."""
@@ -156,7 +173,8 @@ def remove_locked(path: Path) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that readers see all of it or none."""
-    unfinished = path.with_name(f".{path.name}.part")
+    # as short as any: names may be as long as the file system takes
+    unfinished = path.with_name(f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}.part")
     try:
         unfinished.write_bytes(data)
         unfinished.replace(path)
@@ -179,6 +197,5 @@ def check_own(path: Path, state: Mapping[str, Any]) -> None:
     """OutputError for a file that is there, but of which the journal knows nothing."""
     if not state and path.exists() and path.stat().st_size:
         raise OutputError(
-            f"{path} is there already, and no journal says what is in it: name another --output, or --restart to "
-            "write it anew"
+            f"{path} is there already, and no journal says what is in it: name another --output, or remove it"
         )

@@ -50,11 +50,11 @@ def choose_output(settings: OutputSettings) -> Output:
 
 def choose_journal(output: str | None, folders: Sequence[Path], shard: Shard) -> Path:
     """Beside the output, or in it if it is a folder. folders: of the local files, where there is no output; the
-    journal goes to the one that holds them all."""
+    journal goes to the one that holds them all, or to this process's if only the root does."""
     part = f"-{shard.index}-of-{shard.count}" if shard.count > 1 else ""
     if output is None:
         common = Path(os.path.commonpath([folder.absolute() for folder in folders])) if folders else Path.cwd()
-        return common / f"{_JOURNAL}{part}.journal"
+        return (Path.cwd() if common == Path(common.root) else common) / f"{_JOURNAL}{part}.journal"
     if _kind(output) == "folder":
         return Path(output) / f"{_JOURNAL}{part}.journal"
     path = Path(re.sub(rf"[-_.]?{_NUMBER.pattern}", "", output))
@@ -67,13 +67,17 @@ def _kind(name: str) -> str:
     numbers = _NUMBER.findall(path.name)
     suffix = path.suffix.lower()
     if path.is_dir() or name.endswith("/") or not suffix:
+        if path.exists() and not path.is_dir():
+            raise SettingsError(f"--output is {name!r}, which is there and no folder")
         return "folder"
     if suffix not in (*_LINES, _PARQUET, _TAR):
         raise SettingsError(
             f"--output is {name!r}; it must end with .jsonl, .parquet or .tar, or be a folder (with / at its end)"
         )
-    if suffix in _LINES and "%" in path.name:
+    if suffix in _LINES and numbers:
         raise SettingsError(f"--output is {name!r}; lines of JSON are one file, without a number in its name")
+    if suffix in _LINES:
+        return suffix
     if path.name.count("%") != len(numbers) or len(numbers) > 1 or "%" in str(path.parent):
         raise SettingsError(f"--output is {name!r}; a number of parts is written %05d, once, in the file's name")
     return suffix

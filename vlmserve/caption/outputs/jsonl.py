@@ -7,24 +7,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Appended, check_own, remove_locked
+from vlmserve.caption.outputs.base import Appended, Output, check_own, remove_locked
 from vlmserve.caption.result import Captioned, output_line
 
 
-class JsonLines:
+class JsonLines(Output):
     """See `Output`. A file that was removed is written anew from the journal."""
-
-    needs_media = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: Appended | None = None
 
+    def paths(self) -> Sequence[Path]:
+        """See `Output`."""
+        return [self._path]
+
     def discard(self, journal: Journal) -> None:
         """See `Output`."""
-        remove_locked(self._path)
+        if journal.state():
+            remove_locked(self._path)
 
     def begin(self, journal: Journal) -> None:
         """See `Output`."""
@@ -39,37 +41,12 @@ class JsonLines:
         if anew or not state:  # from here on the file is known to be this journal's
             journal.add((), (), {"bytes": self._file.size})
 
-    def target(self, item: Item) -> str | None:
-        """See `Output`."""
-        return None
-
-    def refusal(self, item: Item, target: str | None) -> str | None:
-        """See `Output`."""
-        return None
-
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """See `Output`."""
         assert self._file is not None
         self._file.append(b"".join(_line(result.record) for result in results))
         self._file.sync()
         return {"bytes": self._file.size}
-
-    def room(self) -> int | None:
-        """See `Output`."""
-        return None
-
-    def part(self) -> int | None:
-        """See `Output`."""
-        return None
-
-    def written(self) -> None:
-        """See `Output`."""
-
-    def check(self, item: Item) -> None:
-        """See `Output`."""
-
-    def finish(self) -> None:
-        """See `Output`."""
 
     def close(self) -> None:
         """See `Output`."""

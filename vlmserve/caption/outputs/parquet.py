@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import PartNames, remove_locked, sync_folder
+from vlmserve.caption.outputs.base import Output, PartNames, remove_locked, sync_folder
 from vlmserve.caption.result import Captioned, output_line, texts
 
 if TYPE_CHECKING:
@@ -24,13 +23,11 @@ if TYPE_CHECKING:
 _ROWS_AT_A_TIME = 1000
 
 
-class Parquet:
+class Parquet(Output):
     """See `Output`. names: of the parts. items_per_file: rows in a part.
 
     An output of one file is written anew, from all the records of the journal, at the end of each run.
     """
-
-    needs_media = False
 
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
         self._names = names
@@ -40,9 +37,13 @@ class Parquet:
         self._exported = 0  # records in the one file
         self._changed = False
 
+    def paths(self) -> Sequence[Path]:
+        """See `Output`."""
+        return [self._names.path(0)]
+
     def discard(self, journal: Journal) -> None:
         """See `Output`."""
-        for part in range(journal.state().get("next_part", 0) + 1):
+        for part in range(journal.state()["next_part"] + 1 if journal.state() else 0):
             remove_locked(self._names.path(part))
 
     def begin(self, journal: Journal) -> None:
@@ -59,35 +60,17 @@ class Parquet:
         else:
             self._changed = journal.counts()[0] != self._exported or not self._names.path(0).exists()
 
-    def target(self, item: Item) -> str | None:
-        """See `Output`."""
-        return None
-
-    def refusal(self, item: Item, target: str | None) -> str | None:
-        """See `Output`."""
-        return None
-
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """Nothing yet: the journal keeps them until a part is full."""
         self._rows += len(results)
         self._changed = True
         return self._state()
 
-    def room(self) -> int | None:
-        """See `Output`."""
-        return None
-
-    def part(self) -> int | None:
-        """See `Output`."""
-        return None
-
-    def written(self) -> None:
+    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
         """See `Output`."""
         while self._names.many and self._rows >= self._items_per_file:
             self._end_part()
-
-    def check(self, item: Item) -> None:
-        """See `Output`."""
+        return ()
 
     def finish(self) -> None:
         """See `Output`."""
@@ -99,9 +82,6 @@ class Parquet:
             _write(self._names.path(0), _chunks(self._journal.records()))
             self._exported, self._changed = self._journal.counts()[0], False
             self._journal.add((), (), self._state())
-
-    def close(self) -> None:
-        """See `Output`."""
 
     def _end_part(self) -> None:
         assert self._journal is not None

@@ -1,35 +1,45 @@
 """A file for each caption: beside the pictures, or in a folder of their own.
 
-The journal has every caption, on disk, so these files are not waited for: one that is missing or cut off when a later
-run passes by is written again.
+The journal has every caption, on disk, before its file is written: so a file belongs to its item whatever ends a run,
+and one that is missing or empty when a later run passes by is written again. One that somebody has changed is left.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vlmserve.caption.item import Item, MediumItem
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import replace_file
+from vlmserve.caption.outputs.base import Output, replace_file
+from vlmserve.caption.prompts import PROMPT_FILE
 from vlmserve.caption.result import Captioned, as_text, file_name, output_line
 
+_NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_MOST_FOLDERS = 10_000
 
-class Sidecars:
+
+class Sidecars(Output):
     """See `Output`. folder: where they go; None: beside the files. suffix: ".txt" for the text, ".json" for all that
     is known. overwrite: files that are there already, of somebody else, are replaced; else their items fail.
     """
 
-    needs_media = False
+    by_path = True
 
     def __init__(self, folder: Path | None, *, suffix: str, overwrite: bool) -> None:
-        self._folder = folder
+        self._folder = None if folder is None else Path(os.path.abspath(folder))
         self._suffix = suffix
         self._overwrite = overwrite
         self._journal: Journal | None = None
         self._made: set[Path] = set()
+
+    def paths(self) -> Sequence[Path]:
+        """See `Output`."""
+        return ()
 
     def discard(self, journal: Journal) -> None:
         """See `Output`."""
@@ -47,7 +57,8 @@ class Sidecars:
         if self._folder is not None:
             return str(self._folder / (file_name(item) + self._suffix))
         if isinstance(item, MediumItem) and item.path is not None:
-            return str(item.path.with_name(item.path.stem + self._suffix))
+            path = Path(os.path.abspath(item.path))
+            return str(path.with_name(path.stem + self._suffix))
         return None
 
     def refusal(self, item: Item, target: str | None) -> str | None:
@@ -55,55 +66,50 @@ class Sidecars:
         assert self._journal is not None
         if target is None:
             return "it is no local file that a caption could be put beside: name an --output"
+        if Path(target).name == PROMPT_FILE:
+            return f"its caption would be {target}, which is what a folder is asked: --caption-suffix names another one"
         owner = self._journal.owner(target)
         if owner is not None and owner != item.id:
             return f"{target} is the caption of {owner}: name an --output that keeps them apart"
-        if owner is None and not self._overwrite and Path(target).exists():
-            return f"{target} is there already: --overwrite replaces it, --suffix names another one"
+        if owner is None and not self._overwrite and os.path.lexists(target):
+            return f"{target} is there already: --overwrite replaces it, --caption-suffix names another one"
         return None
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
-        """See `Output`."""
-        for result in results:
-            assert result.target is not None
-            self._write(Path(result.target), result.record)
+        """Nothing yet: see above."""
         return {"suffix": self._suffix}
 
-    def room(self) -> int | None:
+    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
         """See `Output`."""
-        return None
+        troubles = [(result, self._write(Path(str(result.target)), result.record)) for result in results]
+        return [(result, trouble) for result, trouble in troubles if trouble is not None]
 
-    def part(self) -> int | None:
-        """See `Output`."""
-        return None
-
-    def written(self) -> None:
-        """See `Output`."""
-
-    def check(self, item: Item) -> None:
+    def check(self, item: Item) -> str | None:
         """See `Output`."""
         assert self._journal is not None
         target = self.target(item)
-        record = self._journal.record(item.id)
-        if target is None or record is None:
-            return
+        if target is None:
+            return None
         path = Path(target)
-        if not path.exists() or path.stat().st_size != len(self._content(record)):
-            self._write(path, record)
+        if path.exists() and path.stat().st_size:
+            return None
+        record = self._journal.record(item.id)
+        return None if record is None else self._write(path, record)
 
-    def finish(self) -> None:
-        """See `Output`."""
-
-    def close(self) -> None:
-        """See `Output`."""
-
-    def _write(self, path: Path, record: Mapping[str, Any]) -> None:
-        if self._folder is not None and path.parent not in self._made:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if len(self._made) > 10_000:
-                self._made.clear()
-            self._made.add(path.parent)
-        replace_file(path, self._content(record))
+    def _write(self, path: Path, record: Mapping[str, Any]) -> str | None:
+        """Why that cannot be, if so; OSError if nothing can be written any more."""
+        try:
+            if self._folder is not None and path.parent not in self._made:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if len(self._made) == _MOST_FOLDERS:
+                    self._made.clear()
+                self._made.add(path.parent)
+            replace_file(path, self._content(record))
+        except OSError as error:
+            if error.errno in _NO_DISK:
+                raise
+            return f"its caption cannot be written to {path}: {error.strerror}"
+        return None
 
     def _content(self, record: Mapping[str, Any]) -> bytes:
         if self._suffix.endswith(".json"):

@@ -16,16 +16,15 @@ from typing import Any
 from processors.inputs import Modality
 from processors.picture_formats import picture_format
 from processors.video_formats import video_format
-from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Appended, OutputError, PartNames, remove_locked, sync_folder
+from vlmserve.caption.outputs.base import Appended, Output, OutputError, PartNames, remove_locked, sync_folder
 from vlmserve.caption.result import Captioned, as_text, output_line
 
 _MOST_BYTES = 3 * 2**30
 _END = b"\0" * (2 * tarfile.BLOCKSIZE)
 
 
-class Tars:
+class Tars(Output):
     """See `Output`. names: of the parts. items_per_file: samples in a part; it ends at 3 GiB, too.
 
     A sample's key is its number in the output; its caption is in KEY.txt, all that is known in KEY.json.
@@ -40,9 +39,13 @@ class Tars:
         self._file: Appended | None = None
         self._part = self._items = self._total = 0
 
+    def paths(self) -> Sequence[Path]:
+        """See `Output`."""
+        return [self._names.path(0), self._unfinished(0)]
+
     def discard(self, journal: Journal) -> None:
         """See `Output`."""
-        for part in range(journal.state().get("part", 0) + 1):
+        for part in range(journal.state()["part"] + 1 if journal.state() else 0):
             for path in (self._unfinished(part), self._names.path(part)):
                 remove_locked(path)
 
@@ -64,14 +67,6 @@ class Tars:
         if not state:  # from here on the parts are known to be this journal's
             journal.add((), (), self._state())
 
-    def target(self, item: Item) -> str | None:
-        """See `Output`."""
-        return None
-
-    def refusal(self, item: Item, target: str | None) -> str | None:
-        """See `Output`."""
-        return None
-
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """See `Output`."""
         assert self._file is not None
@@ -91,14 +86,12 @@ class Tars:
         """See `Output`."""
         return self._part
 
-    def written(self) -> None:
+    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
         """See `Output`."""
         assert self._file is not None
         if self._items >= self._items_per_file or self._file.size >= _MOST_BYTES:
             self._end_part()
-
-    def check(self, item: Item) -> None:
-        """See `Output`."""
+        return ()
 
     def finish(self) -> None:
         """The part in work is finished, too, even where it is not full."""
