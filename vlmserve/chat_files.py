@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from processors.fetching import MediaFetcher
 from processors.inputs import Modality
+from processors.plain_words import first_bytes
 from processors.sniffing import HEAD_BYTES, modality_of
 from vlmserve.common.errors import BadRequestError
 
@@ -24,7 +25,7 @@ def modality_within_limit(data: bytes, fetcher: MediaFetcher) -> Modality:
     limit, or no medium."""
     modality = modality_of(data[:HEAD_BYTES])
     if modality is None:
-        what = f"is neither a picture nor a video of a supported format; it begins with {data[:8]!r}"
+        what = f"is neither a picture nor a video of a supported format; it begins with {first_bytes(data)}"
         raise BadRequestError(f"the file {what}", code="unsupported_content")
     limit = fetcher.limit(modality)
     if len(data) > limit.bytes:

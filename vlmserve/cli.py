@@ -119,7 +119,7 @@ def _main(words: list[str]) -> int:
     if args.command is None:
         parser.error("name a command; vlmserve --help lists them")
     if args.command == "bench":
-        parser.error("name a benchmark: serve, processors, vision or gpu")
+        parser.error("name a benchmark: serve, caption, processors, vision or gpu")
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0

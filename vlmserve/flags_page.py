@@ -23,7 +23,10 @@ without its two dashes (`page-size: 16`). What is on or off is a flag without a 
 (`--no-access-log`), and a variable of 1 or 0. Presets lie in `configs/`. Those with a "yes" are arguments of
 `LLM(...)`, too, with underscores (`page_size=16`): [llm.md](llm.md#settings).
 """
-_OFFLINE = frozenset(field.name for field in dataclasses.fields(EngineArgs))
+_OFFLINE = {field.name for field in dataclasses.fields(EngineArgs)} | {
+    "max_images_per_request",
+    "max_videos_per_request",
+}
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "on or off"}
 
 

@@ -106,7 +106,7 @@ def test_what_is_not_there_is_answered(words: str, answer: str, capsys: pytest.C
         ("serve --max-num-seq 1", "did you mean --max-num-seqs?"),
         ("bench processors --rounds x", "--rounds: it is 'x', and must be a whole number"),
         ("", "name a command; vlmserve --help lists them"),
-        ("bench", "name a benchmark: serve, processors"),
+        ("bench", "name a benchmark: serve, caption, processors"),
         ("serve --xyzzy", "there is no --xyzzy\n"),
         ("serve m n", "there is no place for 'n'"),
         ("serv", "'serv' is none of serve, bench, "),

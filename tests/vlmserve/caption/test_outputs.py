@@ -129,7 +129,7 @@ def test_restart_forgets_what_was_there(tmp_path, name):
 def test_tars_are_webdataset(tmp_path):
     run_once(items(9), output_settings(tmp_path / "out-%05d.tar"))
     names = sorted(path.name for path in tmp_path.glob("out*"))
-    assert names == ["out-00000.tar", "out-00001.tar", "out-00002.tar", "out.tar.journal"]
+    assert names == ["out-00000.tar", "out-00001.tar", "out-00002.tar", "out-N.tar.journal"]
     samples: dict[str, dict[str, bytes]] = {}
     sizes = []
     for name in names[:-1]:

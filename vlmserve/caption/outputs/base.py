@@ -91,7 +91,9 @@ class Appended:
             lock(self._fd, path)
             there = os.fstat(self._fd).st_size
             if there < size:
-                raise OutputError(f"{path} has {there} bytes, but {size} were written to it: it was changed since")
+                raise OutputError(
+                    f"{path} has {there} bytes, but {size} were written to it: it was changed since; --restart deletes it"
+                )
             if there > size:
                 os.ftruncate(self._fd, size)
             sync_folder(path.parent)

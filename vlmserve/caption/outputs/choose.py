@@ -57,7 +57,7 @@ def choose_journal(output: str | None, folders: Sequence[Path], shard: Shard) ->
         return (Path.cwd() if common == Path(common.root) else common) / f"{_JOURNAL}{part}.journal"
     if _kind(output) == "folder":
         return Path(output) / f"{_JOURNAL}{part}.journal"
-    path = Path(re.sub(rf"[-_.]?{_NUMBER.pattern}", "", output))
+    path = Path(_NUMBER.sub("N", output))
     return path.with_name(f"{path.name}.journal")
 
 
