@@ -168,6 +168,8 @@ def _draw(folder: Path, count: int, *, shade: int, side: int = _SIDE) -> Path:
             x, y = dice.randint(0, side - size), dice.randint(0, side - size)
             shape = draw.ellipse if dice.random() < 0.5 else draw.rectangle
             shape((x, y, x + size, y + size), fill=dice.choice(_COLOURS))
-        picture.putpixel((number % side, number // side), (0, 0, 0))
+        # of no two alike: the number's bits, in dots at the top
+        for bit in range(20):
+            picture.putpixel((bit, 0), (0, 0, 0) if number >> bit & 1 else (255, 255, 255))
         picture.save(folder / f"{number:06d}.png", compress_level=1)
     return folder

@@ -91,9 +91,8 @@ class Appended:
             lock(self._fd, path)
             there = os.fstat(self._fd).st_size
             if there < size:
-                raise OutputError(
-                    f"{path} has {there} bytes, but {size} were written to it: it was changed since; --restart deletes it"
-                )
+                changed = f"{path} has {there} bytes, but {size} were written to it: it was changed since"
+                raise OutputError(f"{changed}; --restart deletes it, and begins anew")
             if there > size:
                 os.ftruncate(self._fd, size)
             sync_folder(path.parent)
