@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -111,6 +112,7 @@ class CaptionRun:
         self._budget = ByteBudget(settings.bytes_in_memory)
         self._outcomes: asyncio.Queue[_Outcome] = asyncio.Queue(settings.concurrency)
         self._answers: dict[bytes, asyncio.Future[dict[str, Any]]] = {}  # in work, or not in the journal yet
+        self._written: OrderedDict[bytes, Mapping[str, Any]] = OrderedDict()  # records that went to the journal last
         self.in_order = False  # the run has ended, and has written all that was finished
         self._pulling = asyncio.Lock()
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="caption-feed")
@@ -204,9 +206,9 @@ class CaptionRun:
         under_way = self._answers.get(opened.fingerprint)
         if under_way is not None:
             return like_another(await asyncio.shield(under_way), work.item), None
-        known = self._journal.record_like(opened.fingerprint)  # written since it was opened
-        if known is not None:
-            return like_another(known, work.item), None
+        written = self._written.get(opened.fingerprint)  # since it was opened
+        if written is not None:
+            return like_another(written, work.item), None
         future = self._answers[opened.fingerprint] = asyncio.get_running_loop().create_future()
         try:
             answer = await self._captioner.ask(opened.request)
@@ -316,6 +318,9 @@ class CaptionRun:
             self._feed.finished(outcome.work)
         if isinstance(outcome.what, Captioned):
             self._answers.pop(outcome.what.fingerprint, None)
+            self._written[outcome.what.fingerprint] = outcome.what.record
+            if len(self._written) > _MOST_AT_ONCE + self._settings.concurrency:
+                self._written.popitem(last=False)
         if outcome.written is not None:
             outcome.written.set()
 
