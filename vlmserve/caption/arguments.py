@@ -128,8 +128,7 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
             raise SettingsError(f"{flags['model']!r} is a model: name an INPUT, too")
     if given["api_key"] is not None:
         flags["api_key"] = given["api_key"]
-    processes = min(_MOST_MEDIA_PROCESSES, available_cpus())
-    settings = load_settings(flags, config=args["config"], defaults={"media_processes": processes})
+    settings = load_settings(flags, config=args["config"], defaults=_defaults(given, words))
     problems = list(_problems(given, urls))
     if problems:
         raise SettingsError("\n".join(problems))
@@ -260,6 +259,17 @@ def _parser() -> CommandParser:
     names = {setting.name for setting in iter_settings() if setting.group in _GROUPS}
     add_settings(parser, (names | _OTHERS) - _LEFT_OUT)
     return parser
+
+
+def _defaults(given: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """What is otherwise here than in a server, where nothing else is said."""
+    defaults: dict[str, Any] = {"media_processes": min(_MOST_MEDIA_PROCESSES, available_cpus())}
+    requests = given["input_format"] == "jsonl" or any(".jsonl" in word or ".ndjson" in word for word in words)
+    several = given["num_captions"] > 1 or given["prompt_column"] is not None or given["system_prompt"] is not None
+    if not requests and not several:
+        # Each picture comes once, and prompts have nothing in common before it: what is kept of them is of no use.
+        defaults |= {"processor_cache_mib": 0, "disable_radix_cache": True}
+    return defaults
 
 
 def _problems(given: dict[str, Any], urls: Sequence[str]) -> list[str]:

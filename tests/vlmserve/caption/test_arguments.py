@@ -23,6 +23,17 @@ def test_what_is_left_out(monkeypatch):
     assert read_command(["a"]).settings.engine.media_processes == 3
 
 
+def test_nothing_is_kept_where_nothing_comes_twice():
+    engine = read_command(["pictures/"]).settings.engine
+    assert (engine.disable_radix_cache, engine.processor_cache_mib) == (True, 0)
+    assert read_command(["a", "--no-disable-radix-cache"]).settings.engine.disable_radix_cache is False
+    for words in (["a.jsonl"], ["-", "--input-format", "jsonl"], ["a", "--num-captions", "2"]):
+        engine = read_command(words).settings.engine
+        assert (engine.disable_radix_cache, engine.processor_cache_mib) == (False, 128)
+    for words in (["a", "--system-prompt", "Be brief."], ["a.parquet", "--prompt-column", "q"]):
+        assert read_command(words).settings.engine.disable_radix_cache is False
+
+
 def test_a_model_may_stand_first(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     command = read_command([str(tmp_path), "pictures/", "--fps", "2", "list.txt"])
