@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     command = read_command([*args.caption_flags, str(folder / "none"), "--output", str(folder / "none.jsonl")])
-    captioner = LocalCaptioner(command.settings, concurrency=command.concurrency)
+    captioner = LocalCaptioner(command.settings, concurrency=command.concurrency, nothing_twice=command.nothing_twice)
     alone: list[tuple[float, int]] = []
     whole: list[tuple[float, int]] = []
     try:

@@ -81,10 +81,13 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaptionCommand:
-    """A command line, checked. model: as given, "" for none. options: fields of each request. knobs: of the parts that
-    bring pictures, and videos."""
+    """A command line, checked. options: fields of each request. knobs: of the parts that bring pictures, and videos.
+
+    nothing_twice: as far as it says, each picture comes once, and prompts have nothing in common before it.
+    """
 
     settings: ServerSettings
+    nothing_twice: bool
     inputs: Sequence[str]
     input_format: InputFormat | None
     columns: Columns
@@ -128,7 +131,11 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
             raise SettingsError(f"{flags['model']!r} is a model: name an INPUT, too")
     if given["api_key"] is not None:
         flags["api_key"] = given["api_key"]
-    settings = load_settings(flags, config=args["config"], defaults=_defaults(given, words))
+    nothing_twice = _nothing_twice(given, words)
+    defaults: dict[str, Any] = {"media_processes": min(_MOST_MEDIA_PROCESSES, available_cpus())}
+    if nothing_twice:  # what is kept of them is of no use
+        defaults |= {"processor_cache_mib": 0, "disable_radix_cache": True}
+    settings = load_settings(flags, config=args["config"], defaults=defaults)
     problems = list(_problems(given, urls))
     if problems:
         raise SettingsError("\n".join(problems))
@@ -137,6 +144,7 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
         concurrency = _PER_SERVER * len(urls) if urls else settings.engine.max_running_requests
     return CaptionCommand(
         settings=settings,
+        nothing_twice=nothing_twice,
         inputs=words,
         input_format=given["input_format"],
         columns=Columns(media=given["media_column"], prompt=given["prompt_column"], id=given["id_column"]),
@@ -261,15 +269,10 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _defaults(given: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """What is otherwise here than in a server, where nothing else is said."""
-    defaults: dict[str, Any] = {"media_processes": min(_MOST_MEDIA_PROCESSES, available_cpus())}
+def _nothing_twice(given: dict[str, Any], words: Sequence[str]) -> bool:
+    """See `CaptionCommand`."""
     requests = given["input_format"] == "jsonl" or any(".jsonl" in word or ".ndjson" in word for word in words)
-    several = given["num_captions"] > 1 or given["prompt_column"] is not None or given["system_prompt"] is not None
-    if not requests and not several:
-        # Each picture comes once, and prompts have nothing in common before it: what is kept of them is of no use.
-        defaults |= {"processor_cache_mib": 0, "disable_radix_cache": True}
-    return defaults
+    return not requests and given["num_captions"] == 1 and not given["prompt_column"] and not given["system_prompt"]
 
 
 def _problems(given: dict[str, Any], urls: Sequence[str]) -> list[str]:

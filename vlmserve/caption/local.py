@@ -15,6 +15,7 @@ import blake3
 from vlmserve.async_llm import AsyncLLM
 from vlmserve.caption.captioner import CaptionStopped
 from vlmserve.caption.item import ChatRequest
+from vlmserve.common.devices import resolve_device
 from vlmserve.common.errors import BadRequestError
 from vlmserve.model_path import DEFAULT_MODEL_NAME, resolve_model
 from vlmserve.server.answers import AnswerHead, AnswerWriter
@@ -28,20 +29,25 @@ from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError
 
 MOST_CHOICES = 128
 _SAMPLED_BYTES = 1 << 20
+_ENCODER_CACHE_MIB = 64
 _NO_MESSAGES = [{"role": "user", "content": "-"}]
 
 
 class LocalCaptioner:
-    """See `Captioner`. concurrency: requests at a time. llm: the engine inside.
+    """See `Captioner`. concurrency: requests at a time. nothing_twice: see `CaptionCommand`. llm: the engine inside.
 
     Raises CheckpointError, EngineError or SettingsError.
     """
 
-    def __init__(self, settings: ServerSettings, *, concurrency: int) -> None:
+    def __init__(self, settings: ServerSettings, *, concurrency: int, nothing_twice: bool = False) -> None:
         weights = _weights_digest(resolve_model(settings.engine.model))
         self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
+        engine = settings.engine
+        if nothing_twice and resolve_device(engine.device).type == "cpu":
+            # room for what is in work, which a CPU encodes a little of at a time, and not for what will not come again
+            engine = replace(engine, encoder_cache_mib=min(engine.encoder_cache_mib, _ENCODER_CACHE_MIB))
         self.llm = AsyncLLM(
-            settings.engine,
+            engine,
             stage_limits(settings),
             joined=True,
             max_pending=concurrency * MOST_CHOICES,

@@ -228,7 +228,8 @@ class _Session:
             return None
         from vlmserve.caption.local import LocalCaptioner
 
-        return LocalCaptioner(self._command.settings, concurrency=self._command.concurrency)
+        command = self._command
+        return LocalCaptioner(command.settings, concurrency=command.concurrency, nothing_twice=command.nothing_twice)
 
     async def _remote(self) -> Captioner:
         from vlmserve.caption.remote import RemoteCaptioner
