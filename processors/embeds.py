@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 _CODE = "invalid_image_embeds"
 _ROWS, _DEEPSTACK, _GRID = "image_embeds", "deepstack_embeds", "image_grid_thw"

@@ -1,4 +1,4 @@
-"""What the processors hand to the engine: frozen, and encodable by `vlmserve.common.wire`."""
+"""What the processors hand to the engine: frozen, and encodable by `vlmserve_common.transport.wire`."""
 
 from __future__ import annotations
 

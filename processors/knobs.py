@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from processors.level_scale import LevelScale
-from processors.picture_limits import MAX_SIDES_RATIO
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
-MAX_ASPECT_RATIO = MAX_SIDES_RATIO
+MAX_ASPECT_RATIO = 200
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], Any], np.ndarray]
 """As `np.empty`: makes the arrays that patches are written to."""

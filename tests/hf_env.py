@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from vlmserve.common.torchvision_shim import make_torchvision_importable
+from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 
 torch.set_num_threads(1)
 make_torchvision_importable()

@@ -31,7 +31,9 @@ def test_the_package_itself_is_light() -> None:
     assert _loaded_by("import vlmserve", {"torch", "numpy", "transformers", "pydantic", "zmq"}) == set()
 
 
-@pytest.mark.parametrize("statement", ["import vlmserve.llm", "from vlmserve import *", "import vlmserve.engine"])
+@pytest.mark.parametrize(
+    "statement", ["import vlmserve.offline.llm", "from vlmserve import *", "import vlmserve.engine.build"]
+)
 def test_the_offline_engine_needs_nothing_of_the_service(statement: str) -> None:
     blocked = {"av", "fastapi", "flashinfer", "gradio", "msgspec", "ray", "starlette", "uvicorn", "zmq"}
     _run(BLOCK.format(blocked=blocked) + statement)
@@ -49,11 +51,14 @@ def test_the_detokenizer_process_needs_no_torch() -> None:
 
 
 def test_no_transformers_model_class_is_imported_to_serve() -> None:
-    statement = "import vlmserve.engine, vlmserve.server.frontend, vlmserve.ipc.detokenizer"
+    statement = "import vlmserve.engine.build, vlmserve.server.frontend, vlmserve.ipc.detokenizer"
     loaded = _run(f"{statement}\nimport sys; print(*(m for m in sys.modules if m.startswith('transformers.models')))")
     assert [name for name in loaded.split() if ".modeling_" in name] == []
 
 
 def test_nothing_asks_for_torchvision() -> None:
     blocked = {"torchvision"}
-    _run(BLOCK.format(blocked=blocked) + "import vlmserve.engine, vlmserve.server.frontend, vlmserve.ipc.detokenizer")
+    _run(
+        BLOCK.format(blocked=blocked)
+        + "import vlmserve.engine.build, vlmserve.server.frontend, vlmserve.ipc.detokenizer"
+    )

@@ -1,1 +1,1 @@
-"""Floor 2: the ViT towers. Imports `processors` and `vlmserve.common` only."""
+"""Floor 2: the ViT towers. Imports `processors` and `vlmserve_common` only."""

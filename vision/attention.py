@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from vision.grids import SegmentGroup
-from vlmserve.common.linear import fast_in_16_bits
+from vlmserve_common.compute.linear import fast_in_16_bits
 
 # Scores computed at a time: 2 MiB, which stay in the processor's cache.
 _SCORES = 1 << 20

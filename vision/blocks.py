@@ -9,9 +9,9 @@ from torch import nn
 
 from vision.attention import attention_dtype, segment_attention
 from vision.grids import Grid, SegmentGroup
-from vlmserve.common.activations import Activation
-from vlmserve.common.linear import Linear, PatchProjection
-from vlmserve.common.rotary import inverse_frequencies, rotate, rotation
+from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.linear import Linear, PatchProjection
+from vlmserve_common.compute.rotary import inverse_frequencies, rotate, rotation
 
 NORM_EPS = 1e-6
 Rotation = tuple[torch.Tensor, torch.Tensor]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.fields import Fields
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 
 from vision.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
 from vision.worker_channel import RowsHandle
-from vlmserve.common.tensors import dtype_name
+from vlmserve_common.compute.tensors import dtype_name
 
 _SHARED_MEMORY = Path("/dev/shm")
 

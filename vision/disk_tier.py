@@ -13,7 +13,7 @@ import torch
 
 from vision.embedding_stats import TierStats
 from vision.host_copy import HostCopy
-from vlmserve.common.wake_up import WakeUp
+from vlmserve_common.process.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 

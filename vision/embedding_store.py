@@ -24,7 +24,7 @@ from vision.embedding_file import KEY_BYTES, DamagedEntryError, RowsFormat, entr
 from vision.embedding_folder import EmbeddingFolder, remove_damaged
 from vision.embedding_limit import FolderLimit
 from vision.embedding_stats import TierStats
-from vlmserve.common.errors import EngineError
+from vlmserve_common.errors import EngineError
 
 logger = logging.getLogger(__name__)
 

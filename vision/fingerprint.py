@@ -10,7 +10,7 @@ import torch
 
 from processors.hashing import digest_fields
 from vision.blocks import VisionTower
-from vlmserve.common.cpus import available_cpus
+from vlmserve_common.compute.cpus import available_cpus
 
 # To be changed with whatever changes the rows that our towers make of the same weights.
 _VERSION = b"vlmserve tower 1"

@@ -10,10 +10,10 @@ from torch import nn
 
 from vision.blocks import VisionTower
 from vision.registry import make_tower
-from vlmserve.common.checkpoint import CheckpointReader
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.hf_config import declared_dtype, read_hf_config
-from vlmserve.common.weights import WeightRules, load_weights
+from vlmserve_common.checkpoint.hf_config import declared_dtype, read_hf_config
+from vlmserve_common.checkpoint.reader import CheckpointReader
+from vlmserve_common.checkpoint.weights import WeightRules, load_weights
+from vlmserve_common.errors import CheckpointError
 
 TOWER_WEIGHT_RULES = WeightRules(
     # `visual.*` (Qwen2-VL, Qwen2.5-VL) or `model.visual.*` (Qwen3-VL, and all families saved anew)

@@ -18,8 +18,8 @@ from vision.cuda_rows import CudaBorrower, RowsBorrower
 from vision.worker_keeper import WorkerKeeper, WorkerMain
 from vision.worker_settings import WorkerSettings
 from vision.worker_start import start_worker
-from vlmserve.common.errors import EngineError
-from vlmserve.common.wake_up import WakeUp
+from vlmserve_common.errors import EngineError
+from vlmserve_common.process.wake_up import WakeUp
 
 
 class ProcessBackend:

@@ -20,9 +20,9 @@ from vision.blocks import (
 )
 from vision.config import TowerConfig
 from vision.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates
-from vlmserve.common.activations import activation
-from vlmserve.common.fields import Fields
-from vlmserve.common.layers import LayerNorm
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.layers import LayerNorm
 
 
 class Qwen2VisionTower(VisionTower):

@@ -19,10 +19,10 @@ from vision.blocks import (
 )
 from vision.config import TowerConfig
 from vision.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates, window_order
-from vlmserve.common.activations import activation
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.fields import Fields
-from vlmserve.common.layers import GatedMLP, RMSNorm
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.layers import GatedMLP, RMSNorm
+from vlmserve_common.errors import CheckpointError
 
 
 class Qwen2_5VisionTower(VisionTower):

@@ -21,11 +21,11 @@ from vision.blocks import (
 )
 from vision.config import TowerConfig
 from vision.grids import Grid, check_grids, frame_lengths, group_segments, interpolation, patch_coordinates
-from vlmserve.common.activations import activation
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.fields import Fields
-from vlmserve.common.layers import Embedding, LayerNorm
-from vlmserve.common.linear import Linear
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.layers import Embedding, LayerNorm
+from vlmserve_common.compute.linear import Linear
+from vlmserve_common.errors import CheckpointError
 
 
 class Qwen3PatchMerger(nn.Module):

@@ -12,8 +12,8 @@ from vision.blocks import VisionTower
 from vision.qwen2 import Qwen2VisionTower
 from vision.qwen2_5 import Qwen2_5VisionTower
 from vision.qwen3 import Qwen3VisionTower
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.linear import share_workspace
+from vlmserve_common.compute.linear import share_workspace
+from vlmserve_common.errors import CheckpointError
 
 TOWERS: Mapping[str, type[Qwen2VisionTower] | type[Qwen2_5VisionTower] | type[Qwen3VisionTower]] = MappingProxyType(
     {"qwen2_vl": Qwen2VisionTower, "qwen2_5_vl": Qwen2_5VisionTower, "qwen3_vl": Qwen3VisionTower}

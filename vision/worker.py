@@ -12,15 +12,15 @@ from vision.loading import load_tower
 from vision.tower_runner import TowerRunner
 from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
 from vision.worker_settings import WorkerSettings
-from vlmserve.common.child import Parent
-from vlmserve.common.hf_config import read_hf_config
-from vlmserve.common.shm import SharedArrays
-from vlmserve.common.tensors import dtype_setting, to_array
+from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.compute.tensors import dtype_setting, to_array
+from vlmserve_common.process.child import Parent
+from vlmserve_common.transport.shm import SharedArrays
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
     """Load the tower, say whose weights it has (`vision.fingerprint`), and encode what comes; the process ends with its
-    parent (see `vlmserve.common.child`)."""
+    parent (see `vlmserve_common.process.child`)."""
     torch.set_num_threads(settings.threads)
     device = torch.device(device_name)
     tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))

@@ -9,9 +9,9 @@ from typing import TypeAlias, get_args
 import numpy as np
 
 from vision.temporal_patch import TemporalPatch
-from vlmserve.common import message_channel as common
-from vlmserve.common.shm import SharedArrays
-from vlmserve.common.wire import Frame
+from vlmserve_common.transport import channel as common
+from vlmserve_common.transport.shm import SharedArrays
+from vlmserve_common.transport.wire import Frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class EncodeWork:
 class RowsHandle:
     """Rows [sum of row_counts, width] of a batch in a GPU's memory, for CUDA IPC (`vision.cuda_rows`).
 
-    row_counts: of each temporal patch. dtype: see `common/tensors.py`. device: number of the GPU. memory: handle of an
+    row_counts: of each temporal patch. dtype: see `compute.tensors`. device: number of the GPU. memory: handle of an
     allocation in which they take `nbytes` from `offset` on. counter, counter_offset: where torch counts who has it
     open. event, event_sync: of what computed them.
     """
@@ -46,7 +46,7 @@ class RowsHandle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeDone:
-    """rows: of each temporal patch [n, row width], of `dtype` (see `common/tensors.py`). lent: where they are instead,
+    """rows: of each temporal patch [n, row width], of `dtype` (`compute.tensors`). lent: where they are instead,
     until a `RowsTaken`. error: why there are none."""
 
     number: int
@@ -82,7 +82,7 @@ Message: TypeAlias = EncodeWork | EncodeDone | RowsOffer | RowsAnswer | RowsTake
 
 
 class MessageChannel(common.MessageChannel):
-    """See `vlmserve.common.message_channel`."""
+    """See `vlmserve_common.transport.channel`."""
 
     def __init__(self, send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays) -> None:
         types = get_args(Message)

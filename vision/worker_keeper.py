@@ -29,12 +29,12 @@ from vision.worker_channel import (
     RowsTaken,
 )
 from vision.worker_settings import WorkerSettings
-from vlmserve.common.child import ChildProcess, Parent
-from vlmserve.common.errors import EngineError
-from vlmserve.common.shm import SharedArrays
-from vlmserve.common.stop_signals import stop_signals_held
-from vlmserve.common.tensors import from_array
-from vlmserve.common.wire import Frame
+from vlmserve_common.compute.tensors import from_array
+from vlmserve_common.errors import EngineError
+from vlmserve_common.process.child import ChildProcess, Parent
+from vlmserve_common.process.stop_signals import stop_signals_held
+from vlmserve_common.transport.shm import SharedArrays
+from vlmserve_common.transport.wire import Frame
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ the process listens to its parent and dies with it."""
 from __future__ import annotations
 
 from vision.worker_settings import WorkerSettings
-from vlmserve.common.child import Parent
+from vlmserve_common.process.child import Parent
 
 
 def start_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:

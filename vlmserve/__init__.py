@@ -8,14 +8,14 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingOverrides", "__version__"]
 
 if TYPE_CHECKING:
-    from vlmserve.llm import LLM
+    from vlmserve.offline.llm import LLM
     from vlmserve.tokenizer.sampling import SamplingOverrides
 
 
 def __getattr__(name: str) -> object:
     """Import the engine only when it is asked for, so that `import vlmserve` stays light."""
     if name == "LLM":
-        from vlmserve.llm import LLM
+        from vlmserve.offline.llm import LLM
 
         return LLM
     if name == "SamplingOverrides":

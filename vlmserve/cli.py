@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from vlmserve import __version__
-from vlmserve.checks import SettingsError
-from vlmserve.common.errors import VlmserveError
-from vlmserve.common.stop_signals import sigterm_exits
-from vlmserve.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
-from vlmserve.settings import load_settings
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
+from vlmserve.config.settings import load_settings
+from vlmserve_common.errors import VlmserveError
+from vlmserve_common.process.stop_signals import sigterm_exits
 
 USAGE_ERROR = 2
 # Commands whose flags, --help too, are their own: words -> module with a main(argv) that returns the exit status.

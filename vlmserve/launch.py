@@ -19,25 +19,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
-from vlmserve.common.child import ChildProcess
-from vlmserve.common.logs import configure_logging
-from vlmserve.common.shm import SPARE_BYTES
-from vlmserve.common.stop_signals import (
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
+from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.start import StartSettings
+from vlmserve.messages import SchedulerInput, TokenizerManagerInput
+from vlmserve.server.listening import listen
+from vlmserve_common.logs import configure_logging
+from vlmserve_common.process.child import ChildProcess
+from vlmserve_common.process.stop_signals import (
     STOP_SIGNALS,
     StopRequested,
     ignore_stop_signals,
     stop_signals_held,
     stop_signals_raise,
 )
-from vlmserve.engine_args import EngineArgs
-from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
-from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
-from vlmserve.ipc.ready import Ready, ReadyInfo
-from vlmserve.ipc.start import StartSettings
-from vlmserve.listening import listen
-from vlmserve.messages import SchedulerInput, TokenizerManagerInput
-from vlmserve.settings import ServerSettings
+from vlmserve_common.transport.shm import SPARE_BYTES
 
 if TYPE_CHECKING:
     import uvicorn
@@ -296,7 +296,7 @@ def _http_frontend() -> MakeFrontend:
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
     """Settings whose model is a folder on this machine, and the model's name for clients."""
-    from vlmserve.model_path import DEFAULT_MODEL_NAME, resolve_model
+    from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
 
     model = settings.engine.model
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME

@@ -1,6 +1,6 @@
 """Messages between the API process (TokenizerManager), the Scheduler and the DetokenizerManager.
 
-Messages are frozen dataclasses; `vlmserve.common.wire` encodes them (msgspec, numpy arrays out of band).
+Messages are frozen dataclasses; `vlmserve_common.transport.wire` encodes them (msgspec, numpy arrays out of band).
 """
 
 from __future__ import annotations

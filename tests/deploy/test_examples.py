@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.vlmserve.server_process import ROOT
-from vlmserve.engine_args import EngineArgs
-from vlmserve.settings import ENV_PREFIX, ServerSettings, iter_settings, load_settings
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ENV_PREFIX, ServerSettings, iter_settings, load_settings
 
 DEPLOY = ROOT / "deploy"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.vlmserve.server_process import ROOT
-from vlmserve.flags_page import make_page
+from vlmserve.config.flags_page import make_page
 
 
 def test_the_page_is_up_to_date() -> None:

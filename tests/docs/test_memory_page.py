@@ -9,7 +9,7 @@ import torch
 
 from processors.resize import smart_resize
 from tests.vlmserve.server_process import ROOT
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.memory.kv_cache import KVCache
 
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from vision.encoder_pool import EncoderPool, PoolLimits
 from vision.loading import load_tower
 from vision.tower_runner import TowerRunner
 from vlmserve.bench.vision_subject import PLENTY, settle, take_rows
-from vlmserve.encoder import row_shape
+from vlmserve.engine.encoder import row_shape
 
 FINGERPRINT = bytes(32)
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from processors.pool.messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun, WorkFailed
+from processors.pool.worker_start import MediaWorkerSettings
 from processors.processed import ProcessedImage
-from processors.worker_messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun, WorkFailed
-from processors.worker_start import MediaWorkerSettings
-from vlmserve.common.child import Parent
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.message_channel import MessageChannel
-from vlmserve.common.shm import MAPPED_FROM_BYTES, SharedArrays
+from vlmserve_common.errors import CheckpointError
+from vlmserve_common.process.child import Parent
+from vlmserve_common.transport.channel import MessageChannel
+from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
 
 CRASH, EXIT, PAUSE, FAIL, LIE, EARLY = b"CRASH", b"EXIT", b"PAUSE", b"FAIL", b"LIE", b"EARLY"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.families.registry import make_processor
 from processors.inputs import MultimodalDataItem
 from processors.patch_values import patch_values
-from processors.registry import make_processor
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 93, 94, 91, 92

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from processors.addresses import is_public_address, resolve, system_resolver
+from processors.fetch.addresses import is_public_address, resolve, system_resolver
 
 PRIVATE = """
 127.0.0.1 127.8.9.10 0.0.0.0 0.1.2.3 10.0.0.1 10.255.255.255 172.16.0.1 172.31.255.254 192.168.0.1 169.254.169.254

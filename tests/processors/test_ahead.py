@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from processors.ahead import ahead
+from processors.video.ahead import ahead
 
 
 class Source:

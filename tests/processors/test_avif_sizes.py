@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from processors import decoding
-from processors.av1_sizes import FrameSizes, av1_units
-from processors.avif_structure import check_avif
-from processors.decoding import DecodeLimits
+from processors.image.av1_sizes import FrameSizes, av1_units
+from processors.image.avif_structure import check_avif
+from processors.image.decoding import DecodeLimits
 from tests.processors.helpers import encoded, picture
 from tests.processors.test_decoding import LIMITS, animation
 from tests.processors.test_picture_kinds import edited, pixels, refused

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from processors.video_decoding import Clip
-from processors.video_options import VideoLimits
+from processors.video.decoding import Clip
+from processors.video.options import VideoLimits
 from tests.processors.clips import decode_all, make_clip
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 LIMITS = VideoLimits()
 MP4 = make_clip(60, gop=10)
@@ -217,9 +217,9 @@ def test_a_table_of_samples_that_are_not_there():
 _MEASURE = """
 import re, sys
 from pathlib import Path
-from processors.video_decoding import Clip
-from processors.video_options import VideoLimits
-from vlmserve.common.errors import BadRequestError
+from processors.video.decoding import Clip
+from processors.video.options import VideoLimits
+from vlmserve_common.errors import BadRequestError
 data = Path(sys.argv[1]).read_bytes()
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024

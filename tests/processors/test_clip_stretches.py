@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from processors.clip_stretches import stretches
+from processors.video.stretches import stretches
 
 
 def test_as_many_as_there_are_threads_and_about_as_long():

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from processors.decoding import DecodeLimits, decode_image, normalize_image
-from processors.picture_formats import supported_formats
-from processors.rgb import to_rgb
+from processors.image.decoding import DecodeLimits, decode_image, normalize_image
+from processors.image.formats import supported_formats
+from processors.image.rgb import to_rgb
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import encoded, noise, picture
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 LIMITS = DecodeLimits()
 

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
-from processors.fatal_media import FatalMedia
-from processors.making import FatalMediumError
+from processors.pool.fatal_media import FatalMedia
+from processors.pool.making import FatalMediumError
 
 
 class Bytes:

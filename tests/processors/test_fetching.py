@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from processors import fetching
-from processors.fetching import FetchSettings, MediaFetcher
+from processors.fetch.fetching import FetchSettings, MediaFetcher
 from tests.processors.web import BODY, TLS, closed_port, serve
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 PUBLIC = "93.184.216.34"
 

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.frame_lists import FrameLists
-from processors.media_requests import VideoRequest
-from processors.pool import PoolSettings, ProcessorPool
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.frame_lists import FrameLists
+from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.requests import VideoRequest
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import jpeg
 from tests.processors.helpers import tiny_processor
 from tests.processors.web import Server, serve
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 WAIT_S = 20.0  # a bound for waits on other threads, never waited for when all is well
 PARAM = "messages[0].content[1]"

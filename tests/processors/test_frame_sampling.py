@@ -6,18 +6,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from processors.frame_sampling import (
+from processors.resize import PatchConfig
+from processors.video.frame_sampling import (
     frame_range,
     grid_places,
     qwen2_vl_indices,
     qwen3_vl_indices,
     qwen_vl_utils_indices,
 )
-from processors.resize import PatchConfig
-from processors.video_options import VideoConfig, VideoKnobs
-from processors.video_rules import RuleSettings, qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules
+from processors.video.options import VideoConfig, VideoKnobs
+from processors.video.rules import RuleSettings, qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules
 from tests import hf_env  # noqa: F401
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 TOTALS = st.integers(2, 4000)
 RATES = st.sampled_from([1.0, 5.0, 10.0, 12.5, 24.0, 25.0, 30000 / 1001, 30.0, 59.94, 60.0]) | st.floats(0.5, 240)

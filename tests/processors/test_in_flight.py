@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from processors.in_flight import InFlight
+from processors.pool.in_flight import InFlight
 
 KEYS = st.sampled_from("ab")
 

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.job import Job
-from vlmserve.common.errors import BadRequestError
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.pool.job import Job
+from vlmserve_common.errors import BadRequestError
 
 
 class Queue:

@@ -7,12 +7,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from processors.base import ProcessorLimits
-from processors.frame_sizes import limit_areas
-from processors.image_sizes import ImageSizes
+from processors.families.base import ProcessorLimits
+from processors.image.sizes import ImageSizes
 from processors.knobs import Clamp, ImageKnobs, laid_over
-from processors.video_options import VideoConfig, VideoDefaults, VideoKnobs, video_knobs_over
-from processors.video_rules import (
+from processors.video.frame_sizes import limit_areas
+from processors.video.options import VideoConfig, VideoDefaults, VideoKnobs, video_knobs_over
+from processors.video.rules import (
     RuleSettings,
     qwen2_rules,
     qwen3_rules,
@@ -22,7 +22,7 @@ from processors.video_rules import (
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import FAMILIES, picture, preprocessor_config, tiny_processor, values
 from tests.processors.test_frame_sampling import PATCHES
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 TOKEN = 28 * 28
 PIXELS = "setting --max-pixels"

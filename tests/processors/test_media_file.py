@@ -7,15 +7,15 @@ import threading
 import numpy as np
 import pytest
 
-from processors.byte_limit import ByteLimit
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.media_file import MediaFile
-from processors.media_requests import ImageRequest, VideoRequest
-from processors.pool import PoolSettings, ProcessorPool
+from processors.fetch.byte_limit import ByteLimit
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.media_file import MediaFile
+from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.requests import ImageRequest, VideoRequest
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture, tiny_processor
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 
 class File(MediaFile):

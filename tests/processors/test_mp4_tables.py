@@ -10,11 +10,11 @@ import av
 import numpy as np
 import pytest
 
-from processors.mp4_tables import CompressedHeaderError, promised_entries
-from processors.video_decoding import Clip
-from processors.video_options import VideoLimits
+from processors.video.decoding import Clip
+from processors.video.mp4_tables import CompressedHeaderError, promised_entries
+from processors.video.options import VideoLimits
 from tests.processors.clips import make_clip, with_matrix
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 MANY = 2**31
 MOST = 10**6

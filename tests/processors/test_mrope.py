@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from processors.base import ProcessorLimits
+from processors.families.base import ProcessorLimits
 from processors.inputs import Modality, MultimodalDataItem
 from processors.mrope import MediaSpan, mrope_positions
-from processors.video_options import VideoOptions
+from processors.video.options import VideoOptions
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import FAMILIES, tiny_processor
 

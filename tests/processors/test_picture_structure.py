@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, PngImagePlugin, TiffImagePlugin
 
 from processors import decoding
-from processors.decoding import decode_image, normalize_image
+from processors.image.decoding import decode_image, normalize_image
 from tests.processors.helpers import encoded, noise, picture
 from tests.processors.test_decoding import FILES, LIMITS, animation, exif, png_chunk
 from tests.processors.test_picture_kinds import edited, greys, pixels, refused, tiff

@@ -14,18 +14,18 @@ import pytest
 import torch
 from PIL import Image
 
-from processors.base import ImageKnobs, ProcessedImage
-from processors.cache import ProcessorCache
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.media_file import MediaFile
-from processors.media_requests import ImageRequest, VideoRequest
-from processors.pool import PoolSettings, ProcessorPool
-from processors.video_options import VideoKnobs
+from processors.families.base import ImageKnobs, ProcessedImage
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.media_file import MediaFile
+from processors.pool.cache import ProcessorCache
+from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.requests import ImageRequest, VideoRequest
+from processors.video.options import VideoKnobs
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import jpeg, make_clip
 from tests.processors.helpers import encoded, picture, tiny_processor
 from tests.processors.web import serve
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 
 @pytest.fixture

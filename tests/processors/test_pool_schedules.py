@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from processors import pool as pool_module
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.making import FatalMediumError
-from processors.media_file import MediaFile
-from processors.media_requests import ImageRequest
-from processors.pool import PoolSettings, ProcessorPool
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.media_file import MediaFile
+from processors.pool.making import FatalMediumError
+from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.requests import ImageRequest
 from processors.processed import ProcessedImage
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import tiny_processor
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 CONTENTS = (b"one", b"two")
 

@@ -21,28 +21,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from processors import process_maker, worker
-from processors.base import ImageKnobs
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.making import FatalMediumError
-from processors.media_requests import ImageRequest, VideoRequest
-from processors.pool import PoolSettings, ProcessorPool
-from processors.process_maker import ProcessMaker, ProcessSettings, TimeLimit, WorkerMain
-from processors.video_options import VideoKnobs
-from processors.worker_messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun
-from processors.worker_start import start_worker
+from processors.families.base import ImageKnobs
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.pool import process_maker, worker
+from processors.pool.making import FatalMediumError
+from processors.pool.messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun
+from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.process_maker import ProcessMaker, ProcessSettings, TimeLimit, WorkerMain
+from processors.pool.requests import ImageRequest, VideoRequest
+from processors.pool.worker_start import start_worker
+from processors.video.options import VideoKnobs
 from tests.processors.clips import jpeg, make_clip
 from tests.processors.fake_media_worker import CRASH, EARLY, EXIT, FAIL, LIE, PAUSE, fake_worker
 from tests.processors.helpers import encoded, picture, tiny_processor
 from tests.vlmserve.server_process import PATIENCE_S, gone
-from vlmserve.common.child import STOP_PATIENCE_S
-from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.common.message_channel import MessageChannel
-from vlmserve.common.shm import MAPPED_FROM_BYTES, SharedArrays
-from vlmserve.common.shm_block import block_of
-from vlmserve.common.wire import SHARED_FROM_BYTES
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.server.errors import describe
+from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.process.child import STOP_PATIENCE_S
+from vlmserve_common.transport.channel import MessageChannel
+from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
+from vlmserve_common.transport.shm_block import block_of
+from vlmserve_common.transport.wire import SHARED_FROM_BYTES
 
 GOOD = encoded(picture(60, 60))
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from processors.base import ImageKnobs, ProcessorLimits
-from processors.decoding import DecodeLimits
+from processors.families.base import ImageKnobs, ProcessorLimits
+from processors.families.registry import make_processor
 from processors.hashing import digest_fields, media_digest, patch_digest
+from processors.image.decoding import DecodeLimits
 from processors.inputs import Modality
-from processors.registry import make_processor
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import (
     FAMILIES,
@@ -28,7 +28,7 @@ from tests.processors.helpers import (
     values,
     write_checkpoint,
 )
-from vlmserve.common.errors import BadRequestError, CheckpointError
+from vlmserve_common.errors import BadRequestError, CheckpointError
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from processors.base import MultimodalProcessor, ProcessorLimits
+from processors.families.base import MultimodalProcessor, ProcessorLimits
+from processors.families.processor_kwargs import parse_processor_kwargs
+from processors.families.registry import make_processor
 from processors.knobs import laid_over
-from processors.processor_kwargs import parse_processor_kwargs
-from processors.registry import make_processor
-from processors.video_options import VideoKnobs, VideoOptions
+from processors.video.options import VideoKnobs, VideoOptions
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, jpeg, make_clip
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from vlmserve.common.errors import BadRequestError
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
+from vlmserve_common.errors import BadRequestError
 
 TEXT = "See <|vision_start|><|image_pad|><|vision_end|> and <|vision_start|><|video_pad|><|vision_end|>!"
 

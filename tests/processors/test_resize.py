@@ -13,7 +13,7 @@ from processors.patch_values import patch_values
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize, smart_resize_clip
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import FAMILIES, noise, picture, preprocessor_config, tiny_processor, values
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 SIDES = st.integers(1, 3000)
 SIZES = [(1, 1), (1, 200), (200, 1), (3, 600), (56, 56), (57, 55), (28, 28), (64, 64), (9, 14), (101, 67), (67, 101),

@@ -16,19 +16,19 @@ import pytest
 import torch
 from PIL import Image
 
-from processors.base import ProcessorLimits
+from processors.families.base import ProcessorLimits
+from processors.families.registry import make_processor
 from processors.inputs import Modality
-from processors.registry import make_processor
-from processors.video import ProcessedVideo
-from processors.video_decoding import Clip, _CalledOffError
-from processors.video_file import VideoFile
-from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
+from processors.video.clips import ProcessedVideo
+from processors.video.decoding import Clip, _CalledOffError
+from processors.video.file import VideoFile
+from processors.video.options import VideoKnobs, VideoLimits, VideoOptions
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, frame, jpeg, make_clip, with_matrix, with_rotation
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from vlmserve.common.errors import BadRequestError, CheckpointError
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
+from vlmserve_common.errors import BadRequestError, CheckpointError
 
 LIMITS = VideoLimits()
 TRIPLE = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -587,7 +587,7 @@ class Picked(Clip):
 
 @pytest.fixture
 def picked(monkeypatch):
-    monkeypatch.setattr("processors.video_decoding.Clip", Picked)
+    monkeypatch.setattr("processors.video.decoding.Clip", Picked)
     return monkeypatch
 
 
@@ -663,7 +663,7 @@ def test_frames_of_many_bits_take_more_room():
 
 
 def test_a_list_of_frames_has_the_time_of_a_clip(folder, monkeypatch):
-    monkeypatch.setattr("processors.video.time.monotonic", itertools.count(1000.0).__next__)
+    monkeypatch.setattr("processors.video.clips.time.monotonic", itertools.count(1000.0).__next__)
     pictures = [Image.open(io.BytesIO(jpeg(i))) for i in range(6)]
     assert ours(folder, limits=VideoLimits(max_decode_s=6))[0].process_video(pictures).frame_indices == (
         0,
@@ -807,7 +807,7 @@ def test_video_settings_are_found_where_transformers_finds_them(folder, tmp_path
     import json
     import shutil
 
-    from processors.config import read_processor_config
+    from processors.families.config import read_processor_config
 
     config = read_json(folder / "config.json")
     path = tmp_path / "model"

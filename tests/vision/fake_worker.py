@@ -16,9 +16,9 @@ import numpy as np
 
 from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
 from vision.worker_settings import WorkerSettings
-from vlmserve.common.child import Parent
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.shm import SharedArrays
+from vlmserve_common.errors import CheckpointError
+from vlmserve_common.process.child import Parent
+from vlmserve_common.transport.shm import SharedArrays
 
 DIE, EXIT, FAIL, PAUSE = -1.0, -2.0, -3.0, -4.0
 

@@ -18,8 +18,8 @@ from tests.vision.fake_worker import DIE
 from vision.lent_rows import TRIAL_ROWS, TRIAL_WIDTH, LentRows
 from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel, RowsHandle
 from vision.worker_settings import WorkerSettings
-from vlmserve.common.child import Parent
-from vlmserve.common.shm import SharedArrays
+from vlmserve_common.process.child import Parent
+from vlmserve_common.transport.shm import SharedArrays
 
 
 class Memory:

@@ -32,7 +32,7 @@ from tests.vision.store_helpers import (
 from vision import durable_file, embedding_store
 from vision.embedding_folder import EmbeddingFolder
 from vision.embedding_store import EmbeddingStore
-from vlmserve.common.errors import EngineError
+from vlmserve_common.errors import EngineError
 
 SIZE = HEADER + 1024  # of an entry
 HOUR = 3600.0

@@ -22,7 +22,7 @@ from vision.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
 from vision.process_backend import ProcessBackend
 from vision.temporal_patch import TemporalPatch
-from vlmserve.common.child import ChildProcess
+from vlmserve_common.process.child import ChildProcess
 
 LIMIT_S = 100.0
 REASON = "the encoder worker on cuda:0 was not done with a batch after 100 s; --encoder-timeout-s allows more"

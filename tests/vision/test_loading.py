@@ -13,9 +13,9 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
 from vision import fingerprint
 from vision.fingerprint import tower_fingerprint
 from vision.loading import load_tower
-from vlmserve.common.checkpoint import CheckpointReader, read_json
-from vlmserve.common.errors import CheckpointError
 from vlmserve.models.registry import load_model
+from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
+from vlmserve_common.errors import CheckpointError
 
 
 def edit(folder, change) -> None:

@@ -29,9 +29,9 @@ from vision.backend import EncodeBatch
 from vision.process_backend import ProcessBackend
 from vision.temporal_patch import TemporalPatch
 from vision.worker_settings import WorkerSettings
-from vlmserve.common.child import STOP_PATIENCE_S, ChildProcess
-from vlmserve.common.errors import EngineError
-from vlmserve.common.wire import SHARED_FROM_BYTES
+from vlmserve_common.errors import EngineError
+from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess
+from vlmserve_common.transport.wire import SHARED_FROM_BYTES
 
 LARGE = (2, SHARED_FROM_BYTES // 8)  # one pixel value a patch
 

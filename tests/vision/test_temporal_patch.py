@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
+from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
+from processors.families.registry import make_processor
 from processors.inputs import Modality, MultimodalDataItem
 from processors.knobs import ImageKnobs
-from processors.registry import make_processor
-from processors.video_options import VideoKnobs, VideoOptions
+from processors.video.options import VideoKnobs, VideoOptions
 from tests.processors.clips import make_clip
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
@@ -25,7 +25,7 @@ from vision.fingerprint import tower_fingerprint
 from vision.loading import load_tower
 from vision.temporal_patch import TemporalPatch, embedding_key, temporal_patches
 from vision.tower_runner import TowerRunner
-from vlmserve.common.checkpoint import read_json
+from vlmserve_common.checkpoint.reader import read_json
 
 CPU = torch.device("cpu")
 

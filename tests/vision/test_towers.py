@@ -13,9 +13,9 @@ from tests import hf_env  # noqa: F401
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.grids import group_segments, interpolation, patch_coordinates, window_order
 from vision.registry import make_tower
-from vlmserve.common.checkpoint import read_json
-from vlmserve.common.errors import CheckpointError
 from vlmserve.models.registry import load_model
+from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.errors import CheckpointError
 
 # single block; square; not a multiple of a window (4 merged); wide; long video; whole windows; tall
 GRIDS = [(1, 2, 2), (1, 8, 8), (1, 6, 10), (1, 4, 26), (3, 4, 6), (2, 16, 8), (1, 18, 2)]

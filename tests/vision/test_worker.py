@@ -18,8 +18,8 @@ from vision.loading import load_tower
 from vision.process_backend import ProcessBackend
 from vision.tower_runner import pixel_values
 from vision.worker_settings import WorkerSettings
-from vlmserve.common.checkpoint import read_json
-from vlmserve.common.errors import EngineError
+from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.errors import EngineError
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlmserve import launch
-from vlmserve.common.wire import Frame
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import load_settings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Sender
 from vlmserve.ipc.start import StartSettings
-from vlmserve.settings import load_settings
+from vlmserve_common.transport.wire import Frame
 
 
 def damage_of(process: str) -> None:

@@ -19,8 +19,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from vlmserve.common.errors import CheckpointError, EngineError
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import load_settings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
@@ -38,7 +38,7 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from vlmserve.settings import load_settings
+from vlmserve_common.errors import CheckpointError, EngineError
 
 
 def fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:

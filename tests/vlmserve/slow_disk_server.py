@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable
 
 from vision.embedding_store import EmbeddingStore
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import load_settings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.start import StartSettings
 from vlmserve.launch import launch_server
 from vlmserve.scheduler import process
-from vlmserve.settings import load_settings
 
 
 def slow_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from vlmserve import cli, launch
-from vlmserve.aliases import markdown_table
-from vlmserve.checks import SettingsError, flag
-from vlmserve.other_engines import ANY, BY_NAME, FOREIGN
-from vlmserve.settings import ServerSettings, iter_settings, load_settings
+from vlmserve.config.aliases import markdown_table
+from vlmserve.config.checks import SettingsError, flag
+from vlmserve.config.other_engines import ANY, BY_NAME, FOREIGN
+from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags-of-others.md"
 

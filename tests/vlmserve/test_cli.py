@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from vlmserve import __version__, cli, launch
-from vlmserve.common.errors import CheckpointError, EngineError
-from vlmserve.settings import ServerSettings, iter_settings
+from vlmserve.config.settings import ServerSettings, iter_settings
+from vlmserve_common.errors import CheckpointError, EngineError
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess
-from vlmserve.common.shm import SharedArrays
-from vlmserve.tiny_model import write_tiny_model
+from vlmserve.checkpoints.tiny import write_tiny_model
+from vlmserve_common.transport.shm import SharedArrays
 
 SHAPES = base64.b64encode((ROOT / "assets" / "samples" / "shapes.png").read_bytes()).decode()
 PICTURE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{SHAPES}"}}

@@ -15,13 +15,13 @@ import openai
 import pytest
 from PIL import Image
 
-from recipe.exam.ask import asker
-from recipe.exam.questions import make_questions
-from recipe.exam.report import examine
+from assets.recipe.exam.ask import asker
+from assets.recipe.exam.questions import make_questions
+from assets.recipe.exam.report import examine
 from tests.vlmserve.reference import Reference, assert_equal_answers
 from tests.vlmserve.server_process import ROOT, ServerProcess
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.model_path import DEFAULT_MODEL
+from vlmserve.config.model_path import DEFAULT_MODEL
 
 SAMPLES = ROOT / "assets" / "samples"
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from processors.media_file import MediaFile
+from processors.fetch.media_file import MediaFile
 from tests.processors.helpers import values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, picture
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.common.errors import BadRequestError
 from vlmserve.tokenizer.chat_messages import ImageRef
+from vlmserve_common.errors import BadRequestError
 
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=10, ignore_eos=True)
 PICTURES = (picture(1, 96, 64), picture(2, 77, 131))

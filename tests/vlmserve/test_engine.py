@@ -8,7 +8,7 @@ import pytest
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, picture
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 NEW = 12
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)

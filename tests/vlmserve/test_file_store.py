@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from processors.byte_limit import ByteLimit
+from processors.fetch.byte_limit import ByteLimit
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
 from vlmserve import file_store
-from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.file_store import FileLimits, FileRecord, FileStore
+from vlmserve.server.file_store import FileLimits, FileRecord, FileStore
+from vlmserve_common.errors import BadRequestError, EngineError
 
 LIMITS = FileLimits(max_bytes=1000, max_total_bytes=2500, max_files=4)
 

@@ -19,7 +19,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.server.fake_engine import MODEL, make_served, png_url, real_server
 from tests.vlmserve.server_process import ROOT, ServerProcess
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.boxes import Box, parse_boxes
+from vlmserve.client.boxes import Box, parse_boxes
 
 # What a Qwen2.5-VL would say of a picture that is resized to 252x168.
 ABSOLUTE = '```json\n[{"bbox_2d": [63, 42, 126, 84], "label": "star"}]\n```'

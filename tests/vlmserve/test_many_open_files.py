@@ -11,8 +11,8 @@ import pytest
 
 from tests.vision.fake_backend import FakeBackend, make_pool
 from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, expected, request
-from vlmserve.common.wake_up import WakeUp
 from vlmserve.warmup.encoder_thread import EncoderThread
+from vlmserve_common.process.wake_up import WakeUp
 
 PATIENCE_S = 20.0
 

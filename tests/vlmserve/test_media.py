@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.pool import PoolSettings, ProcessorPool
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.pool.pool import PoolSettings, ProcessorPool
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import encoded, picture, tiny_processor
-from vlmserve.common.errors import BadRequestError
-from vlmserve.media import RequestMedia
 from vlmserve.tokenizer.chat_messages import ImageRef
+from vlmserve.tokenizer.media import RequestMedia
+from vlmserve_common.errors import BadRequestError
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from PIL import Image
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
 from tests.vlmserve.server_process import ROOT, ServerProcess, gone
-from vlmserve.common.shm import SharedArrays
-from vlmserve.tiny_model import write_tiny_model
+from vlmserve.checkpoints.tiny import write_tiny_model
+from vlmserve_common.transport.shm import SharedArrays
 
 FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
 

@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
-from vlmserve.common.shm import SPARE_BYTES, SharedArrays
-from vlmserve.tiny_model import write_tiny_model
+from vlmserve.checkpoints.tiny import write_tiny_model
+from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
 FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve.checks import SettingsError, check_engine_args
-from vlmserve.engine_args import EngineArgs
-from vlmserve.settings import ServerSettings, iter_settings, load_settings
+from vlmserve.config.checks import SettingsError, check_engine_args
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess
-from vlmserve.tiny_model import write_tiny_model
+from vlmserve.checkpoints.tiny import write_tiny_model
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests import hf_env  # noqa: F401
-from vlmserve.tiny_model import write_tiny_model
+from vlmserve.checkpoints.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_every_byte_has_a_token(folder: Path) -> None:
 
 def test_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from vlmserve.tiny_model import write_tiny_model;"
+        "import sys, pathlib; from vlmserve.checkpoints.tiny import write_tiny_model;"
         "write_tiny_model(pathlib.Path(sys.argv[1])); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -12,7 +12,7 @@ from tests.processors.clips import frame, jpeg, make_clip
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, assert_equal_answers, picture
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 NEW = 12
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)

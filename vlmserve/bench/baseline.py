@@ -14,7 +14,7 @@ from typing import Any
 
 from vlmserve.bench.load import BenchRequest, Timing, make_requests
 from vlmserve.bench.processes import own_peak_memory
-from vlmserve.common.torchvision_shim import make_torchvision_importable
+from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 
 
 def run_baseline(model_path: Path, plan: dict[str, int]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Preparation:
     """Requests to model inputs, by our own template and processor (equal to the reference's, as the tests show)."""
 
     def __init__(self, folder: Path) -> None:
-        from processors.registry import make_processor
+        from processors.families.registry import make_processor
         from vlmserve.tokenizer.chat_template import load_chat_template
         from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
 

@@ -28,9 +28,9 @@ from vlmserve.bench.interleaved import ratios, shown
 from vlmserve.caption.arguments import CaptionCommand, read_command
 from vlmserve.caption.local import LocalCaptioner
 from vlmserve.caption.session import Ended, caption
-from vlmserve.common.errors import EngineError
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve_common.errors import EngineError
 
 _COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
 _SIDE = 224

@@ -22,9 +22,9 @@ import torch
 from vlmserve import __version__
 from vlmserve.bench.gpu_measures import PARTS, Bench, Figure, Spread
 from vlmserve.bench.gpu_subject import FULL, SMALL
-from vlmserve.bench.random_checkpoint import write_random_checkpoint
-from vlmserve.common.errors import EngineError
-from vlmserve.flags import CommandParser
+from vlmserve.checkpoints.random import write_random_checkpoint
+from vlmserve.config.flags import CommandParser
+from vlmserve_common.errors import EngineError
 
 _ROUNDS = 5
 

@@ -12,13 +12,13 @@ import torch
 
 from vlmserve.bench.baseline import Preparation
 from vlmserve.bench.load import BenchRequest
-from vlmserve.bench.random_checkpoint import TEXT_SIZES, VISION_SIZES
 from vlmserve.bench.vision_reference import load_reference
-from vlmserve.common.errors import EngineError
-from vlmserve.common.tensors import dtype_name
-from vlmserve.llm import LLM
+from vlmserve.checkpoints.random import TEXT_SIZES, VISION_SIZES
+from vlmserve.offline.llm import LLM
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
+from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.errors import EngineError
 
 _HIDDEN = 2048
 _WORDS = "the a an is in of and to it on red blue green one two three circle square picture image street river book"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from vlmserve.own_server import OwnServer
+from vlmserve.client.own_server import OwnServer
 
 MIB = 1024 * 1024
 

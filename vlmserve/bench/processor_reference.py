@@ -12,10 +12,10 @@ from typing import Any
 
 from PIL import Image
 
-from processors.base import MultimodalProcessor, ProcessorLimits
-from processors.registry import make_processor
-from processors.video_options import VideoLimits
-from vlmserve.common.torchvision_shim import make_torchvision_importable
+from processors.families.base import MultimodalProcessor, ProcessorLimits
+from processors.families.registry import make_processor
+from processors.video.options import VideoLimits
+from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}

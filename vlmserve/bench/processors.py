@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from processors.base import MultimodalProcessor, ProcessedMedium, data_item
-from processors.decoding import decode_image
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.media_requests import ImageRequest
+from processors.families.base import MultimodalProcessor, ProcessedMedium, data_item
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.image.decoding import decode_image
 from processors.patch_values import patch_values, value_width
-from processors.pool import PoolSettings, ProcessorPool
-from processors.process_maker import ProcessMaker, ProcessSettings
+from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.process_maker import ProcessMaker, ProcessSettings
+from processors.pool.requests import ImageRequest
 from processors.processed import ProcessedImage, ProcessedVideo
-from processors.video_options import VideoLimits
+from processors.video.options import VideoLimits
 from vision.temporal_patch import temporal_patches
 from vision.tower_runner import pixel_values
 from vlmserve.bench.interleaved import in_turns, ratios, shown
@@ -40,10 +40,10 @@ from vlmserve.bench.media import clip, jpeg
 from vlmserve.bench.processes import children_of, cpu_time
 from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
 from vlmserve.bench.stalls import longest_hold, longest_stall
-from vlmserve.common.cpus import available_cpus
-from vlmserve.common.shm import SPARE_BYTES, SharedArrays
-from vlmserve.flags import CommandParser
+from vlmserve.config.flags import CommandParser
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
 PARTS = ("picture", "clip", "wait", "loop", "pool")
 _MEASURES = {"cpu": "CPU time", "wall": "by the clock"}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlmserve.bench.load import Timing, ask, make_requests, picture_part, refusal
-from vlmserve.common.errors import VlmserveError
+from vlmserve_common.errors import VlmserveError
 
 if TYPE_CHECKING:
     import httpx2

@@ -21,9 +21,9 @@ from typing import Any
 
 from vlmserve.bench.load import LoadResult, Timing, make_requests, run_load
 from vlmserve.bench.processes import MIB, BenchServer
-from vlmserve.common.cpus import available_cpus
-from vlmserve.common.errors import EngineError
-from vlmserve.flags import CommandParser
+from vlmserve.config.flags import CommandParser
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.errors import EngineError
 
 _CONCURRENCY = [1, 16]
 _ABOUT = """\
@@ -199,7 +199,7 @@ _above_zero = _number(float, lambda value: 0 < value < math.inf, "a number above
 
 
 def _default_model(folder: Path) -> Path:
-    from vlmserve.bench.random_checkpoint import write_random_checkpoint
+    from vlmserve.checkpoints.random import write_random_checkpoint
 
     print("writing a random checkpoint ...", file=sys.stderr)
     return write_random_checkpoint(folder / "model")

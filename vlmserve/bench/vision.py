@@ -17,8 +17,8 @@ import torch
 
 from vlmserve.bench.vision_measures import PARTS, Measure, Plan
 from vlmserve.bench.vision_subject import Subject, write_checkpoint
-from vlmserve.common.cpus import available_cpus
-from vlmserve.flags import CommandParser
+from vlmserve.config.flags import CommandParser
+from vlmserve_common.compute.cpus import available_cpus
 
 _DEPTH, _QUICK_DEPTH = 24, 4
 _ROUNDS, _QUICK_ROUNDS = 5, 2

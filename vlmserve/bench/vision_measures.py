@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from processors.video_options import VideoKnobs
+from processors.video.options import VideoKnobs
 from vision.backend import EncoderBackend
 from vision.disk_tier import DiskTier
 from vision.embedding_store import EmbeddingStore
@@ -26,7 +26,7 @@ from vlmserve.bench.interleaved import Timing, in_turns, ratios
 from vlmserve.bench.media import clip
 from vlmserve.bench.vision_reference import ReferenceTower, check_rows, load_reference
 from vlmserve.bench.vision_subject import PLENTY, Subject, settle, take_rows
-from vlmserve.common.tensors import dtype_name
+from vlmserve_common.compute.tensors import dtype_name
 
 # (width, height) of pictures: square, wide, tall, and one in between
 _PICTURES = ((256, 256), (640, 192), (160, 512), (448, 352))

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from processors.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
-from processors.decoding import decode_image
-from processors.registry import make_processor
-from processors.video_options import VideoKnobs, VideoLimits, VideoOptions
+from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
+from processors.families.registry import make_processor
+from processors.image.decoding import decode_image
+from processors.video.options import VideoKnobs, VideoLimits, VideoOptions
 from vision.backend import EncoderBackend, InlineBackend
 from vision.blocks import VisionTower
 from vision.disk_tier import DiskTier
@@ -25,9 +25,9 @@ from vision.temporal_patch import TemporalPatch, temporal_patches
 from vision.tower_runner import TowerRunner
 from vlmserve.bench.media import jpeg
 from vlmserve.bench.processor_reference import image_settings, video_settings
-from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
-from vlmserve.common.hf_config import read_hf_config
-from vlmserve.encoder import make_cache, row_shape
+from vlmserve.checkpoints.random import VISION_SIZES, write_random_checkpoint
+from vlmserve.engine.encoder import make_cache, row_shape
+from vlmserve_common.checkpoint.hf_config import read_hf_config
 
 PLENTY = 1 << 40
 """Bytes: a limit that is never met."""

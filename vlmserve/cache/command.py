@@ -14,8 +14,8 @@ from vision.embedding_folder import EmbeddingFolder, StoredEntry
 from vlmserve.cache.quantities import age, show_size, size
 from vlmserve.cache.show import list_entries, print_entries, print_summary, summarise
 from vlmserve.cache.tend import PruneRules, prune, verify
-from vlmserve.flags import CommandParser
-from vlmserve.settings import ENV_PREFIX
+from vlmserve.config.flags import CommandParser
+from vlmserve.config.settings import ENV_PREFIX
 
 _VARIABLE = f"{ENV_PREFIX}EMBEDDING_CACHE_DIR"
 _EPILOG = """\

@@ -11,12 +11,12 @@ from typing import Any, get_args
 from vlmserve.caption.feed import Shard
 from vlmserve.caption.inputs import Columns, InputFormat
 from vlmserve.caption.outputs.choose import OutputSettings
-from vlmserve.checks import SettingsError
-from vlmserve.common.cpus import available_cpus
-from vlmserve.flags import GIVEN_AS, CommandParser, add_settings
-from vlmserve.media_names import PICTURES, VIDEOS
-from vlmserve.model_path import is_model
-from vlmserve.settings import ServerSettings, iter_settings, load_settings
+from vlmserve.client.media_names import PICTURES, VIDEOS
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
+from vlmserve.config.model_path import is_model
+from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
+from vlmserve_common.compute.cpus import available_cpus
 
 DEFAULT_PROMPT = "Describe the picture."
 _INPUT_SUFFIXES = (*PICTURES, *VIDEOS, ".txt", ".jsonl", ".ndjson", ".parquet", ".pq", ".tar", ".tgz", ".gz")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlmserve.caption.arguments import CaptionCommand
-from vlmserve.checks import SettingsError
-from vlmserve.media_names import PICTURES, VIDEOS, scheme_of
+from vlmserve.client.media_names import PICTURES, VIDEOS, scheme_of
+from vlmserve.config.checks import SettingsError
 
 _NEED_OUTPUT = (".tar", ".tgz", ".gz", ".parquet", ".pq", ".jsonl", ".ndjson")
 

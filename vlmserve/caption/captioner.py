@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from vlmserve.caption.item import ChatRequest
-from vlmserve.common.errors import VlmserveError
+from vlmserve_common.errors import VlmserveError
 
 
 class CaptionStopped(VlmserveError):

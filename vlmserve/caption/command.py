@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from vlmserve.caption.arguments import CaptionCommand, read_command
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 OK, STOPPED, USAGE_ERROR, PARTIAL, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit statuses; by SIGTERM it is 143."""
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(command: CaptionCommand) -> int:
     from vlmserve.caption.inputs.standard_input import StandardInput
     from vlmserve.caption.session import Ended, caption
-    from vlmserve.common.logs import configure_logging
+    from vlmserve_common.logs import configure_logging
 
     configure_logging(command.settings.log_level, "caption")
     stdin = StandardInput(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from vlmserve.caption.journal import Failed
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 logger = logging.getLogger("vlmserve.caption")
 

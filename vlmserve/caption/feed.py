@@ -16,7 +16,7 @@ from vlmserve.caption.journal import Failed, Journal
 from vlmserve.caption.outputs.base import Output
 from vlmserve.caption.prompts import Asked, Prompts
 from vlmserve.caption.tally import Tally
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 _VERSION = 1
 _SCHEMA = """

@@ -12,20 +12,20 @@ from typing import Any
 
 import blake3
 
-from vlmserve.async_llm import AsyncLLM
 from vlmserve.caption.captioner import CaptionStopped
 from vlmserve.caption.item import ChatRequest
-from vlmserve.common.devices import resolve_device
-from vlmserve.common.errors import BadRequestError
-from vlmserve.model_path import DEFAULT_MODEL_NAME, resolve_model
+from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
+from vlmserve.config.settings import ServerSettings
+from vlmserve.offline.async_llm import AsyncLLM
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.body import checked
 from vlmserve.server.convert import to_generate_request
 from vlmserve.server.protocol import ChatCompletionRequest
-from vlmserve.settings import ServerSettings
 from vlmserve.tokenizer.request_builder import ChatPrompt
 from vlmserve.tokenizer.stage import stage_limits
 from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError
+from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.errors import BadRequestError
 
 MOST_CHOICES = 128
 _SAMPLED_BYTES = 1 << 20

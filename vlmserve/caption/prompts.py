@@ -13,8 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from processors.inputs import Modality
 from vlmserve.caption.item import ChatRequest, MediumItem
-from vlmserve.checks import SettingsError
-from vlmserve.common.errors import BadRequestError
+from vlmserve.config.checks import SettingsError
+from vlmserve_common.errors import BadRequestError
 
 PROMPT_FILE = "prompt.txt"
 _MOST_BYTES = 1 << 20

@@ -19,9 +19,9 @@ from vlmserve.caption.captioner import CaptionStopped
 from vlmserve.caption.item import ChatRequest
 from vlmserve.caption.server_answers import Answer, Away, Failed, Outcome, Unfit, judge_answer, judge_models
 from vlmserve.caption.server_standing import ServerStanding, choose
-from vlmserve.checks import SettingsError
-from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.data_urls import with_data_urls
+from vlmserve.client.data_urls import with_data_urls
+from vlmserve.config.checks import SettingsError
+from vlmserve_common.errors import BadRequestError, EngineError
 
 logger = logging.getLogger(__name__)
 

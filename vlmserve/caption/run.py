@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import blake3
 
+from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
-from processors.sniffing import HEAD_BYTES, modality_of
 from vlmserve.caption.budget import ByteBudget
 from vlmserve.caption.captioner import Captioner, CaptionStopped
 from vlmserve.caption.errors_file import ErrorsFile
@@ -29,7 +29,7 @@ from vlmserve.caption.outputs.base import Output
 from vlmserve.caption.prompts import Prompts
 from vlmserve.caption.result import Captioned, like_another, make_record
 from vlmserve.caption.tally import Tally
-from vlmserve.common.errors import BadRequestError, EngineError, VlmserveError
+from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
 
 logger = logging.getLogger(__name__)
 

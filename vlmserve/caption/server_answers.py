@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 _SHOWN_CHARS = 300
 _BROKEN_OFF = ("abort", "error")  # finish reasons: what text there is, is not what the model would have said

@@ -19,7 +19,7 @@ from typing import BinaryIO, TextIO
 
 import blake3
 
-from processors.fetching import MediaFetcher
+from processors.fetch.fetching import MediaFetcher
 from vlmserve.caption.arguments import CaptionCommand
 from vlmserve.caption.bounds import named_folder, refuse_inputs_as_outputs, words_to_open
 from vlmserve.caption.captioner import Captioner, CaptionStopped
@@ -33,9 +33,9 @@ from vlmserve.caption.progress import Progress, describe, summary
 from vlmserve.caption.prompts import Prompts
 from vlmserve.caption.run import CaptionRun, RunSettings
 from vlmserve.caption.tally import Tally
-from vlmserve.common.errors import VlmserveError
-from vlmserve.model_path import resolve_model
+from vlmserve.config.model_path import resolve_model
 from vlmserve.tokenizer.stage import stage_limits
+from vlmserve_common.errors import VlmserveError
 
 _SHOW_EVERY_S = 0.1
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vlmserve.checks import SettingsError, flag
-from vlmserve.flags import CommandParser, add_settings
-from vlmserve.settings import ENV_PREFIX, iter_settings, load_settings
+from vlmserve.config.checks import SettingsError, flag
+from vlmserve.config.flags import CommandParser, add_settings
+from vlmserve.config.settings import ENV_PREFIX, iter_settings, load_settings
 
 if TYPE_CHECKING:
     from vlmserve.chat.media import Medium
@@ -116,9 +116,9 @@ def _talker(command: _Command) -> Iterator[Talker]:
     from vlmserve.chat.session import Talker
     from vlmserve.chat.terminal import shown_while
     from vlmserve.client.chat_client import ChatClient
-    from vlmserve.common.errors import CheckpointError
-    from vlmserve.model_path import resolve_model
-    from vlmserve.own_server import OwnServer
+    from vlmserve.client.own_server import OwnServer
+    from vlmserve.config.model_path import resolve_model
+    from vlmserve_common.errors import CheckpointError
 
     if command.url is not None:
         client = ChatClient(command.url, api_key=command.api_key)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
-from processors.sniffing import HEAD_BYTES, modality_of
-from vlmserve.common.errors import VlmserveError
+from vlmserve_common.errors import VlmserveError
 
 KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video"}
 """What people call them."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from urllib.parse import urlsplit
 
-from processors.sniffing import HEAD_BYTES, modality_of
+from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from vlmserve.chat.media import ending_modality, is_web_address, local_path
 
 _SHELL_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+""")

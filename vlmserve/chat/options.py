@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from vlmserve.common.errors import VlmserveError
+from vlmserve_common.errors import VlmserveError
 
 
 class OptionError(VlmserveError):

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from vlmserve.common.errors import VlmserveError
+from vlmserve_common.errors import VlmserveError
 
 _CONNECT_TIMEOUT_S = 10.0
 _TIMEOUT = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)  # how long an answer takes is the server's affair

@@ -16,14 +16,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlmserve.common.errors import EngineError, VlmserveError
-from vlmserve.common.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
-from vlmserve.flags import CommandParser
-from vlmserve.settings import ENV_PREFIX
+from vlmserve.config.flags import CommandParser
+from vlmserve.config.settings import ENV_PREFIX
+from vlmserve_common.errors import EngineError, VlmserveError
+from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 
 if TYPE_CHECKING:
+    from vlmserve.client.own_server import OwnServer
     from vlmserve.demo.chat import Chat
-    from vlmserve.own_server import OwnServer
 
 USAGE_ERROR = 2
 _API_KEY = ENV_PREFIX + "API_KEY"
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(command: _Command, stack: ExitStack) -> None:
     """Never returns. What it starts, the stack ends."""
     from vlmserve.demo.waiting import WaitingPage
-    from vlmserve.listening import listen
+    from vlmserve.server.listening import listen
 
     listener = listen(command.host, command.port)  # a taken port is known before a model is loaded
     port = listener.getsockname()[1]
@@ -104,8 +104,8 @@ def _run(command: _Command, stack: ExitStack) -> None:
 def _connect(command: _Command, stack: ExitStack) -> tuple[Chat, OwnServer | None]:
     """The chat with a model that is there, and the server, if it is the demo's own."""
     from vlmserve.client.chat_client import ChatClient
+    from vlmserve.client.own_server import OwnServer
     from vlmserve.demo.chat import Chat
-    from vlmserve.own_server import OwnServer
 
     if command.url is not None:
         client = ChatClient(command.url, api_key=command.api_key)
@@ -126,7 +126,7 @@ def _load_page() -> None:
 
 
 def _note(model: str) -> str:
-    from vlmserve.model_path import DEFAULT_MODEL_NAME
+    from vlmserve.config.model_path import DEFAULT_MODEL_NAME
 
     return (
         "It is the small built-in model: it knows drawn shapes, and little else." if model == DEFAULT_MODEL_NAME else ""

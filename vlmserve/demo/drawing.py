@@ -9,9 +9,9 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from processors.decoding import DecodeLimits, decode_image
-from vlmserve.boxes import Marks, parse_boxes
-from vlmserve.common.errors import BadRequestError
+from processors.image.decoding import DecodeLimits, decode_image
+from vlmserve.client.boxes import Marks, parse_boxes
+from vlmserve_common.errors import BadRequestError
 
 _LONGEST_SIDE = 1600  # of the drawing, in pixels
 _COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#f032e6")

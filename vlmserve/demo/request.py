@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
-from processors.sniffing import HEAD_BYTES, modality_of
-from vlmserve.common.errors import VlmserveError
 from vlmserve.demo.conversation import Question, Turn
+from vlmserve_common.errors import VlmserveError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from processors.decoding import DecodeLimits, decode_image
+from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.image.decoding import DecodeLimits, decode_image
 from processors.inputs import Modality
-from processors.sniffing import HEAD_BYTES, modality_of
-from processors.video_decoding import Clip
-from processors.video_options import VideoLimits
+from processors.video.decoding import Clip
+from processors.video.options import VideoLimits
 from vlmserve.demo.conversation import Question
 
 FOLDER = (Path(__file__).parent / "samples").resolve()

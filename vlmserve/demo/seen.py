@@ -10,10 +10,10 @@ from typing import Any
 
 from PIL import Image
 
-from processors.decoding import DecodeLimits, decode_image
-from processors.video_decoding import Clip
-from processors.video_options import VideoLimits
-from vlmserve.common.errors import BadRequestError
+from processors.image.decoding import DecodeLimits, decode_image
+from processors.video.decoding import Clip
+from processors.video.options import VideoLimits
+from vlmserve_common.errors import BadRequestError
 
 _MOST_MEDIA = 6
 _MOST_STEPS = 8  # of a clip, in time

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from vlmserve import __version__
+from vlmserve.config.flags import CommandParser
+from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.doctor.gpu import ask_nvidia, gpu_findings
 from vlmserve.doctor.machine import machine_findings
@@ -19,8 +21,6 @@ from vlmserve.doctor.media import PROBES, media_findings
 from vlmserve.doctor.model import files_finding, model_findings, model_folder
 from vlmserve.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.doctor.probing import run_probes
-from vlmserve.flags import CommandParser
-from vlmserve.model_path import DEFAULT_MODEL
 
 Report: TypeAlias = Mapping[str, Sequence[Finding]]
 """Findings by their section."""

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmserve.common.memory import show_gib
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.doctor.packages import pip_install
 from vlmserve.doctor.probing import Probed
-from vlmserve.engine_args import EngineArgs
+from vlmserve_common.compute.memory import show_gib
 
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
 _NVIDIA, _DISPLAY = "0x10de", "0x03"

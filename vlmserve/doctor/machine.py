@@ -9,10 +9,10 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlmserve.common.cpus import available_cpus
-from vlmserve.common.memory import available_host_memory, show_gib, total_host_memory
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.ipc.private_dir import shared_memory_base
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.memory import available_host_memory, show_gib, total_host_memory
 
 # What matrix products go by, as the kernel calls them.
 _ON_X86 = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.memory import show_gib
+from vlmserve.config.model_path import DEFAULT_MODEL, NotDownloadedError, resolve_model
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.doctor.probing import Probed
-from vlmserve.model_path import DEFAULT_MODEL, NotDownloadedError, resolve_model
+from vlmserve_common.compute.memory import show_gib
+from vlmserve_common.errors import CheckpointError
 
 _SUMS = "SHA256SUMS"
 

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from processors.registry import make_processor
-from vlmserve.common.checkpoint import CheckpointReader, StoredTensor
-from vlmserve.common.devices import resolve_device
-from vlmserve.common.errors import EngineError
-from vlmserve.common.hf_config import read_hf_config
-from vlmserve.common.memory import free_memory
-from vlmserve.common.tensors import dtype_name
-from vlmserve.common.weights import load_weights
-from vlmserve.engine_args import EngineArgs
+from processors.families.registry import make_processor
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.models.registry import outline_model
 from vlmserve.models.vlm import WEIGHT_RULES
 from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
+from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
+from vlmserve_common.checkpoint.weights import load_weights
+from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.memory import free_memory
+from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.errors import EngineError
 
 
 class _HeadersOnly(CheckpointReader):

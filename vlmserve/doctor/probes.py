@@ -34,7 +34,7 @@ def main(names: Sequence[str]) -> int:
 
 def _import(module: str) -> dict[str, Any]:
     if module == "torchvision":
-        from vlmserve.common.torchvision_shim import make_torchvision_importable
+        from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 
         make_torchvision_importable()
     importlib.import_module(module)
@@ -69,8 +69,8 @@ def _picture(kind: str) -> dict[str, Any]:
 
     from PIL import Image
 
-    from processors.decoding import decode_image
-    from processors.picture_limits import DecodeLimits
+    from processors.image.decoding import decode_image
+    from processors.image.limits import DecodeLimits
 
     buffer = io.BytesIO()
     Image.new("RGB", (32, 24), (200, 60, 30)).save(buffer, kind)
@@ -82,8 +82,8 @@ def _sample(name: str) -> dict[str, Any]:
     """Reads a sample picture, or counts the frames of a sample clip."""
     path = SAMPLES / name
     if path.suffix != ".mp4":
-        from processors.decoding import decode_image
-        from processors.picture_limits import DecodeLimits
+        from processors.image.decoding import decode_image
+        from processors.image.limits import DecodeLimits
 
         return {"size": list(decode_image(path.read_bytes(), DecodeLimits()).size)}
     import av

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmserve.common.shm import SharedArrays
+from vlmserve_common.transport.shm import SharedArrays
 
 
 @dataclass(frozen=True, kw_only=True)

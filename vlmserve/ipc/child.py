@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import TypeAlias
 
-from vlmserve.common.child import STOP_PATIENCE_S, ChildProcess, Parent
-from vlmserve.common.errors import EngineError
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
 from vlmserve.ipc.start import StartSettings
+from vlmserve_common.errors import EngineError
+from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess, Parent
 
 ChildMain: TypeAlias = Callable[[EngineArgs, Channels, StartSettings, Ready], None]
 """A child's work: calls `ready` once, then never returns. Must be importable by name in a fresh interpreter."""

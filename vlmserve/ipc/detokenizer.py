@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
@@ -16,7 +16,7 @@ from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 
 
 def run_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
-    """Work for ever; the process ends with its parent (see `vlmserve.common.child`)."""
+    """Work for ever; the process ends with its parent (see `vlmserve_common.process.child`)."""
     manager = DetokenizerManager(load_text_tokenizer(Path(args.model)))
     receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
     to_api = Sender(channels.api, get_args(TokenizerManagerInput))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from vlmserve.common.wire import Frame
+from vlmserve_common.transport.wire import Frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

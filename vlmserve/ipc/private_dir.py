@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from vlmserve.common.errors import EngineError
+from vlmserve_common.errors import EngineError
 
 logger = logging.getLogger(__name__)
 

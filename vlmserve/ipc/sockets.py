@@ -19,10 +19,10 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from vlmserve.common.shm import SharedArrays
-from vlmserve.common.wire import Frame, WireCodec
 from vlmserve.ipc.envelope import Envelope, seal, unseal
 from vlmserve.messages import RequestsLost, rids_of
+from vlmserve_common.transport.shm import SharedArrays
+from vlmserve_common.transport.wire import Frame, WireCodec
 
 logger = logging.getLogger(__name__)
 

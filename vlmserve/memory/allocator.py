@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlmserve.common.errors import EngineError
 from vlmserve.memory.page_extents import PageExtents
+from vlmserve_common.errors import EngineError
 
 
 @dataclass(frozen=True, kw_only=True)

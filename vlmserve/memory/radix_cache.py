@@ -8,9 +8,9 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from vlmserve.common.errors import EngineError
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.base_prefix_cache import BasePrefixCache, MatchResult, PrefixNode
+from vlmserve_common.errors import EngineError
 
 # A child is found by namespace and first page. The namespace matters at the root only; deeper it is the same anyway.
 Edge = tuple[str, bytes]

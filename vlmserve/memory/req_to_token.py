@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vlmserve.common.errors import EngineError
+from vlmserve_common.errors import EngineError
 
 
 class ReqToTokenPool:

@@ -7,10 +7,10 @@ import logging
 import torch
 from torch import nn
 
-from vlmserve.common.errors import EngineError
-from vlmserve.common.memory import free_memory, show_gib
-from vlmserve.common.tensors import dtype_name
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve_common.compute.memory import free_memory, show_gib
+from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.errors import EngineError
 
 log = logging.getLogger(__name__)
 

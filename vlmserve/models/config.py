@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.fields import Fields
-from vlmserve.common.hf_config import declared_dtype, text_fields
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.hf_config import declared_dtype, text_fields
+from vlmserve_common.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from vlmserve.attention.base import RadixAttention
-from vlmserve.common.activations import activation
-from vlmserve.common.layers import Embedding, GatedMLP, RMSNorm
-from vlmserve.common.linear import Linear, MergedLinear
 from vlmserve.executor.forward_batch import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.rotary import MRotary
+from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm
+from vlmserve_common.compute.linear import Linear, MergedLinear
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 

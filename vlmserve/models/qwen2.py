@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from vlmserve.common.rotary import rotate
 from vlmserve.models.config import ModelConfig, ModelDefaults
 from vlmserve.models.decoder import Decoder, DecoderAttention, Rotation
 from vlmserve.models.rotary import MRotary, contiguous_axes
+from vlmserve_common.compute.rotary import rotate
 
 QWEN2_DEFAULTS = ModelDefaults(rope_theta=1_000_000.0, mrope_section=(16, 24, 24))
 

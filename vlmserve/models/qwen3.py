@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vlmserve.common.layers import RMSNorm, rms_normalise
-from vlmserve.common.rotary import rotate
 from vlmserve.models.config import ModelConfig, ModelDefaults
 from vlmserve.models.decoder import Decoder, DecoderAttention, Rotation
 from vlmserve.models.rotary import MRotary, interleaved_axes
+from vlmserve_common.compute.layers import RMSNorm, rms_normalise
+from vlmserve_common.compute.rotary import rotate
 
 QWEN3_DEFAULTS = ModelDefaults(rope_theta=500_000.0, mrope_section=(24, 20, 20))
 

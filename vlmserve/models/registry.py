@@ -13,16 +13,16 @@ from torch import nn
 
 from vision.loading import OF_THE_TOWER
 from vision.registry import make_tower
-from vlmserve.common.checkpoint import CheckpointReader, read_json
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.hf_config import read_hf_config
-from vlmserve.common.linear import share_workspace
-from vlmserve.common.weights import load_weights
-from vlmserve.model_path import resolve_model
+from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
 from vlmserve.models.qwen3 import QWEN3_DEFAULTS, Qwen3Decoder
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
+from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
+from vlmserve_common.checkpoint.weights import load_weights
+from vlmserve_common.compute.linear import share_workspace
+from vlmserve_common.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)

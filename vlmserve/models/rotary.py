@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vlmserve.common.rotary import inverse_frequencies, rotation
+from vlmserve_common.compute.rotary import inverse_frequencies, rotation
 
 
 def contiguous_axes(section: tuple[int, int, int]) -> torch.Tensor:
@@ -33,7 +33,7 @@ class MRotary:
         self._dtype = dtype
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [3, N] -> cos and signed sin [N, 1, head_dim]; see `vlmserve.common.rotary.rotate`."""
+        """positions int64 [3, N] -> cos and signed sin [N, 1, head_dim]; see `compute.rotary.rotate`."""
         if self._axes.device != positions.device:
             self._axes, self._frequencies = self._axes.to(positions.device), self._frequencies.to(positions.device)
         angles = positions[self._axes].t().float() * self._frequencies

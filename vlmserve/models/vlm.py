@@ -7,12 +7,12 @@ from torch import nn
 
 from vision.blocks import VisionTower
 from vision.loading import TOWER_WEIGHT_RULES
-from vlmserve.common.errors import CheckpointError
-from vlmserve.common.linear import Linear, Workspace, linear
-from vlmserve.common.weights import WeightRules
 from vlmserve.executor.forward_batch import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
+from vlmserve_common.checkpoint.weights import WeightRules
+from vlmserve_common.compute.linear import Linear, Workspace, linear
+from vlmserve_common.errors import CheckpointError
 
 WEIGHT_RULES = WeightRules(
     # Both published layouts: `visual.*`, `model.*` (Qwen2-VL, Qwen2.5-VL) and `model.visual.*`,

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from vlmserve.engine import build_runner, build_scheduler
-from vlmserve.engine_args import EngineArgs
-from vlmserve.helper_processes import HelperProcesses
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.build import build_runner, build_scheduler
+from vlmserve.engine.helper_processes import HelperProcesses
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
-    """Work for ever; the process ends with its parent (see `vlmserve.common.child`).
+    """Work for ever; the process ends with its parent (see `vlmserve_common.process.child`).
 
     Between steps all waiting messages are taken; with nothing to compute the process sleeps on its socket.
     """

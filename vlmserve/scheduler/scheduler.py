@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 
 from vision.encoder_pool import EncoderPool
-from vlmserve.common.errors import EngineError
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
 from vlmserve.memory.media_keys import MediaKeyTable, radix_key
 from vlmserve.messages import (
@@ -39,6 +38,7 @@ from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 from vlmserve.scheduler.warmups import Warmups
+from vlmserve_common.errors import EngineError
 
 log = logging.getLogger(__name__)
 

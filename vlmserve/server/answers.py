@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from processors.report import MediumReport, report_json
+from processors.families.report import MediumReport, report_json
 from vlmserve.messages import FinishReason, TextOutput, TokenLogprobs
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, Timings

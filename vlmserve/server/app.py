@@ -11,11 +11,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve import __version__
-from vlmserve.file_store import FileStore
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.body import BodyLimits
 from vlmserve.server.chat import ChatEndpoint, check_model
 from vlmserve.server.errors import error_body, install_error_handlers
+from vlmserve.server.file_store import FileStore
 from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware

@@ -11,9 +11,9 @@ import pydantic_core
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from vlmserve.common.errors import BadRequestError
 from vlmserve.server.errors import refuse_invalid
 from vlmserve.server.protocol import FIELDS_INSIDE
+from vlmserve_common.errors import BadRequestError
 
 _Model = TypeVar("_Model", bound=BaseModel)
 # Larger bodies (they hold pictures) are parsed in a thread.

@@ -11,16 +11,16 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from vlmserve.common.errors import BadRequestError
-from vlmserve.file_store import FileStore
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.auth import owner_of
 from vlmserve.server.body import BodyLimits, read_body
 from vlmserve.server.convert import to_generate_request
 from vlmserve.server.errors import JsonResponse, describe
+from vlmserve.server.file_store import FileStore
 from vlmserve.server.protocol import ChatCompletionRequest
 from vlmserve.server.streaming import DONE, EventStream, sse_event, while_connected
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, TokenizerManager
+from vlmserve_common.errors import BadRequestError
 
 
 class ChatEndpoint:

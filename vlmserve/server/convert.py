@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from vlmserve.common.errors import BadRequestError
 from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve_common.errors import BadRequestError
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 

@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.plain_problems import sentence
-from vlmserve.spelling import did_you_mean
+from vlmserve.config.plain_problems import sentence
+from vlmserve.config.spelling import did_you_mean
 from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError
+from vlmserve_common.errors import BadRequestError, EngineError
 
 logger = logging.getLogger(__name__)
 

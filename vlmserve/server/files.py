@@ -10,12 +10,12 @@ from urllib.parse import quote
 from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
-from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.file_store import FileRecord, FileStore, Upload
 from vlmserve.server.auth import owner_of
 from vlmserve.server.body import body_parts
 from vlmserve.server.errors import JsonResponse
+from vlmserve.server.file_store import FileRecord, FileStore, Upload
 from vlmserve.server.upload_form import UploadForm
+from vlmserve_common.errors import BadRequestError, EngineError
 
 PURPOSES = ("vision", "user_data")
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")

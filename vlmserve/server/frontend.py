@@ -11,15 +11,15 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from vlmserve.file_store import FileLimits, FileStore
-from vlmserve.helper_processes import helper_processes
+from vlmserve.config.settings import ServerSettings
+from vlmserve.engine.helper_processes import helper_processes
 from vlmserve.ipc.private_dir import PrivateDirectory
-from vlmserve.media import RequestMedia
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
 from vlmserve.server.body import BodyLimits
+from vlmserve.server.file_store import FileLimits, FileStore
 from vlmserve.server.outermost import access
-from vlmserve.settings import ServerSettings
+from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
 

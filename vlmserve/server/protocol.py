@@ -141,7 +141,7 @@ class VideoUrl(_MediaSource):
 
 
 class _VideoFields(StrictModel):
-    """What Qwen's own code takes beside a video; see `processors.video_options.VideoKnobs`."""
+    """What Qwen's own code takes beside a video; see `processors.video.options.VideoKnobs`."""
 
     fps: float | None = None
     sample_fps: float | None = None

@@ -8,7 +8,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from processors.plain_words import words
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 _FILE = "file"
 _MAX_FIELD_BYTES = 1024

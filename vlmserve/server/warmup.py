@@ -9,16 +9,16 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from vlmserve.common.errors import BadRequestError
-from vlmserve.file_store import FileStore
 from vlmserve.messages import EncodedItem
 from vlmserve.server.auth import owner_of
 from vlmserve.server.body import BodyLimits, read_body
 from vlmserve.server.chat import check_model
 from vlmserve.server.errors import JsonResponse
+from vlmserve.server.file_store import FileStore
 from vlmserve.server.protocol import WarmupRequest
 from vlmserve.server.streaming import while_connected
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager, WarmupInput
+from vlmserve_common.errors import BadRequestError
 
 
 class WarmupEndpoint:

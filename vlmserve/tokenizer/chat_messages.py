@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from processors.families.processor_kwargs import RequestKnobs
+from processors.fetch.media_file import MediaFile
 from processors.knobs import ImageKnobs
-from processors.media_file import MediaFile
-from processors.processor_kwargs import RequestKnobs
-from processors.video_options import VideoKnobs
-from vlmserve.common.errors import BadRequestError
+from processors.video.options import VideoKnobs
 from vlmserve.tokenizer.media_sources import picture_source, video_source
+from vlmserve_common.errors import BadRequestError
 
 Message = Mapping[str, Any]
 

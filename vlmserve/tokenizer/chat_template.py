@@ -16,8 +16,8 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from vlmserve.common.errors import BadRequestError, CheckpointError
 from vlmserve.tokenizer.text_tokenizer import read_json
+from vlmserve_common.errors import BadRequestError, CheckpointError
 
 Message = Mapping[str, Any]
 _OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))

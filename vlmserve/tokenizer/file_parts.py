@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from processors.media_file import MediaFile
-from vlmserve.common.errors import BadRequestError
+from processors.fetch.media_file import MediaFile
+from vlmserve_common.errors import BadRequestError
 
 FindFile: TypeAlias = Callable[[str], MediaFile]
 """A file's id -> the file. Raises BadRequestError (404)."""

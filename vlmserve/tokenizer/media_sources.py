@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from processors.media_file import MediaFile
-from vlmserve.common.errors import BadRequestError
+from processors.fetch.media_file import MediaFile
+from vlmserve_common.errors import BadRequestError
 
 _FILES = (str, bytes, Path, MediaFile)
 _PICTURE = "a URL, or without a server bytes, a Path, a Pillow picture or a numpy array uint8 [height, width, 3]"

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from processors.base import ExpandedPrompt, ProcessedMedium
-from vlmserve.common.errors import BadRequestError
-from vlmserve.media import RequestMedia
+from processors.families.base import ExpandedPrompt, ProcessedMedium
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
 from vlmserve.tokenizer.chat_messages import MediaCounts, MediaRef, settle_media, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
+from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
@@ -25,6 +24,7 @@ from vlmserve.tokenizer.sampling import (
     verify_sampling_params,
 )
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
+from vlmserve_common.errors import BadRequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class TextPrompt:
 class GenerateReqInput:
     """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
 
-    mm_processor_kwargs: how its media are prepared where a part does not say (`processors.processor_kwargs`).
+    mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
     """
 
     request_id: str

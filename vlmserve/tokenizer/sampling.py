@@ -6,9 +6,9 @@ from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from vlmserve.common.errors import BadRequestError
 from vlmserve.messages import SamplingParams
 from vlmserve.tokenizer.text_tokenizer import read_json
+from vlmserve_common.errors import BadRequestError
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processors.base import ContinueText, MultimodalProcessor, ProcessorLimits
-from processors.decoding import DecodeLimits
-from processors.fetching import FetchSettings, MediaFetcher
-from processors.making import MediaMaker
-from processors.pool import PoolSettings, ProcessorPool
-from processors.registry import make_processor
-from processors.video_options import VideoLimits, VideoOptions
-from vlmserve.engine_args import EngineArgs
-from vlmserve.helper_processes import HelperProcesses
-from vlmserve.media import RequestMedia
-from vlmserve.settings import ServerSettings
+from processors.families.base import ContinueText, MultimodalProcessor, ProcessorLimits
+from processors.families.registry import make_processor
+from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.image.decoding import DecodeLimits
+from processors.pool.making import MediaMaker
+from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.video.options import VideoLimits, VideoOptions
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
+from vlmserve.engine.helper_processes import HelperProcesses
 from vlmserve.tokenizer.chat_messages import MediaCounts
 from vlmserve.tokenizer.chat_template import load_chat_template
+from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.request_builder import RequestBuilder, RequestLimits
 from vlmserve.tokenizer.sampling import load_sampling_defaults
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer, read_json
@@ -137,7 +137,7 @@ def _start_processes(
 ) -> MediaMaker:
     assert processes is not None, "media processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
-    from processors.process_maker import ProcessMaker, ProcessSettings, TimeLimit
+    from processors.pool.process_maker import ProcessMaker, ProcessSettings, TimeLimit
 
     maker = ProcessMaker(
         processor,

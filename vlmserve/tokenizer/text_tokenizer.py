@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
 
-from vlmserve.common.errors import CheckpointError
+from vlmserve_common.errors import CheckpointError
 
 
 class TextTokenizer:

@@ -16,10 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from processors.base import data_item
-from processors.report import MediumReport
-from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.media import RequestMedia
+from processors.families.base import data_item
+from processors.families.report import MediumReport
 from vlmserve.messages import (
     AbortReq,
     BatchTextOutput,
@@ -37,7 +35,9 @@ from vlmserve.messages import (
 )
 from vlmserve.tokenizer.chat_messages import Message
 from vlmserve.tokenizer.file_parts import FindFile
+from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
+from vlmserve_common.errors import BadRequestError, EngineError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

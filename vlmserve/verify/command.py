@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vlmserve import __version__
-from vlmserve.flags import CommandParser
-from vlmserve.model_path import resolve_model
+from vlmserve.config.flags import CommandParser
+from vlmserve.config.model_path import resolve_model
 from vlmserve.verify.cases import KINDS, Case, made_cases, own_case
 from vlmserve.verify.comparison import Finding, Verdict, compare
 from vlmserve.verify.ours import RunSettings, our_answers

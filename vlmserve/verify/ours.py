@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vlmserve.llm import LLM, Completion
+from vlmserve.offline.llm import LLM, Completion
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve.verify.answers import TOP, Answer, Step
 from vlmserve.verify.cases import Case

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from vlmserve.common.devices import resolve_device
-from vlmserve.common.errors import EngineError
-from vlmserve.common.torchvision_shim import make_torchvision_importable
 from vlmserve.verify.answers import TOP, Answer, Step
 from vlmserve.verify.cases import Case, media_paths
 from vlmserve.verify.ours import RunSettings
 from vlmserve.verify.plain_clip import length_of, read_frames
+from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
+from vlmserve_common.errors import EngineError
 
 _DEFAULT_FPS = 2.0  # of ours too, where a checkpoint says nothing
 

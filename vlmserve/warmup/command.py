@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlmserve.checks import SettingsError
-from vlmserve.flags import GIVEN_AS, CommandParser, add_settings
-from vlmserve.model_path import is_model
-from vlmserve.settings import ServerSettings, iter_settings, load_settings
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
+from vlmserve.config.model_path import is_model
+from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 if TYPE_CHECKING:
     from vlmserve.warmup.progress import Progress, Tally
@@ -148,8 +148,8 @@ def _read(argv: Sequence[str]) -> _Command:
 
 
 def _run(command: _Command, found: Found) -> int:
-    from vlmserve.common.logs import configure_logging
     from vlmserve.warmup.progress import Progress, Tally, describe, summary
+    from vlmserve_common.logs import configure_logging
 
     configure_logging(command.settings.log_level, "warmup")
     tally = Tally(total=len(found.sources), ignored=found.ignored)
@@ -174,7 +174,7 @@ def _run(command: _Command, found: Found) -> int:
 async def _warm_up(
     command: _Command, found: Found, target: Target, tally: Tally, progress: Progress, notes: list[str]
 ) -> None:
-    from processors.fetching import MediaFetcher
+    from processors.fetch.fetching import MediaFetcher
     from vlmserve.tokenizer.stage import stage_limits
     from vlmserve.warmup.journal import Journal
     from vlmserve.warmup.requests import SourceReader

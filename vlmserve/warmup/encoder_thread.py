@@ -14,10 +14,10 @@ import torch
 
 from processors.inputs import MultimodalDataItem
 from vision.encoder_pool import EncoderPool
-from vlmserve.common.errors import EngineError
-from vlmserve.common.wake_up import WakeUp
 from vlmserve.messages import EncodeOutput, EncodeReqInput
 from vlmserve.scheduler.warmups import Warmups
+from vlmserve_common.errors import EngineError
+from vlmserve_common.process.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)
 

@@ -10,24 +10,24 @@ from dataclasses import replace
 import blake3
 import torch
 
-from processors.base import data_item
+from processors.families.base import data_item
 from vision.loading import load_tower, outline_tower
 from vision.temporal_patch import temporal_patches
-from vlmserve.common.cpus import available_cpus
-from vlmserve.common.devices import resolve_device
-from vlmserve.common.errors import EngineError
-from vlmserve.common.tensors import dtype_setting
-from vlmserve.encoder import build_encoder_pool, resolve_warmup_patches
-from vlmserve.helper_processes import helper_processes
+from vlmserve.config.model_path import resolve_model
+from vlmserve.config.settings import ServerSettings
+from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.engine.helper_processes import helper_processes
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.memory.sizing import check_weights_fit, weight_bytes
-from vlmserve.model_path import resolve_model
 from vlmserve.models.registry import load_config
-from vlmserve.settings import ServerSettings
 from vlmserve.tokenizer.stage import make_request_media, stage_limits
 from vlmserve.warmup.encoder_thread import EncoderThread
 from vlmserve.warmup.requests import WarmupBody
 from vlmserve.warmup.target import Warmed, WarmupStopped
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.tensors import dtype_setting
+from vlmserve_common.errors import EngineError
 
 
 class LocalTarget:

@@ -10,10 +10,10 @@ from typing import Any
 import httpx2
 
 from processors.inputs import Modality
-from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.messages import EncodedItem
 from vlmserve.warmup.requests import WarmupBody, server_request
 from vlmserve.warmup.target import Warmed, WarmupStopped
+from vlmserve_common.errors import BadRequestError, EngineError
 
 # Waits between tries while a server says that it has too much to do (429) or is not ready (503).
 _WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)

@@ -12,15 +12,15 @@ from typing import Any
 
 import blake3
 
-from processors.fetching import MediaFetcher
+from processors.fetch.fetching import MediaFetcher
 from processors.inputs import Modality
-from vlmserve.chat_files import Message, modality_within_limit, named_files, with_files
-from vlmserve.common.errors import BadRequestError
-from vlmserve.data_urls import with_data_urls
-from vlmserve.media_names import local_path
+from vlmserve.client.chat_files import Message, modality_within_limit, named_files, with_files
+from vlmserve.client.data_urls import with_data_urls
+from vlmserve.client.media_names import local_path
 from vlmserve.server.body import checked, json_object
 from vlmserve.server.protocol import WarmupRequest
 from vlmserve.warmup.sources import Medium, RequestLine, Source
+from vlmserve_common.errors import BadRequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

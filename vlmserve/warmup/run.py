@@ -8,12 +8,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from vlmserve.common.errors import BadRequestError, EngineError
 from vlmserve.warmup.journal import Journal
 from vlmserve.warmup.progress import Progress, Tally
 from vlmserve.warmup.requests import SourceReader
 from vlmserve.warmup.sources import RequestLine, Source
 from vlmserve.warmup.target import Target, WarmupStopped
+from vlmserve_common.errors import BadRequestError, EngineError
 
 logger = logging.getLogger(__name__)
 

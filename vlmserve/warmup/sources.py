@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
-from vlmserve.checks import SettingsError
-from vlmserve.media_names import PICTURES, VIDEOS, begins_as_medium, local_path, scheme_of
+from vlmserve.client.media_names import PICTURES, VIDEOS, begins_as_medium, local_path, scheme_of
+from vlmserve.config.checks import SettingsError
 
 _LIST, _REQUESTS = ".txt", ".jsonl"
 _SHOWN = 100

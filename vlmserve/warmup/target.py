@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from vlmserve.common.errors import VlmserveError
 from vlmserve.messages import EncodedItem
 from vlmserve.warmup.requests import WarmupBody
+from vlmserve_common.errors import VlmserveError
 
 
 class WarmupStopped(VlmserveError):

@@ -11,9 +11,9 @@ from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.bench.gpu_measures import PARTS, Bench
 from vlmserve.bench.gpu_subject import FULL, SMALL, Ours, make_prompts
-from vlmserve.bench.random_checkpoint import write_random_checkpoint
-from vlmserve.common.errors import EngineError
+from vlmserve.checkpoints.random import write_random_checkpoint
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
+from vlmserve_common.errors import EngineError
 
 
 def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):

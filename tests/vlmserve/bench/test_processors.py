@@ -59,8 +59,8 @@ def test_different_work_is_not_compared():
 
 
 def test_a_clip_lasts_as_long_as_was_asked():
-    from processors.video_decoding import Clip
-    from processors.video_options import VideoLimits
+    from processors.video.decoding import Clip
+    from processors.video.options import VideoLimits
 
     info = Clip(clip(64, 48, seconds=10, rate=30), VideoLimits()).info
     assert info.num_frames == 300

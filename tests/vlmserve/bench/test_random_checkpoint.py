@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests import hf_env  # noqa: F401
-from vlmserve.bench.random_checkpoint import write_random_checkpoint
+from vlmserve.checkpoints.random import write_random_checkpoint
 from vlmserve.models.registry import load_model
 
 TEXT = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 1024}
@@ -15,7 +15,7 @@ VISION = {"depth": 3, "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]}
 def test_it_loads_here_and_in_transformers_and_is_reproducible(tmp_path, monkeypatch):
     from transformers import AutoModelForImageTextToText
 
-    monkeypatch.setattr("vlmserve.bench.random_checkpoint._SHARD_BYTES", 100_000)
+    monkeypatch.setattr("vlmserve.checkpoints.random._SHARD_BYTES", 100_000)
     folder = write_random_checkpoint(tmp_path / "a", text_sizes=TEXT, vision_sizes=VISION, seed=3)
     assert len(list(folder.glob("*.safetensors"))) > 2
     model = load_model(folder)

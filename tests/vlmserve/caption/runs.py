@@ -21,7 +21,7 @@ from vlmserve.caption.outputs.choose import OutputSettings, choose_journal, choo
 from vlmserve.caption.prompts import Prompts
 from vlmserve.caption.run import CaptionRun, RunSettings
 from vlmserve.caption.tally import Tally
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 PNG = png(1)
 

@@ -7,7 +7,7 @@ import pytest
 from vlmserve import cli
 from vlmserve.caption.arguments import DEFAULT_PROMPT, read_command
 from vlmserve.caption.feed import Shard
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 
 def test_what_is_left_out(monkeypatch):

@@ -16,7 +16,7 @@ from vlmserve.caption.arguments import read_command
 from vlmserve.caption.bounds import named_folder, words_to_open
 from vlmserve.caption.errors_file import ErrorsFile
 from vlmserve.caption.inputs.standard_input import StandardInput
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 
 def test_an_input_is_never_written_to(tmp_path, capsys):

@@ -12,7 +12,7 @@ import pytest
 from tests.vlmserve.caption.asking import ask, captioner, run
 from tests.vlmserve.caption.stub_server import FastTime, Reply, StubServer, ToldTime, echo, text_of
 from vlmserve.caption.captioner import CaptionStopped
-from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve_common.errors import BadRequestError, EngineError
 
 # ---- servers that fail
 

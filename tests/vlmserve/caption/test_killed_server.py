@@ -13,7 +13,7 @@ from tests.vlmserve.caption.asking import run, said
 from tests.vlmserve.warmup.media import png
 from vlmserve.caption.item import ChatRequest
 from vlmserve.caption.remote import RemoteCaptioner
-from vlmserve.own_server import OwnServer
+from vlmserve.client.own_server import OwnServer
 
 _FLAGS = ("--num-threads", "1", "--max-total-tokens", "4096", "--log-level", "warning")
 

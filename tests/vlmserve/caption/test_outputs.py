@@ -24,7 +24,7 @@ from vlmserve.caption.feed import Shard
 from vlmserve.caption.item import ChatRequest, MediumItem, RequestItem
 from vlmserve.caption.journal import Journal
 from vlmserve.caption.outputs.choose import choose_journal, choose_output
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 
 def items(count: int) -> list[MediumItem]:

@@ -8,8 +8,8 @@ import pytest
 
 from vlmserve.caption.item import MediumItem
 from vlmserve.caption.prompts import Prompts
-from vlmserve.checks import SettingsError
-from vlmserve.common.errors import BadRequestError
+from vlmserve.config.checks import SettingsError
+from vlmserve_common.errors import BadRequestError
 
 
 def at(path: Path, root: Path, **given) -> MediumItem:

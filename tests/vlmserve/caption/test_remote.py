@@ -18,7 +18,7 @@ from tests.vlmserve.warmup.media import png
 from vlmserve.caption.captioner import CaptionStopped
 from vlmserve.caption.item import ChatRequest
 from vlmserve.caption.remote import RemoteCaptioner
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 # ---- what is sent
 

@@ -24,7 +24,7 @@ from vlmserve.caption.feed import Shard
 from vlmserve.caption.item import MediumItem, Unreadable
 from vlmserve.caption.prompts import Prompts
 from vlmserve.caption.run import RunSettings
-from vlmserve.common.errors import BadRequestError, EngineError
+from vlmserve_common.errors import BadRequestError, EngineError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from vlmserve.caption.server_answers import Answer, Away, Failed, Unfit, judge_answer, judge_models
 from vlmserve.caption.server_standing import ServerStanding, choose
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 
 def judged(status: int, body: Any, *, wanted: int = 1, **headers: str) -> Any:

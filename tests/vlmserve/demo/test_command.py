@@ -21,7 +21,7 @@ from tests.vlmserve.server_process import ROOT, gone, private_directories
 from vlmserve import cli
 from vlmserve.bench.processes import children_of
 from vlmserve.client.chat_client import ChatClient
-from vlmserve.listening import listen
+from vlmserve.server.listening import listen
 
 _NO_GRADIO = """
 import sys
@@ -37,7 +37,7 @@ sys.exit(cli.main(["demo"]))
 
 _OWNER = """
 import signal, sys
-from vlmserve.own_server import OwnServer
+from vlmserve.client.own_server import OwnServer
 server = OwnServer(sys.argv[1:])
 print(server.pid, flush=True)
 signal.pause()

@@ -27,7 +27,7 @@ from vlmserve.demo.chat import Chat
 from vlmserve.demo.command import keep_gradio_to_itself
 from vlmserve.demo.conversation import ERROR_TITLE
 from vlmserve.demo.samples import FOLDER, load_samples
-from vlmserve.listening import listen
+from vlmserve.server.listening import listen
 
 PICTURE = FOLDER / "red-circle.png"
 

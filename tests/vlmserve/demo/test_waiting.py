@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from vlmserve.demo.waiting import WaitingPage
-from vlmserve.listening import listen
+from vlmserve.server.listening import listen
 
 
 def test_it_says_what_is_being_done_and_makes_room() -> None:

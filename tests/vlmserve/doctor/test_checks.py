@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from vlmserve.common.memory import total_host_memory
+from vlmserve.checkpoints.tiny import write_tiny_model
+from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.doctor import machine
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.doctor.gpu import Nvidia, ask_nvidia, gpu_findings
@@ -19,8 +20,7 @@ from vlmserve.doctor.model_probe import examine
 from vlmserve.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.doctor.probing import Probed
 from vlmserve.memory import sizing
-from vlmserve.model_path import DEFAULT_MODEL
-from vlmserve.tiny_model import write_tiny_model
+from vlmserve_common.compute.memory import total_host_memory
 
 H100 = Nvidia(gpus=("NVIDIA H100, 81559 MiB, driver 570.1",), in_machine=True)
 GPU = {"name": "NVIDIA H100", "free_bytes": 70 * 2**30, "total_bytes": 80 * 2**30, "error": None}

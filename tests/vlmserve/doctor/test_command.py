@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.server_process import ROOT
-from vlmserve.tiny_model import write_tiny_model
+from vlmserve.checkpoints.tiny import write_tiny_model
 
 
 def run(*words: str, python: Path | str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:

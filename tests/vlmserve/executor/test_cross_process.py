@@ -8,10 +8,10 @@ import pytest
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.common.wire import WireCodec
-from vlmserve.engine import build_runner
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.build import build_runner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
+from vlmserve_common.transport.wire import WireCodec
 
 SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=8, ignore_eos=True)
 

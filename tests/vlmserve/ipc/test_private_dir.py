@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve.common.errors import EngineError
 from vlmserve.ipc.private_dir import PrivateDirectory, socket_base
+from vlmserve_common.errors import EngineError
 
 
 def test_is_private_and_goes_with_its_content(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import zmq
 
-from vlmserve.common.shm import SharedArrays
-from vlmserve.common.wire import WireError
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.sockets import AsyncReceiver, Receiver, Sender
 from vlmserve.messages import AbortReq, GetStatsReq, RequestsLost, SamplingParams, TokenizedGenerateReqInput
+from vlmserve_common.transport.shm import SharedArrays
+from vlmserve_common.transport.wire import WireError
 
 TYPES = (TokenizedGenerateReqInput, AbortReq)
 ABORT = [b"", b"AbortReq", b"\x81\xa3rid\xa1r"]

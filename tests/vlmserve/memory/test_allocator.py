@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlmserve.common.errors import EngineError
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve_common.errors import EngineError
 
 NUM_PAGES = 24
 

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlmserve.common.errors import EngineError
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.base_prefix_cache import PrefixNode
 from vlmserve.memory.chunk_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
+from vlmserve_common.errors import EngineError
 
 NUM_PAGES = 20
 NAMESPACES = st.sampled_from(["", "lora-a"])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from vlmserve.common.errors import EngineError
 from vlmserve.memory.req_to_token import ReqRowAllocator, ReqToTokenPool
+from vlmserve_common.errors import EngineError
 
 
 def test_rows_are_handed_out_once():

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from vlmserve import engine
-from vlmserve.common.errors import EngineError
-from vlmserve.engine_args import EngineArgs
-from vlmserve.llm import LLM
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.memory import sizing
+from vlmserve.offline.llm import LLM
+from vlmserve_common.errors import EngineError
 
 GIB = 2**30
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
-from vlmserve.common.errors import CheckpointError
 from vlmserve.models.config import ModelDefaults, read_model_config
 from vlmserve.models.registry import load_config, load_model
 from vlmserve.models.rotary import contiguous_axes, interleaved_axes
+from vlmserve_common.errors import CheckpointError
 
 LAYER = {"qwen2_vl": "model.layers.1.", "qwen2_5_vl": "model.layers.1.", "qwen3_vl": "model.language_model.layers.1."}
 

@@ -9,11 +9,11 @@ import pytest
 
 from vision import process_backend
 from vision.worker_settings import WorkerSettings
-from vlmserve.engine_args import EngineArgs
+from vlmserve.checkpoints.tiny import write_tiny_model
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.start import StartSettings
 from vlmserve.scheduler import process
-from vlmserve.tiny_model import write_tiny_model
 
 
 class StartedError(Exception):

@@ -13,7 +13,6 @@ from tests.vision.fake_backend import ROW_BYTES, FakeBackend, make_pool, mark
 from tests.vision.fake_disk import FakeDisk
 from tests.vlmserve.scheduler import fake_worker as fake
 from vision.temporal_patch import temporal_patches
-from vlmserve.common.errors import EngineError
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.chunk_cache import ChunkCache
 from vlmserve.memory.media_keys import MediaKeyTable
@@ -24,6 +23,7 @@ from vlmserve.scheduler.kv_owner import KVOwner
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
 from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
+from vlmserve_common.errors import EngineError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 
 from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
 from vision.embedding_stats import PoolStats, TierStats
-from vlmserve.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
 from vlmserve.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -38,7 +39,6 @@ from vlmserve.messages import (
     TokenOutput,
 )
 from vlmserve.server.frontend import ApiFrontend, make_frontend
-from vlmserve.settings import ServerSettings
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer
 

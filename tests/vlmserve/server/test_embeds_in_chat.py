@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.server.fake_engine import ROW_WIDTH, Served, make_served
 from tests.vlmserve.server.test_files_in_chat import ask, media_of, refused, upload
-from vlmserve.common.wire import WireCodec
 from vlmserve.messages import TokenizedGenerateReqInput
+from vlmserve_common.transport.wire import WireCodec
 
 PLACE = "messages[0].content[0]"
 ROWS = torch.randn(6, ROW_WIDTH, generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.server.fake_engine import WAIT_S, Served, make_served, png_url, real_server
-from vlmserve.file_store import FileLimits, FileStore
 from vlmserve.server.app import ApiSettings, build_app
+from vlmserve.server.file_store import FileLimits, FileStore
 
 PNG = base64.b64decode(png_url().split(",")[1])
 

@@ -11,10 +11,10 @@ from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served, png_url
-from vlmserve.common.errors import BadRequestError
-from vlmserve.file_store import FileLimits, FileStore
 from vlmserve.server.app import ApiSettings, build_app
+from vlmserve.server.file_store import FileLimits, FileStore
 from vlmserve.tokenizer.file_parts import with_files
+from vlmserve_common.errors import BadRequestError
 
 PNG = base64.b64decode(png_url().split(",")[1])
 

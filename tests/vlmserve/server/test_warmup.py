@@ -15,8 +15,8 @@ from tests.processors.clips import make_clip
 from tests.vlmserve.server.fake_engine import MODEL, WAIT_S, make_served, png_url, real_server
 from tests.vlmserve.server.test_embeds_in_chat import TEXT
 from tests.vlmserve.server.test_files_in_chat import by_url, refused, upload
-from vlmserve.common.wire import WireCodec
 from vlmserve.messages import EncodeOutput, EncodeReqInput, FinishReason
+from vlmserve_common.transport.wire import WireCodec
 
 URL = "/v1/warmup"
 PLACE = "messages[0].content[0]"

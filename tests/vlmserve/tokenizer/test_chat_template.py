@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
-from processors.video_options import VideoKnobs
+from processors.video.options import VideoKnobs
 from tests.vlmserve.tiny_tokenizer import TEMPLATE
-from vlmserve.common.errors import BadRequestError, CheckpointError
 from vlmserve.server.protocol import (
     ChatCompletionRequest,
     ImageEmbedsPart,
@@ -26,6 +25,7 @@ from vlmserve.server.protocol import (
 )
 from vlmserve.tokenizer.chat_messages import _KNOWN_FIELDS, ImageRef, VideoRef, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate, load_chat_template
+from vlmserve_common.errors import BadRequestError, CheckpointError
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from processors import process_maker
+from processors.pool import process_maker
 from tests.processors.fake_media_worker import PAUSE, fake_worker
 from tests.vlmserve.server_process import PATIENCE_S
-from vlmserve.common.errors import BadRequestError
-from vlmserve.engine_args import EngineArgs
-from vlmserve.helper_processes import helper_processes
+from vlmserve.checkpoints.tiny import write_tiny_model
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
+from vlmserve.engine.helper_processes import helper_processes
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.server.frontend import make_frontend
-from vlmserve.settings import ServerSettings
-from vlmserve.tiny_model import write_tiny_model
 from vlmserve.tokenizer import stage
 from vlmserve.tokenizer.chat_messages import ImageRef, VideoRef
 from vlmserve.warmup.local import LocalTarget
+from vlmserve_common.errors import BadRequestError
 
 
 @pytest.fixture

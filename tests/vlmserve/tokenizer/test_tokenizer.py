@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tests.vlmserve.tiny_tokenizer import make_tokenizer, write_tokenizer_folder
-from vlmserve.common.errors import BadRequestError, CheckpointError
 from vlmserve.messages import SamplingParams
 from vlmserve.tokenizer.sampling import (
     SamplingOverrides,
@@ -20,6 +19,7 @@ from vlmserve.tokenizer.sampling import (
     verify_sampling_params,
 )
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer, byte_level_alphabet, load_text_tokenizer
+from vlmserve_common.errors import BadRequestError, CheckpointError
 
 
 def test_the_byte_alphabet_is_whole():

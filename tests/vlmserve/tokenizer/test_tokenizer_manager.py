@@ -11,8 +11,6 @@ import pytest
 
 from tests.vlmserve.server.fake_engine import make_stats
 from tests.vlmserve.tiny_tokenizer import TEMPLATE, make_tokenizer
-from vlmserve.common.errors import BadRequestError, EngineError
-from vlmserve.media import ExpandedPrompt
 from vlmserve.messages import (
     AbortReq,
     BatchTextOutput,
@@ -24,6 +22,7 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
 )
 from vlmserve.tokenizer.chat_template import ChatTemplate
+from vlmserve.tokenizer.media import ExpandedPrompt
 from vlmserve.tokenizer.request_builder import (
     ChatPrompt,
     GenerateReqInput,
@@ -34,6 +33,7 @@ from vlmserve.tokenizer.request_builder import (
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
 from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError, TokenizerManager
+from vlmserve_common.errors import BadRequestError, EngineError
 
 TOKENIZER = TextTokenizer(make_tokenizer())
 PICTURE = {"type": "image_url", "image_url": {"url": "u"}}

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.processors.clips import frame, make_clip, with_rotation
 from vlmserve import cli
-from vlmserve.common.errors import EngineError
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.verify import command, reference
 from vlmserve.verify.cases import made_cases, own_case
 from vlmserve.verify.comparison import Finding, Verdict
 from vlmserve.verify.ours import RunSettings
 from vlmserve.verify.plain_clip import Length, length_of, read_frames
+from vlmserve_common.errors import EngineError
 
 SETTINGS = RunSettings(dtype="float32", device="cpu", max_tokens=8, num_threads=1)
 FEW = ["--max-tokens", "8", "--num-threads", "1"]
@@ -69,7 +69,7 @@ def test_other_weights_of_the_tower_show_wherever_it_looks(folder: Path, tmp_pat
 def test_wrong_positions_show(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a picture were text: one position a token."""
     flat = lambda length, spans, **_: (np.tile(np.arange(length, dtype=np.int64), (3, 1)), 0)  # noqa: E731
-    monkeypatch.setattr("processors.base.mrope_positions", flat)
+    monkeypatch.setattr("processors.families.base.mrope_positions", flat)
     found = verify(folder, folder, tmp_path)
     assert different(found) == {"image", "images, several turns", "video", "image and video"}
 

@@ -15,7 +15,7 @@ from vision import process_backend
 from vision.embedding_store import EmbeddingStore
 from vision.worker_settings import WorkerSettings
 from vlmserve import LLM, SamplingOverrides, cli
-from vlmserve.common.errors import EngineError
+from vlmserve_common.errors import EngineError
 
 SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST = 1_000_000

@@ -11,10 +11,10 @@ from processors.inputs import Modality
 from vlmserve.caption.inputs.media import Content, MediaReader
 from vlmserve.caption.inputs.source import printable, resolved
 from vlmserve.caption.item import ChatRequest, RequestItem
-from vlmserve.chat_files import named_files, with_files
-from vlmserve.common.errors import BadRequestError
+from vlmserve.client.chat_files import named_files, with_files
 from vlmserve.server.body import checked
 from vlmserve.server.protocol import ChatCompletionRequest
+from vlmserve_common.errors import BadRequestError
 
 _URL = "/v1/chat/completions"
 # Which model answers, and how answers come, is not a line's to say.

@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from vlmserve.caption.inputs.source import folder_of, path_in, printable
 from vlmserve.caption.item import Unreadable
-from vlmserve.checks import SettingsError
-from vlmserve.media_names import scheme_of
+from vlmserve.client.media_names import scheme_of
+from vlmserve.config.checks import SettingsError
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """What reading a file may raise, whatever it is."""

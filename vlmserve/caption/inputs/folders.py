@@ -14,7 +14,7 @@ from pathlib import Path
 from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.walking import Entry, scan, walk
 from vlmserve.caption.item import Found, Unreadable
-from vlmserve.media_names import PICTURES, VIDEOS, begins_as_medium
+from vlmserve.client.media_names import PICTURES, VIDEOS, begins_as_medium
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.records import item_of, media_column
 from vlmserve.caption.inputs.source import Columns, printable
 from vlmserve.caption.item import Found, Unreadable
-from vlmserve.common.errors import BadRequestError
 from vlmserve.server.body import json_object
+from vlmserve_common.errors import BadRequestError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from vlmserve.caption.inputs.files import BROKEN, ItemFile
 from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.source import resolved
 from vlmserve.caption.item import Found, Unreadable
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 MOST_BYTES = 512 * 2**20
 """Of a line: a video at the default limit, in base64, and more."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import blake3
 
-from processors.fetching import MediaFetcher
+from processors.fetch.fetching import MediaFetcher
 from processors.inputs import Modality
 from vlmserve.caption.inputs.source import HTTP, name_fields, path_in, printable
 from vlmserve.caption.item import MediumItem
-from vlmserve.chat_files import modality_within_limit
-from vlmserve.media_names import scheme_of
+from vlmserve.client.chat_files import modality_within_limit
+from vlmserve.client.media_names import scheme_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

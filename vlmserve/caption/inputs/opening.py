@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
-from processors.fetching import MediaFetcher
+from processors.fetch.fetching import MediaFetcher
 from vlmserve.caption.inputs.braces import check_ranges, expanded, has_range
 from vlmserve.caption.inputs.files import ItemFile, Once
 from vlmserve.caption.inputs.folders import Folder, Pattern, matches
@@ -23,8 +23,8 @@ from vlmserve.caption.inputs.source import HTTP, Columns, Source, path_in
 from vlmserve.caption.inputs.tables import Table
 from vlmserve.caption.inputs.tars import Tar
 from vlmserve.caption.item import Found, Unreadable
-from vlmserve.checks import SettingsError
-from vlmserve.media_names import local_path, scheme_of
+from vlmserve.client.media_names import local_path, scheme_of
+from vlmserve.config.checks import SettingsError
 
 InputFormat: TypeAlias = Literal["media", "list", "jsonl", "parquet", "tar"]
 _FORMATS: dict[str, InputFormat] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 _OF_THE_EXTRA = ("aiohttp", "fsspec", "pyarrow")
 

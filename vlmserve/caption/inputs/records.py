@@ -10,8 +10,8 @@ from typing import Any
 from vlmserve.caption.inputs.media import MediaReader, Own
 from vlmserve.caption.inputs.source import Columns, resolved
 from vlmserve.caption.item import MediumItem
-from vlmserve.common.errors import BadRequestError
-from vlmserve.media_names import scheme_of
+from vlmserve.client.media_names import scheme_of
+from vlmserve_common.errors import BadRequestError
 
 MEDIA_COLUMNS = (
     *("image", "img", "picture", "photo", "video", "clip", "jpg", "jpeg", "png", "webp", "mp4"),

@@ -7,12 +7,12 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
-from processors.byte_limit import ByteLimit
+from processors.fetch.byte_limit import ByteLimit
 from vlmserve.caption.inputs.packages import need
 from vlmserve.caption.inputs.source import HTTP
-from vlmserve.checks import SettingsError
-from vlmserve.common.errors import BadRequestError
-from vlmserve.media_names import scheme_of
+from vlmserve.client.media_names import scheme_of
+from vlmserve.config.checks import SettingsError
+from vlmserve_common.errors import BadRequestError
 
 _DRIVERS = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),

@@ -14,8 +14,8 @@ from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.remote import read_path, reason, signature
 from vlmserve.caption.inputs.source import name_fields, printable
 from vlmserve.caption.item import Found, MediumItem, Unreadable
-from vlmserve.chat_files import modality_within_limit
-from vlmserve.media_names import PICTURES, VIDEOS
+from vlmserve.client.chat_files import modality_within_limit
+from vlmserve.client.media_names import PICTURES, VIDEOS
 
 
 @dataclass(frozen=True, kw_only=True)

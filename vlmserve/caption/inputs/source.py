@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urljoin, urlsplit
 
 from vlmserve.caption.item import Found
-from vlmserve.common.errors import BadRequestError
-from vlmserve.media_names import local_path, scheme_of
+from vlmserve.client.media_names import local_path, scheme_of
+from vlmserve_common.errors import BadRequestError
 
 HTTP = ("http", "https")
 

@@ -6,7 +6,7 @@ import io
 import os
 from multiprocessing.connection import wait
 
-from vlmserve.common.wake_up import WakeUp
+from vlmserve_common.process.wake_up import WakeUp
 
 
 class StandardInput(io.RawIOBase):

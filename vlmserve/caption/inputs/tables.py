@@ -12,7 +12,7 @@ from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.records import item_of, media_column
 from vlmserve.caption.inputs.source import Columns
 from vlmserve.caption.item import Found, Unreadable
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch

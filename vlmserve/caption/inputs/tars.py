@@ -17,8 +17,8 @@ from vlmserve.caption.inputs.records import jsonable
 from vlmserve.caption.inputs.source import Columns, printable
 from vlmserve.caption.inputs.tar_members import DamagedTar, members
 from vlmserve.caption.item import Found, Unreadable
-from vlmserve.common.errors import BadRequestError
-from vlmserve.media_names import PICTURES, VIDEOS
+from vlmserve.client.media_names import PICTURES, VIDEOS
+from vlmserve_common.errors import BadRequestError
 
 _MOST_TEXT_BYTES = 2**20
 _MOST_FILES = 1000

@@ -15,7 +15,7 @@ from typing import Any
 from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
 from vlmserve.caption.result import Captioned
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 
 class OutputError(SettingsError):

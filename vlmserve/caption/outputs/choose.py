@@ -14,7 +14,7 @@ from vlmserve.caption.outputs.jsonl import JsonLines
 from vlmserve.caption.outputs.parquet import Parquet
 from vlmserve.caption.outputs.sidecars import Sidecars
 from vlmserve.caption.outputs.tars import Tars
-from vlmserve.checks import SettingsError
+from vlmserve.config.checks import SettingsError
 
 _NUMBER = re.compile(r"%0?\d*d")
 _LINES, _PARQUET, _TAR = (".jsonl", ".ndjson"), ".parquet", ".tar"

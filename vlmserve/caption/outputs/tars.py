@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from processors.image.formats import picture_format
 from processors.inputs import Modality
-from processors.picture_formats import picture_format
-from processors.video_formats import video_format
+from processors.video.formats import video_format
 from vlmserve.caption.journal import Journal
 from vlmserve.caption.outputs.base import Appended, Output, OutputError, PartNames, remove_locked, sync_folder
 from vlmserve.caption.result import Captioned, as_text, output_line

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from processors.fetching import FetchSettings, MediaFetcher
+from processors.fetch.fetching import FetchSettings, MediaFetcher
 from vlmserve.caption.inputs import Columns, InputFormat, Inputs, open_inputs
 from vlmserve.caption.item import Found, MediumItem, RequestItem, Unreadable
 

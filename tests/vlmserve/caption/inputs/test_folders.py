@@ -11,8 +11,8 @@ import pytest
 from tests.vlmserve.caption.inputs.found import ids, media, opened, total, touch, unreadable
 from tests.vlmserve.warmup.media import png
 from vlmserve.caption.inputs import walking
-from vlmserve.checks import SettingsError
-from vlmserve.common.errors import BadRequestError
+from vlmserve.config.checks import SettingsError
+from vlmserve_common.errors import BadRequestError
 
 
 @pytest.fixture(autouse=True)

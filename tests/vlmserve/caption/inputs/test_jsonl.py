@@ -14,7 +14,7 @@ from tests.vlmserve.caption.inputs.found import ids, media, opened, requests, to
 from tests.vlmserve.warmup.media import data_url, png
 from vlmserve.caption.inputs import Columns
 from vlmserve.caption.item import ChatRequest, MediumItem
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ import tracemalloc
 
 import pytest
 
-from processors.fetching import FetchSettings, MediaFetcher
+from processors.fetch.fetching import FetchSettings, MediaFetcher
 from tests.vlmserve.caption.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.warmup.media import data_url, png
 from vlmserve.caption.inputs import lines, open_inputs
-from vlmserve.checks import SettingsError
-from vlmserve.common.errors import BadRequestError
+from vlmserve.config.checks import SettingsError
+from vlmserve_common.errors import BadRequestError
 
 LIST = b"\xef\xbb\xbf# comment\r\npics/a.png\r\n\r\n  http://127.0.0.1:1/b.png?size=3  \n%s\nfile://%s\n"
 

@@ -20,8 +20,8 @@ from tests.test_floors import BLOCK
 from tests.vlmserve.caption.inputs.found import ids, media, opened, requests, total, touch, unreadable, web
 from tests.vlmserve.caption.inputs.test_tars import tar
 from tests.vlmserve.warmup.media import png
-from vlmserve.checks import SettingsError
-from vlmserve.common.errors import BadRequestError
+from vlmserve.config.checks import SettingsError
+from vlmserve_common.errors import BadRequestError
 
 TAR = tar({"a.png": png(1), "a.txt": b"one", "b.png": png(2)})
 ITEMS = [{"image": "pics/a.png"}, {"image": "/pics/a.png", "id": "x"}, {"image": "file:///etc/passwd", "id": "y"}]
@@ -215,7 +215,7 @@ def test_packages_that_are_missing(here, monkeypatch, missing, word, message):
 def test_what_needs_no_packages(here):
     code = """
 import io
-from processors.fetching import FetchSettings, MediaFetcher
+from processors.fetch.fetching import FetchSettings, MediaFetcher
 from vlmserve.caption.inputs import open_inputs
 fetcher = MediaFetcher(FetchSettings(allowed_local_media_path="/"))
 words = ["s-0.tar", "s-1.tar.gz", "list.txt", "items.jsonl", "pics", "pics/*.png", "-"]

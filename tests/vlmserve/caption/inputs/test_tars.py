@@ -17,7 +17,7 @@ from tests.vlmserve.caption.inputs.found import ids, media, opened, total, touch
 from tests.vlmserve.warmup.media import png
 from vlmserve.caption.inputs import Columns, tars
 from vlmserve.caption.item import MediumItem
-from vlmserve.common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError
 
 SAMPLES = {
     "d/0001.png": png(1),

@@ -1,0 +1,1 @@
+"""What the built-in model and the samples are made of. Not installed."""

@@ -1,0 +1,314 @@
+"""What every family's processor does: pictures and videos to patches, and a prompt with placeholders to engine input.
+
+The two are apart on purpose. `process_image` and `process_video` are the expensive half (they run in the threads of
+`processors.pool.pool`, their results are cached by content), `expand` the cheap one that needs the whole request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from PIL import Image
+
+from processors.embeds import GridLimits, check_embeds
+from processors.families.config import ProcessorConfig, TokenIds
+from processors.families.processor_kwargs import RequestKnobs, parse_processor_kwargs
+from processors.hashing import embeds_digest, media_digest, patch_digest
+from processors.image.decoding import DecodeLimits, normalize_image
+from processors.image.sizes import ImageSizes
+from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
+from processors.knobs import ImageKnobs
+from processors.mrope import MediaSpan, mrope_positions
+from processors.processed import ProcessedImage, ProcessedMedium, ProcessedVideo
+from processors.resize import Allocate, frames_to_patches, planes, resize_frames
+from processors.video.clips import VideoProcessor
+from processors.video.options import VideoKnobs, VideoLimits, VideoOptions
+from processors.video.rules import SHARED_RULES, RuleSettings, VideoRules
+from vlmserve_common.errors import BadRequestError
+
+ContinueText: TypeAlias = Callable[[Sequence[int], str], list[int]]
+"""(ids of a text, more text) -> ids of both together, which need not be those of the two, one after the other."""
+
+
+Coordinates = Literal["absolute", "0-1000"]
+"""How a family's models count in a picture: pixels of the resized picture, or thousandths of its width and height."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessorLimits:
+    """Server-side limits and options.
+
+    max_pixels: the largest area a picture or frame is resized to; None: the checkpoint's own maximum.
+    low_detail_tokens: most tokens of a picture of detail "low". embeds: whether pictures may come encoded.
+    """
+
+    decode: DecodeLimits = field(default_factory=DecodeLimits)
+    max_pixels: int | None = None
+    low_detail_tokens: int = 64
+    embeds: bool = False
+    video: VideoLimits = field(default_factory=VideoLimits)
+    video_options: VideoOptions = field(default_factory=VideoOptions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoBlock:
+    """A video's place in a prompt. ids: of the prompt from the medium before up to the video's end.
+
+    offsets: its ranges of pad tokens, counted from the beginning of `ids`. skip: prompt ids behind the placeholder that
+    the block has replaced.
+    """
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    skip: int = 0
+
+
+class ExpandedPrompt(NamedTuple):
+    """input_ids: int64 [L], each placeholder expanded to its pad tokens. mm_inputs: None for a prompt without media."""
+
+    input_ids: np.ndarray
+    mm_inputs: MultimodalInputs | None
+
+
+class MultimodalProcessor(ABC):
+    """Pictures, videos and prompts of one checkpoint. Stateless, so any number of threads may use it.
+
+    continue_text: the checkpoint's tokenizer, which a family needs that writes the time into a video's tokens.
+    allocate: makes the arrays that patches are written to.
+    """
+
+    coordinates: ClassVar[Coordinates]
+
+    def __init__(
+        self,
+        config: ProcessorConfig,
+        limits: ProcessorLimits,
+        continue_text: ContinueText | None = None,
+        *,
+        allocate: Allocate = np.empty,
+    ) -> None:
+        self.config = config
+        self.limits = limits
+        self._allocate = allocate
+        self._continue_text = continue_text
+        self.sizes = ImageSizes(
+            factor=config.patches.factor,
+            min_pixels=config.min_pixels,
+            max_pixels=config.max_pixels,
+            limit=limits.max_pixels,
+            low_detail_tokens=limits.low_detail_tokens,
+        )
+        self._rules = self._make_rules()
+        self._video = VideoProcessor(self._rules, config.video_patches, limits.video, allocate)
+
+    @staticmethod
+    @abstractmethod
+    def video_rules(settings: RuleSettings) -> VideoRules:
+        """The family's own, where `--video-sampling` asks for no others."""
+
+    @abstractmethod
+    def time_interval(self, item: MultimodalDataItem) -> float:
+        """M-RoPE positions between two temporal patches of `item`."""
+
+    def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
+        """A request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
+        return parse_processor_kwargs(given, video_counts_clip=self._rules.sizer.counts_clip)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Ids of the media tokens."""
+        return self.config.token_ids
+
+    def resized_size(self, height: int, width: int, knobs: ImageKnobs | None = None) -> tuple[int, int]:
+        """The (height, width) in pixels that a picture is resized to. Raises BadRequestError for bad knobs or sides."""
+        return self.sizes.fit(height, width, knobs or ImageKnobs())[:2]
+
+    def num_image_tokens(self, height: int, width: int, knobs: ImageKnobs | None = None) -> int:
+        """Pad tokens of a picture of that size, without touching any pixels."""
+        new_height, new_width = self.resized_size(height, width, knobs)
+        return new_height * new_width // self.config.patches.factor**2
+
+    def process_image(self, image: Image.Image, knobs: ImageKnobs | None = None) -> ProcessedImage:
+        """Bring one picture upright, to RGB and to size, and cut it into patches. Raises BadRequestError."""
+        rgb = normalize_image(image, self.limits.decode)
+        knobs = knobs or ImageKnobs()
+        height, width, clamps = self.sizes.fit(rgb.height, rgb.width, knobs)
+        patches = self.config.patches
+        pixels = planes(resize_frames(np.array(rgb)[None], height, width, patches.resample))
+        count = height * width // patches.patch_size**2
+        out = self._allocate((count, patches.row_width(frames=1)), np.uint8)
+        feature, grid = frames_to_patches(pixels.transpose(0, 2, 3, 1), patches, out)
+        feature.flags.writeable = False
+        digests = (patch_digest(grid[1:], pixels, patches),)
+        return ProcessedImage(
+            digest=media_digest(Modality.IMAGE, grid, digests),
+            patch_digests=digests,
+            grid_thw=grid,
+            feature=feature,
+            scale=patches.scale(frames=1),
+            num_tokens=self._num_tokens(grid),
+            source_size=rgb.size,
+            clamps=clamps,
+            ignored=self.sizes.ignored(knobs),
+        )
+
+    def check_embeds_allowed(self) -> None:
+        """Raises BadRequestError unless pictures may come encoded."""
+        if not self.limits.embeds:
+            what = "pictures that come encoded are refused (setting --enable-mm-embeds)"
+            raise BadRequestError(what, code="unsupported_content")
+        if self.config.rows is None:
+            raise BadRequestError("this checkpoint's config.json does not say how wide rows are")
+
+    def process_embeds(self, tensors: Mapping[str, Any]) -> ProcessedImage:
+        """A picture that comes encoded (see `processors.embeds`). Raises BadRequestError."""
+        self.check_embeds_allowed()
+        assert self.config.rows is not None
+        patches = self.config.patches
+        limits = GridLimits(merge_size=patches.merge_size, patch_size=patches.patch_size, max_pixels=self.sizes.highest)
+        rows, grid = check_embeds(tensors, self.config.rows, limits)
+        digest = embeds_digest(grid, rows)
+        return ProcessedImage(
+            digest=digest,
+            patch_digests=(digest,),
+            grid_thw=grid,
+            feature=rows,
+            num_tokens=len(rows),
+            source_size=(grid[2] * patches.patch_size, grid[1] * patches.patch_size),
+            encoded=True,
+        )
+
+    def process_video(self, source: bytes | Sequence[Image.Image], knobs: VideoKnobs | None = None) -> ProcessedVideo:
+        """Choose, resize and cut the frames of a video file, or a list of frames. Raises BadRequestError."""
+        if isinstance(source, bytes):
+            return self._video.process_clip(source, knobs or VideoKnobs())
+        return self.process_frames(source, len(source), knobs)
+
+    def process_frames(
+        self, frames: Iterable[Image.Image], count: int, knobs: VideoKnobs | None = None
+    ) -> ProcessedVideo:
+        """A list of frames, which may be made as they are asked for. Raises BadRequestError."""
+        arrays = (np.array(normalize_image(frame, self.limits.decode)) for frame in frames)
+        return self._video.process_frames(arrays, count, knobs or VideoKnobs())
+
+    def expand(self, prompt_ids: Sequence[int] | np.ndarray, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
+        """Put each medium's pad tokens in the place of its single placeholder, in prompt order.
+
+        prompt_ids: the tokenized prompt, one image pad id per picture and one video pad id per video. Raises
+        BadRequestError when placeholders and media do not match up.
+        """
+        ids = np.asarray(prompt_ids, np.int64)
+        places = np.flatnonzero((ids == self.token_ids.image_pad) | (ids == self.token_ids.video_pad))
+        self._check_places(ids[places], media)
+        if not media:
+            return ExpandedPrompt(ids, None)
+        parts: list[np.ndarray] = []
+        items: list[MultimodalDataItem] = []
+        done = length = 0  # ids of the prompt used; ids of the result so far
+        for place, medium in zip(places.tolist(), media, strict=True):
+            before = ids[done:place]
+            if isinstance(medium, ProcessedVideo):
+                block = self.place_video(before.tolist(), medium, int(ids[place + 1]) if place + 1 < len(ids) else None)
+                offsets = tuple((length + start, length + end) for start, end in block.offsets)
+                new = [np.asarray(block.ids, np.int64)]
+                done = place + 1 + block.skip
+            else:
+                start = length + len(before)
+                offsets = ((start, start + medium.num_tokens),)
+                new = [before, np.full(medium.num_tokens, self.token_ids.image_pad, np.int64)]
+                done = place + 1
+            items.append(data_item(medium, offsets))
+            parts += new
+            length += sum(map(len, new))
+        input_ids = np.concatenate([*parts, ids[done:]])
+        positions, delta = self.positions(len(input_ids), items)
+        inputs = MultimodalInputs(items=tuple(items), mrope_positions=positions, mrope_position_delta=delta)
+        return ExpandedPrompt(input_ids, inputs)
+
+    def place_video(self, before: list[int], video: ProcessedVideo, after: int | None) -> VideoBlock:
+        """A video's tokens. before: prompt ids since the medium before; after: the id behind its placeholder."""
+        pads = [self.token_ids.video_pad] * video.num_tokens
+        return VideoBlock(ids=before + pads, offsets=[(len(before), len(before) + len(pads))])
+
+    def process(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        media: Sequence[Image.Image | ProcessedMedium] = (),
+        knobs: ImageKnobs | None = None,
+    ) -> ExpandedPrompt:
+        """`process_image` for each picture that is not processed yet, then `expand`."""
+        done = [self.process_image(x, knobs) if isinstance(x, Image.Image) else x for x in media]
+        return self.expand(prompt_ids, done)
+
+    def positions(self, length: int, items: Sequence[MultimodalDataItem]) -> tuple[np.ndarray, int]:
+        """M-RoPE positions int64 [3, length] and delta of an expanded prompt that holds `items`, in prompt order.
+
+        An item in one range is one block; one in several ranges (a Qwen3-VL video) has a temporal patch in each.
+        """
+        merge = self.config.patches.merge_size
+        spans = []
+        for item in items:
+            t, h, w = item.grid_thw
+            grid = (t // len(item.offsets), h // merge, w // merge)
+            interval = self.time_interval(item)
+            for start, end in item.offsets:
+                span = MediaSpan(start=start, grid=grid, time_interval=interval)
+                if span.end != end:
+                    raise ValueError(f"range [{start}, {end}) of a media item does not hold a grid of {grid}")
+                spans.append(span)
+        return mrope_positions(length, spans, time_counts=self.limits.video_options.reference == "published")
+
+    def _make_rules(self) -> VideoRules:
+        options = self.limits.video_options
+        return SHARED_RULES.get(options.sampling, self.video_rules)(
+            RuleSettings(
+                config=self.config.video,
+                patches=self.config.video_patches,
+                fps=options.fps,
+                cap_pixels_per_frame=options.cap_pixels_per_frame,
+                max_frames=self.limits.video.max_frames,
+                max_pixels=self.limits.max_pixels,
+            )
+        )
+
+    def _check_places(self, pads: np.ndarray, media: Sequence[ProcessedMedium]) -> None:
+        """pads: the ids of the placeholders, in order."""
+        videos = [isinstance(medium, ProcessedVideo) for medium in media]
+        wanted = (pads == self.token_ids.video_pad).tolist()
+        for kind, name, is_video in (("image", "picture", False), ("video", "video", True)):
+            places, count = wanted.count(is_video), videos.count(is_video)
+            if places != count:
+                raise BadRequestError(
+                    f"the prompt text contains {places} {kind} placeholder{'s' * (places != 1)} but the request "
+                    f"has {count} {name}{'s' * (count != 1)}: each {name} needs exactly one, which the chat "
+                    "template writes",
+                    code="placeholder_mismatch",
+                )
+        if wanted != videos:
+            raise BadRequestError(
+                "the prompt text has its image and video placeholders in another order than the request's media",
+                code="placeholder_mismatch",
+            )
+
+    def _num_tokens(self, grid: tuple[int, int, int]) -> int:
+        return grid[0] * grid[1] * grid[2] // self.config.patches.merge_size**2
+
+
+def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()) -> MultimodalDataItem:
+    """A medium as the engine takes it. offsets: where it stands in its prompt; none for one that is only encoded."""
+    video = medium if isinstance(medium, ProcessedVideo) else None
+    return MultimodalDataItem(
+        modality=Modality.IMAGE if video is None else Modality.VIDEO,
+        digest=medium.digest,
+        patch_digests=medium.patch_digests,
+        grid_thw=medium.grid_thw,
+        offsets=offsets,
+        feature=medium.feature,
+        scale=medium.scale,
+        encoded=isinstance(medium, ProcessedImage) and medium.encoded,
+        second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
+    )

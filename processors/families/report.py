@@ -1,0 +1,118 @@
+"""What became of a picture or video on its way into a prompt, in plain values, for whoever asked about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from processors.families.base import Coordinates, MultimodalProcessor, ProcessedMedium
+from processors.knobs import Clamp
+from processors.video.clips import ProcessedVideo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoReport:
+    """frame_indices, timestamps: frames used, by number and in seconds. patch_timestamps: of each temporal patch.
+
+    source_fps, source_frames, source_duration_s: of the video as it came. sampling: the rule that chose the frames
+    ("transformers", "qwen-vl-utils", "time-grid"; "all" frames of a file, or a "list" of frames); sample_fps: how
+    many of them a second.
+    """
+
+    frame_indices: tuple[int, ...]
+    timestamps: tuple[float, ...]
+    patch_timestamps: tuple[float, ...]
+    source_fps: float
+    source_frames: int
+    source_duration_s: float
+    sampling: str
+    sample_fps: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediumReport:
+    """One medium of a request. param: its place there. source_size, final_size: (width, height) in pixels, upright.
+
+    grid_thw: patches in time, height and width; tokens: pad tokens in the prompt. coordinates: how the model counts in
+    it. clamps: what the server's limits changed; ignored: what was asked for and has no effect. video: None for a
+    picture.
+    """
+
+    kind: Literal["image", "video"]
+    param: str
+    source_size: tuple[int, int]
+    final_size: tuple[int, int]
+    grid_thw: tuple[int, int, int]
+    tokens: int
+    coordinates: Coordinates
+    clamps: tuple[Clamp, ...]
+    ignored: tuple[str, ...] = ()
+    video: VideoReport | None = None
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Pixels of the source in one of the resized picture, along x and y."""
+        return self.source_size[0] / self.final_size[0], self.source_size[1] / self.final_size[1]
+
+    def warnings(self) -> list[str]:
+        """A sentence for each thing that is not as it was asked for."""
+        ignored = [f"{name} has no effect on this {self.kind}" for name in self.ignored]
+        return [f"{self.param}: {what}" for what in [*map(str, self.clamps), *ignored]]
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as the API gives it."""
+        scale = self.scale
+        return {
+            "kind": self.kind,
+            "param": self.param,
+            "source_size": _size(self.source_size),
+            "final_size": _size(self.final_size),
+            "grid_thw": list(self.grid_thw),
+            "tokens": self.tokens,
+            "scale": {"x": scale[0], "y": scale[1]},
+            "coordinates": self.coordinates,
+            "clamps": [asdict(clamp) for clamp in self.clamps],
+            "ignored": list(self.ignored),
+            "video": None if self.video is None else asdict(self.video),
+        }
+
+
+def report_medium(processor: MultimodalProcessor, medium: ProcessedMedium, param: str) -> MediumReport:
+    """The report on a medium that `processor` made. param: its place in the request."""
+    video = medium if isinstance(medium, ProcessedVideo) else None
+    patch = (processor.config.patches if video is None else processor.config.video_patches).patch_size
+    return MediumReport(
+        kind="image" if video is None else "video",
+        param=param,
+        source_size=medium.source_size,
+        final_size=(medium.grid_thw[2] * patch, medium.grid_thw[1] * patch),
+        grid_thw=medium.grid_thw,
+        tokens=medium.num_tokens,
+        coordinates=processor.coordinates,
+        clamps=medium.clamps,
+        ignored=medium.ignored,
+        video=None if video is None else _video(video),
+    )
+
+
+def _video(video: ProcessedVideo) -> VideoReport:
+    return VideoReport(
+        frame_indices=video.frame_indices,
+        timestamps=video.frame_times,
+        patch_timestamps=video.patch_times,
+        source_fps=video.source_fps,
+        source_frames=video.source_frames,
+        source_duration_s=video.source_frames / video.source_fps,
+        sampling=video.sampling,
+        sample_fps=video.sample_fps,
+    )
+
+
+def report_json(media: Iterable[MediumReport]) -> dict[str, Any]:
+    """`mm_report` of a request, its media in prompt order."""
+    return {"media": [medium.as_json() for medium in media]}
+
+
+def _size(size: tuple[int, int]) -> dict[str, int]:
+    return {"width": size[0], "height": size[1]}

@@ -1,0 +1,271 @@
+"""A media URL to bytes: data:, http(s): and, where allowed, file:. Every failure is the request's own 400."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import ssl
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from processors.fetch.addresses import Resolver, system_resolver
+from processors.fetch.byte_limit import ByteLimit
+from processors.fetch.media_file import MediaFile
+from processors.inputs import Modality
+from vlmserve_common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from processors.fetch.http_get import HttpGetter
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
+_WHITESPACE = b" \t\r\n\f"
+_CODE = "invalid_media_url"
+_PIECE_BYTES = 256 * 1024  # a multiple of 4, which are decoded together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchSettings:
+    """What a client's URL may reach and cost.
+
+    allow_private_media: let http(s) URLs reach loopback, private, link-local and other non-public addresses.
+    allowed_local_media_path: the folder below which file: URLs may read; None refuses them all.
+    max_bytes, max_video_bytes: the largest picture and video file. timeout_s: seconds for one URL in all: name lookup,
+    connecting, redirects, body.
+    max_redirects: redirects followed. allowed_media_domains: the only hosts http(s) URLs may name, redirects included
+    (".example.com" stands for everything below example.com); None for any host.
+    """
+
+    allow_private_media: bool = False
+    allowed_local_media_path: str | None = None
+    max_bytes: int = 64 * 2**20
+    max_video_bytes: int = 256 * 2**20
+    timeout_s: float = 15.0
+    max_redirects: int = 5
+    allowed_media_domains: tuple[str, ...] | None = None
+    user_agent: str = "vlmserve"
+
+
+class MediaFetcher:
+    """Fetches media by URL. Blocking and thread-safe; made to run in a worker pool.
+
+    resolver, ssl_context: other than the system's, for tests and unusual networks.
+    """
+
+    def __init__(
+        self,
+        settings: FetchSettings,
+        *,
+        resolver: Resolver = system_resolver,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._settings = settings
+        self._resolver = resolver
+        self._ssl_context = ssl_context
+        self._parent: MediaFetcher | None = None
+        self._lock = threading.Lock()
+        self._http: HttpGetter | None = None
+        self._closed = False
+
+    def child(self) -> MediaFetcher:
+        """Another one like this, which ends with it, and may be closed by itself."""
+        child = MediaFetcher(self._settings, resolver=self._resolver, ssl_context=self._ssl_context)
+        child._parent = self
+        return child
+
+    def fetch(self, source: str | MediaFile, *, param: str | None = None, modality: Modality = Modality.IMAGE) -> bytes:
+        """The bytes behind a URL, or of a file; how many there may be depends on the modality.
+
+        Raises BadRequestError (with `param`), whatever the reason.
+        """
+        limit = self.limit(modality)
+        try:
+            return source.read(limit) if isinstance(source, MediaFile) else self._fetch(source, limit)
+        except BadRequestError as error:
+            error.param = error.param or param
+            raise
+
+    def _fetch(self, url: str, limit: ByteLimit) -> bytes:
+        match = _SCHEME.match(url)
+        scheme = match.group(1).lower() if match else ""
+        if scheme == "data":
+            return _decode_data(url, limit)
+        if scheme in ("http", "https"):
+            return self._get(url, limit)
+        if scheme == "file":
+            return self._read_file(url, limit)
+        raise BadRequestError(_explain_scheme(url, scheme), code=_CODE)
+
+    def limit(self, modality: Modality) -> ByteLimit:
+        """The largest file of a modality."""
+        if modality is Modality.VIDEO:
+            return ByteLimit(bytes=self._settings.max_video_bytes, setting="--max-video-bytes")
+        return ByteLimit(bytes=self._settings.max_bytes, setting="--media-max-bytes")
+
+    def close(self) -> None:
+        """Break off downloads under way and refuse new ones."""
+        with self._lock:
+            self._closed = True
+            if self._http is not None:
+                self._http.close()
+
+    def _get(self, url: str, limit: ByteLimit) -> bytes:
+        from processors.fetch.http_get import GetError
+
+        try:
+            return self._getter().get(url, limit)
+        except GetError as error:
+            raise BadRequestError(f"media URL {_shorten(url)}: {error}", code=_CODE) from error
+
+    def _getter(self) -> HttpGetter:
+        # Made at the first http URL: loading the system's certificates takes time and memory.
+        from processors.fetch.http_get import GetError, GetLimits, HttpGetter
+
+        with self._lock:
+            if self._closed:
+                raise GetError("the server is shutting down")
+            if self._http is None and self._parent is not None:
+                self._http = self._parent._getter().child()
+            elif self._http is None:
+                settings = self._settings
+                limits = GetLimits(
+                    timeout_s=settings.timeout_s,
+                    max_redirects=settings.max_redirects,
+                    allow_private_media=settings.allow_private_media,
+                    allowed_media_domains=settings.allowed_media_domains,
+                )
+                self._http = HttpGetter(limits, self._resolver, settings.user_agent, self._ssl_context)
+            return self._http
+
+    def _read_file(self, url: str, limit: ByteLimit) -> bytes:
+        root = self._settings.allowed_local_media_path
+        if root is None:
+            raise BadRequestError("file: URLs are refused (setting --allowed-local-media-path)", code=_CODE)
+        path = _local_path(url)
+        root = os.path.realpath(root)
+        inside = os.path.relpath(os.path.realpath(path), root)
+        if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
+            raise BadRequestError(
+                f"{_shorten(url)} is not below the folder of the setting --allowed-local-media-path", code=_CODE
+            )
+        try:
+            return _read_below(root, inside.split(os.sep), url, limit)
+        except OSError as error:
+            raise BadRequestError(f"cannot read {_shorten(url)}: {error.strerror}", code=_CODE) from None
+
+
+def is_remote(url: str) -> bool:
+    """Whether fetching it waits for others: all but data: URLs."""
+    return url[:5].lower() != "data:"
+
+
+def _decode_data(url: str, limit: ByteLimit) -> bytes:
+    header, comma, payload = url.partition(",")
+    if not comma:
+        raise BadRequestError("data: URL without a comma before its data", code=_CODE)
+    if not header.lower().endswith(";base64"):
+        raise BadRequestError(
+            f"data: URL {_shorten(header)} is not base64: write data:image/png;base64,...", code=_CODE
+        )
+    try:
+        raw = payload.encode("ascii")
+    except UnicodeEncodeError as error:
+        raise BadRequestError(
+            f"data: URL is not valid base64: foreign character {payload[error.start]!r}", code=_CODE
+        ) from None
+    if b"%" in raw:
+        raw = b"".join(unquote_to_bytes(piece) for piece in _pieces_of_escapes(raw))
+    if any(space in raw for space in _WHITESPACE):
+        raw = b"".join(piece.translate(None, _WHITESPACE) for piece in _pieces(raw))
+    size = len(raw) * 3 // 4
+    if size > limit.bytes + 2:  # two of them may be padding
+        raise _too_large(f"data: URL of about {size}", limit)
+    if len(raw) % 4 and not raw.endswith(b"="):
+        raw += b"=" * (-len(raw) % 4)  # padding is optional, as in browsers
+    try:
+        if raw.find(b"=", 0, -2) >= 0:
+            raise ValueError("padding before its end")
+        data = b"".join(base64.b64decode(piece, validate=True) for piece in _pieces(raw))
+    except (binascii.Error, ValueError) as error:
+        raise BadRequestError(f"data: URL is not valid base64: {error}", code=_CODE) from None
+    if len(data) > limit.bytes:
+        raise _too_large(f"data: URL of {len(data)}", limit)
+    return data
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """Decoding holds Python's lock: in one go it would stop the event loop for tens of milliseconds."""
+    return (data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES))
+
+
+def _local_path(url: str) -> str:
+    """What a file: URL names. Raises BadRequestError for what cannot be a path."""
+    try:
+        parts = urlsplit(url)
+        path = unquote(parts.path, errors="surrogateescape")
+        if parts.netloc in ("", "localhost") and path.startswith("/") and b"\0" not in os.fsencode(path):
+            return path
+    except ValueError:  # a host with an open bracket, say, or half a character in the path
+        pass
+    raise BadRequestError(f"{_shorten(url)} is not of the form file:///absolute/path", code=_CODE)
+
+
+def _pieces_of_escapes(data: bytes) -> Iterator[bytes]:
+    """Pieces that end between percent-encoded bytes: taking those apart makes an object of each."""
+    start = 0
+    while start < len(data):
+        end = start + _PIECE_BYTES
+        cut = data.rfind(b"%", end - 2, end)
+        end = end if cut < 0 else cut
+        yield data[start:end]
+        start = end
+
+
+def _read_below(root: str, names: list[str], url: str, limit: ByteLimit) -> bytes:
+    """Walk down from `root` without following links, so that none slipped in after the check leads out."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for depth, name in enumerate(names, 1):
+            # Not blocking: opening a pipe that nobody writes to would hang.
+            kind = os.O_NONBLOCK if depth == len(names) else os.O_DIRECTORY
+            below = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=fd)
+            os.close(fd)
+            fd = below
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadRequestError(f"{_shorten(url)} is not a regular file", code=_CODE)
+        if status.st_size > limit.bytes:
+            raise _too_large(f"file of {status.st_size}", limit)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            data = file.read(limit.bytes + 1)
+    finally:
+        os.close(fd)
+    if len(data) > limit.bytes:  # it grew, or it is one of those that claim to be empty
+        raise _too_large(f"file of more than {limit.bytes}", limit)
+    return data
+
+
+def _too_large(what: str, limit: ByteLimit) -> BadRequestError:
+    return BadRequestError(f"{what} bytes, the limit is {limit.bytes} (setting {limit.setting})", code=_CODE)
+
+
+def _explain_scheme(url: str, scheme: str) -> str:
+    if not url.strip():
+        return "empty media URL"
+    if url.startswith("file-"):
+        return f"{_shorten(url)} is no media URL; the id of an uploaded file belongs into file_id, in the place of url"
+    if scheme:
+        return f"media URL {_shorten(url)}: scheme {scheme!r} is not supported, only data, http, https and file"
+    return (
+        f"{_shorten(url)} is not a media URL: it must begin with data:, http:, https: or file:; a file of the client's "
+        "is sent as data:image/png;base64,..."
+    )
+
+
+def _shorten(text: str, limit: int = 100) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")

@@ -1,0 +1,1 @@
+"""Many media at a time, each answered for itself."""

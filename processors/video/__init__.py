@@ -1,0 +1,1 @@
+"""Videos: which frames are taken, and how they are decoded."""

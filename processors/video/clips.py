@@ -1,0 +1,243 @@
+"""One clip, or list of frames, to patches.
+
+Frames are resized and cut into patches one temporal patch after the other, so that memory holds the result and two
+frames of full size for each thread that does so, not the clip.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from processors.hashing import media_digest, patch_digest
+from processors.inputs import Modality
+from processors.processed import ProcessedVideo
+from processors.resize import Allocate, PatchConfig, frames_to_patches, planes, resize_frames
+from processors.video.ahead import ahead
+from processors.video.frame_choice import FrameChoice
+from processors.video.options import VideoKnobs, VideoLimits, check_knobs
+from processors.video.rules import VideoRules
+from processors.video.side_by_side import side_by_side
+from vlmserve_common.errors import BadRequestError
+
+_CODE = "invalid_value"
+# qwen_vl_utils' rate of frames that come as a list, where nothing is said
+_LIST_FPS = 2.0
+_OF_FILES = ("num_frames", "min_frames", "max_frames", "do_sample_frames", "video_start", "video_end")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """A clip or list of frames as it came. size: (width, height), upright. fps: frames a second."""
+
+    size: tuple[int, int]
+    fps: float
+    num_frames: int
+
+
+class _Clip(Protocol):
+    """What is needed here of `processors.video.decoding.Clip`, which brings PyAV along."""
+
+    @property
+    def threads(self) -> int: ...
+    def stretches(self, indices: Sequence[int], multiple: int) -> list[range]: ...
+    def read(self, indices: Sequence[int], threads: int) -> Generator[np.ndarray, None, None]: ...
+    def call_off(self) -> None: ...
+
+
+_Frames: TypeAlias = AbstractContextManager[Iterable[np.ndarray]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reading:
+    """Frames [H, W, 3] to be read, in stretches side by side.
+
+    opens: makes each stretch's frames, one after the other. starts: the temporal patch at which each stretch begins.
+    threads: stretches at a time. call_off: tells those under way that nobody wants their frames any more.
+    """
+
+    opens: Sequence[Callable[[], _Frames]]
+    starts: Sequence[int] = (0,)
+    threads: int = 1
+    call_off: Callable[[], None] = lambda: None
+
+
+class VideoProcessor:
+    """Clips of one checkpoint. Stateless, so any number of threads may use it."""
+
+    def __init__(
+        self, rules: VideoRules, patches: PatchConfig, limits: VideoLimits, allocate: Allocate = np.empty
+    ) -> None:
+        self.limits = limits
+        self._allocate = allocate
+        self._rules = rules
+        self._patches = patches
+
+    def process_clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
+        """A video file's bytes. Raises BadRequestError."""
+        check_knobs(knobs)
+        # Only who gets a video needs PyAV.
+        clip = importlib.import_module("processors.video.decoding").Clip(data, self.limits)
+        info = clip.info
+        choice = self._rules.choose(info.times, info.rate, knobs)
+        self._check_count("the request asks for", len(choice.indices))
+        source = _Source(size=(info.width, info.height), fps=info.rate, num_frames=info.num_frames)
+        return self._process(self._reading(clip, choice.indices), choice, source, knobs)
+
+    def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
+        """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
+        check_knobs(knobs)
+        if not count:
+            raise BadRequestError("the video is an empty list of frames", code=_CODE)
+        self._check_count("the list of frames has", count)
+        frames = _in_time(frames, self.limits.max_decode_s)
+        first = next(frames)
+        fps = knobs.fps or _LIST_FPS
+        choice = FrameChoice(
+            indices=tuple(range(count)),
+            times=tuple(i / fps for i in range(count)),
+            fps=fps,
+            rule="list",
+            ignored=knobs.given(_OF_FILES),
+        )
+        height, width = first.shape[:2]
+        source = _Source(size=(width, height), fps=fps, num_frames=count)
+        every = chain([first], _of_size(frames, height, width))
+        return self._process(_Reading(opens=[lambda: nullcontext(every)]), choice, source, knobs)
+
+    def _check_count(self, what: str, count: int) -> None:
+        limit = self.limits.max_frames
+        if count > limit:
+            raise BadRequestError(
+                f"{what} {count} frames; the limit is {limit} (setting --max-video-frames)", code="too_many_frames"
+            )
+
+    def _reading(self, clip: _Clip, indices: Sequence[int]) -> _Reading:
+        depth = self._patches.temporal_patch_size
+        parts = clip.stretches(indices, depth)
+        if len(parts) == 1:
+            return _Reading(opens=[lambda: closing(ahead(clip.read(indices, clip.threads)))])
+        opens = [partial(_open, clip, indices[part.start : part.stop]) for part in parts]
+        starts = [part.start // depth for part in parts]
+        return _Reading(opens=opens, starts=starts, threads=clip.threads, call_off=clip.call_off)
+
+    def _process(self, reading: _Reading, choice: FrameChoice, source: _Source, knobs: VideoKnobs) -> ProcessedVideo:
+        depth, factor = self._patches.temporal_patch_size, self._patches.factor
+        count = len(choice.indices)
+        height, width, clamps = self._rules.fit(count, source.size[1], source.size[0], knobs)
+        t = math.ceil(count / depth)
+        num_tokens = t * (height // factor) * (width // factor)
+        limit = self.limits.max_tokens
+        if limit is not None and num_tokens >= limit:
+            raise BadRequestError(
+                f"the video takes {num_tokens} tokens ({count} frames of {width}x{height} pixels), the context has "
+                f"{limit} (setting --max-model-len): ask for less by fps, max_frames, max_pixels or total_pixels",
+                code="context_length_exceeded",
+            )
+        grid, feature, digests = self._cut(reading, t, height, width)
+        times = [*choice.times, *repeat(choice.times[-1], t * depth - count)]
+        return ProcessedVideo(
+            digest=media_digest(Modality.VIDEO, grid, digests),
+            patch_digests=digests,
+            grid_thw=grid,
+            feature=feature,
+            scale=self._patches.scale(frames=depth),
+            num_tokens=num_tokens,
+            source_size=source.size,
+            frame_indices=choice.indices,
+            frame_times=choice.times,
+            # `_calculate_timestamps` of transformers' Qwen3VLProcessor
+            patch_times=tuple((times[i] + times[i + depth - 1]) / 2 for i in range(0, len(times), depth)),
+            second_per_grid_t=depth / choice.fps,
+            source_fps=source.fps,
+            source_frames=source.num_frames,
+            sampling=choice.rule,
+            sample_fps=choice.fps,
+            clamps=choice.clamps + clamps,
+            ignored=tuple(dict.fromkeys(choice.ignored + self._rules.ignored(knobs))),
+        )
+
+    def _cut(
+        self, reading: _Reading, t: int, height: int, width: int
+    ) -> tuple[tuple[int, int, int], np.ndarray, tuple[bytes, ...]]:
+        """Grid, read-only feature and digests of t temporal patches; the last frame is repeated to fill the last
+        one."""
+        config = self._patches
+        grid = (t, height // config.patch_size, width // config.patch_size)
+        row_width = config.row_width(config.temporal_patch_size)
+        feature = self._allocate((t, grid[1] * grid[2], row_width), np.uint8)
+        ends = [*reading.starts[1:], t]
+        calls = [
+            partial(self._cut_stretch, opened, feature[start:end], height, width)
+            for opened, start, end in zip(reading.opens, reading.starts, ends, strict=True)
+        ]
+        if len(calls) == 1:
+            digests = calls[0]()
+        else:
+            # The longest first: with the shortest last, threads are done at about the same time.
+            longest = sorted(range(len(calls)), key=lambda place: reading.starts[place] - ends[place])
+            found = dict(side_by_side(calls, reading.threads, reading.call_off, longest))
+            digests = [digest for place in sorted(found) for digest in found[place]]
+        rows = feature.reshape(-1, row_width)
+        rows.flags.writeable = False
+        return grid, rows, tuple(digests)
+
+    def _cut_stretch(self, opened: Callable[[], _Frames], feature: np.ndarray, height: int, width: int) -> list[bytes]:
+        """Fill feature [t, h*w, row width]; the digests."""
+        config = self._patches
+        group = np.empty((config.temporal_patch_size, 3, height, width), np.uint8)
+        grid = (height // config.patch_size, width // config.patch_size)
+        digests: list[bytes] = []
+        with opened() as frames:
+            resized = self._resized(frames, height, width)
+            for place in feature:
+                for at in range(len(group)):
+                    # a filled up frame stays as it is from the place before
+                    group[at] = next(resized, group[at - 1])
+                frames_to_patches(group.transpose(0, 2, 3, 1), config, out=place)
+                digests.append(patch_digest(grid, group, config))
+        return digests
+
+    def _resized(self, frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
+        """uint8 [3, height, width] each."""
+        in_float = self._rules.resize_in_float
+        for frame in frames:
+            yield planes(resize_frames(frame[None], height, width, self._patches.resample, in_float=in_float))[0]
+
+
+def _open(clip: _Clip, indices: Sequence[int]) -> _Frames:
+    return closing(clip.read(indices, threads=1))
+
+
+def _in_time(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarray]:
+    """Pictures that are slow to decode, of a list, together have the time of a clip."""
+    deadline = time.monotonic() + limit_s
+    for place, frame in enumerate(frames):
+        if time.monotonic() > deadline:
+            raise BadRequestError(
+                f"decoding the list of frames takes longer than {limit_s:g} s, the limit (setting "
+                f"--max-video-decode-s), at frame {place}",
+                code="video_too_costly",
+            )
+        yield frame
+
+
+def _of_size(frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
+    """The frames behind the first one of a list, which must have its size."""
+    for place, frame in enumerate(frames, 1):
+        if frame.shape[:2] != (height, width):
+            raise BadRequestError(
+                f"frame {place} of the list has {frame.shape[1]}x{frame.shape[0]} pixels, the first one "
+                f"{width}x{height}: all frames of a video must have one size",
+                code="invalid_video",
+            )
+        yield frame

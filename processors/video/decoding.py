@@ -1,0 +1,188 @@
+"""Video bytes to the RGB frames that are used, through PyAV.
+
+A clip is read twice: once without decoding, for the times of all its frames and its keyframes, and once decoding what
+the chosen frames need, in stretches side by side where that is worth it. Frames come one at a time, so memory holds a
+few of them however long the clip is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
+
+from processors.video import h264
+from processors.video.display_matrix import orientation
+from processors.video.file import VideoFile, broken, check_frame_size, words
+from processors.video.listing import list_frames
+from processors.video.options import VideoLimits
+from processors.video.stretches import SEEK_GAP, stretches
+from vlmserve_common.errors import BadRequestError
+
+_STRETCHES = 4
+_USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipInfo:
+    """A clip as it is shown. width, height: of an upright frame, in pixels. rate: average frames per second.
+
+    times: seconds of each frame from the start of the file, in order.
+    """
+
+    width: int
+    height: int
+    rate: float
+    times: tuple[float, ...]
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the file."""
+        return len(self.times)
+
+
+class Clip:
+    """One clip, its frames listed. Raises BadRequestError when it is broken or over the limits.
+
+    clock: seconds, for the limit on decoding.
+    """
+
+    def __init__(self, data: bytes, limits: VideoLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._deadline = clock() + limits.max_decode_s
+        self._called_off = False
+        self._file = VideoFile(data, limits)
+        with self._file.open(threads=1) as (container, stream):
+            listing = list_frames(self._file, container, stream, self._check_time)
+        self._pts, self._keys, first = listing.pts, listing.keys, listing.first
+        self._pixel_bits = first.format.padded_bits_per_pixel
+        # Sizes and rotation are believed from here: headers may say anything.
+        check_frame_size(first.width, first.height, limits)
+        width, height = first.width, first.height
+        if orientation(first).transposed:
+            width, height = height, width
+        start = self._pts[0]
+        self.info = ClipInfo(
+            width=width,
+            height=height,
+            rate=listing.rate,
+            times=tuple((pts - start) * listing.tick for pts in self._pts),
+        )
+
+    def stretches(self, indices: Sequence[int], multiple: int) -> list[range]:
+        """Ranges of places in `indices` (ascending) that are worth decoding side by side, in order; all but the last
+        hold a multiple of `multiple`."""
+        keys = [bisect.bisect_left(self._pts, key) for key in self._keys]
+        # Not as many as there are threads: what a damaged clip shows behind the damage depends on where decoding began,
+        # and should not depend on the machine.
+        return stretches(indices, keys, multiple=multiple, most=_STRETCHES)
+
+    @property
+    def threads(self) -> int:
+        """That decode, together. Each may keep up to 17 frames: one of the largest allowed, or several where frames are
+        smaller; of 10 bits without subsampling a frame counts four times."""
+        room = self._limits.max_frame_pixels * _USUAL_BITS // (self.info.width * self.info.height * self._pixel_bits)
+        return max(1, min(self._limits.decode_threads, room))
+
+    def read(self, indices: Sequence[int], threads: int = 1) -> Generator[np.ndarray, None, None]:
+        """The frames of these indices (ascending): uint8 [height, width, 3], upright, each for as long as it is used.
+
+        threads: that decode. Raises BadRequestError at the first that cannot be decoded. Several threads may read at a
+        time.
+        """
+        wanted = sorted(set(indices))
+        reformatter = VideoReformatter()  # making one takes as long as reformatting a frame of 720p
+        pictures = self._walk([self._pts[index] for index in wanted], threads)
+        at, picture = -1, None
+        for index in indices:
+            if picture is None or index != at:
+                at, picture = index, self._to_rgb(next(pictures), reformatter)
+            yield picture
+
+    def call_off(self) -> None:
+        """Whatever is being read ends soon, with an error."""
+        self._called_off = True
+
+    def _walk(self, targets: list[int], threads: int) -> Iterator[VideoFrame]:
+        """One frame for each time in `targets`, seeking where that saves work."""
+        done = 0
+        try:
+            for frame in self._decode(targets, threads, seek=True):
+                yield frame
+                done += 1
+        except _LostError:
+            # A file whose index leads astray: all frames up to the last one, then.
+            yield from self._decode(targets[done:], threads, seek=False)
+
+    def _decode(self, targets: list[int], threads: int, *, seek: bool) -> Iterator[VideoFrame]:
+        with self._file.open(threads) as (container, stream):
+            wanted = frozenset(targets)
+            frames = self._frames(container, stream, wanted)
+            reached = -1  # index of the latest frame decoded
+            for target in targets:
+                index = bisect.bisect_left(self._pts, target)
+                key = self._keys[bisect.bisect_right(self._keys, target) - 1]
+                if seek and bisect.bisect_left(self._pts, key) > reached + SEEK_GAP:
+                    try:
+                        container.seek(key, stream=stream, backward=True, any_frame=False)
+                    except av.FFmpegError as error:
+                        raise _LostError from error
+                    frames = self._frames(container, stream, wanted)
+                found = next((frame for frame in frames if frame.pts is not None and frame.pts >= target), None)
+                if found is None or found.pts != target:
+                    if seek:
+                        raise _LostError
+                    raise broken(f"its frame {index} of {len(self._pts)} cannot be decoded")
+                reached = index
+                yield found
+
+    def _frames(self, container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
+        """The frames from here on, as they are shown; those that nothing refers to only where they are wanted."""
+        # HEVC has no such frames: what is no reference there may be one for frames of a higher temporal layer.
+        prefix = h264.length_size(stream.codec_context.extradata) if stream.codec_context.name == "h264" else 0
+        for packet in container.demux(stream):
+            self._check_time()
+            # To leave them out is quicker than the decoder's own way (skip_frame), where they take up its threads.
+            needed = packet.pts is None or packet.pts in wanted or not prefix
+            if needed or not h264.is_disposable(bytes(packet), prefix):
+                yield from packet.decode()
+
+    def _check_time(self) -> None:
+        if self._called_off:
+            raise _CalledOffError
+        if self._clock() > self._deadline:
+            raise BadRequestError(
+                f"decoding the video takes longer than {self._limits.max_decode_s:g} s, the limit (setting "
+                "--max-video-decode-s): cut it, or encode it anew, smaller or with more keyframes",
+                code="video_too_costly",
+            )
+
+    def _to_rgb(self, frame: VideoFrame, reformatter: VideoReformatter) -> np.ndarray:
+        check_frame_size(frame.width, frame.height, self._limits)
+        if frame.is_corrupt:
+            raise broken(f"its frame at {frame.time:.3f} s is damaged")
+        try:
+            picture = reformatter.reformat(frame, format="rgb24", threads=1)
+        except (av.FFmpegError, ValueError) as error:
+            raise broken(words(error)) from error
+        plane = picture.planes[0]  # lives as long as the array
+        lines = np.frombuffer(memoryview(plane), np.uint8).reshape(picture.height, plane.line_size)
+        rgb = lines[:, : 3 * picture.width].reshape(picture.height, picture.width, 3)
+        return np.ascontiguousarray(orientation(frame).apply(rgb))
+
+
+class _LostError(Exception):
+    """A seek did not lead to the frame looked for."""
+
+
+class _CalledOffError(Exception):
+    """Nobody wants the frames any more."""

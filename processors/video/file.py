@@ -1,0 +1,126 @@
+"""A video file in memory, opened by PyAV within limits. The content decides its format."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+
+import av
+from av.container import InputContainer
+from av.stream import Disposition
+from av.video.stream import VideoStream
+
+from processors.image.formats import HEAD_BYTES, other_name, picture_name
+from processors.plain_words import first_bytes
+from processors.plain_words import words as plain_words
+from processors.video.formats import video_format
+from processors.video.mp4_tables import CompressedHeaderError, promised_entries
+from processors.video.options import VideoLimits
+from vlmserve_common.errors import BadRequestError
+
+INVALID_VIDEO = "invalid_video"
+"""The error code of a video that cannot be read."""
+MAX_RATE = 240
+"""Frames a second of the fastest clip: together with its duration it bounds the list of frames."""
+
+
+class VideoFile:
+    """Raises BadRequestError for what is no video, and for a header that promises too much.
+
+    format: FFmpeg's name of it.
+    """
+
+    def __init__(self, data: bytes, limits: VideoLimits) -> None:
+        self.data = data
+        self.limits = limits
+        self.format = _format_of(data)
+        if self.format == "mov":
+            self._check_tables()
+
+    @contextlib.contextmanager
+    def open(self, threads: int) -> Iterator[tuple[InputContainer, VideoStream]]:
+        """Its video stream, to be decoded by so many threads. Raises BadRequestError, also for what FFmpeg raises
+        meanwhile. Several may be open at a time."""
+        # max_pixels makes FFmpeg refuse frames before it allocates them.
+        options = {"max_pixels": str(self.limits.max_frame_pixels)}
+        try:
+            with av.open(
+                io.BytesIO(self.data), "r", format=self.format, options=options, metadata_errors="replace"
+            ) as container:
+                stream = _video_stream(container)
+                if stream.codec_context is None:
+                    raise BadRequestError("the video's codec is not supported", code=INVALID_VIDEO)
+                check_frame_size(stream.width, stream.height, self.limits)
+                stream.codec_context.options = options
+                stream.thread_type = "AUTO"
+                stream.codec_context.thread_count = threads
+                yield container, stream
+        except av.error.ArgumentError as error:  # what FFmpeg says of frames above max_pixels
+            raise BadRequestError(
+                f"the video's frames have more than {self.limits.max_frame_pixels} pixels, the limit (setting "
+                "--max-video-frame-pixels), or their size is not valid",
+                code="video_too_large",
+            ) from error
+        except av.FFmpegError as error:
+            raise broken(words(error)) from error
+
+    def _check_tables(self) -> None:
+        """FFmpeg believes a header's tables while it opens the file, before any other limit counts."""
+        most = 2 * int(self.limits.max_duration_s * MAX_RATE)
+        try:
+            entries = promised_entries(self.data, most)
+        except CompressedHeaderError:
+            raise broken("its header is compressed (cmov), which is not supported") from None
+        if entries > most:
+            raise BadRequestError(
+                f"the video's header promises more than {most} frames and samples, {2 * MAX_RATE} for each of the "
+                f"{self.limits.max_duration_s:g} s allowed (setting --max-video-duration-s)",
+                code="video_too_long",
+            )
+
+
+def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:
+    """Raises BadRequestError for a frame above the limit."""
+    if width * height > limits.max_frame_pixels:
+        raise BadRequestError(
+            f"a video of {width}x{height} = {width * height} pixels a frame; the limit is {limits.max_frame_pixels} "
+            "(setting --max-video-frame-pixels)",
+            code="video_too_large",
+        )
+
+
+def broken(why: str) -> BadRequestError:
+    """What is said of a file that is damaged, or not whole."""
+    return BadRequestError(f"the video is broken or cut off: {why}", code=INVALID_VIDEO)
+
+
+def words(error: Exception) -> str:
+    """Of an error of FFmpeg's."""
+    return getattr(error, "strerror", None) or plain_words(error)
+
+
+def _format_of(data: bytes) -> str:
+    if not data:
+        raise BadRequestError("the video is empty (zero bytes)", code=INVALID_VIDEO)
+    found = video_format(data)
+    if found is not None:
+        return found
+    picture = picture_name(data[:HEAD_BYTES])
+    if picture is not None:
+        what = f"the data is {picture}, not a video: send it in a part of type image_url, or image"
+        raise BadRequestError(f"{what}; frames go as a list into a part of type video", code=INVALID_VIDEO)
+    other = other_name(data[:HEAD_BYTES])
+    which = f"it is {other}" if other else f"it begins with {first_bytes(data)}"
+    raise BadRequestError(
+        f"the data is not a video of a supported format (MP4, MOV, WebM, Matroska, GIF); {which}", code=INVALID_VIDEO
+    )
+
+
+def _video_stream(container: InputContainer) -> VideoStream:
+    """The first one that is no cover."""
+    streams = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
+    if streams:
+        return streams[0]
+    cover = ", only a picture of its cover" if container.streams.video else ""
+    raise BadRequestError(f"the video file has no video stream{cover}", code=INVALID_VIDEO)

@@ -1,0 +1,206 @@
+"""Which frames of a clip are used: by number as a reference does, every one, or by time on a grid.
+
+What a request says goes before the checkpoint; the server's limit holds for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from processors.knobs import Clamp, at_most
+from processors.video.frame_sampling import frame_range, grid_places
+from processors.video.options import VideoConfig, VideoKnobs
+from vlmserve_common.errors import BadRequestError
+
+_MAX_FRAMES_SETTING = "setting --max-video-frames"
+_BOUNDS = ("min_frames", "max_frames")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameChoice:
+    """indices: frames of the clip, ascending. times: of each, in seconds. fps: frames used per second of the clip.
+
+    rule: the rule's name. clamps: what limits changed of the knobs; ignored: knobs without effect.
+    """
+
+    indices: tuple[int, ...]
+    times: tuple[float, ...]
+    fps: float
+    rule: str
+    clamps: tuple[Clamp, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+class Sampler(Protocol):
+    """A reference's rule, of `processors.video.frame_sampling`."""
+
+    def __call__(
+        self, total: int, rate: float, *, fps: float, num_frames: int | None, min_frames: int, max_frames: int
+    ) -> list[int]: ...
+
+
+FrameChooser: TypeAlias = Callable[[Sequence[float], float, VideoKnobs], FrameChoice]
+"""times of the clip's frames, in seconds from the start of the file; its average frames per second; checked knobs."""
+
+
+def every_frame(times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
+    """What do_sample_frames false asks for. Raises BadRequestError when the request also says how many."""
+    for asked in knobs.given(("fps", "num_frames")):
+        raise BadRequestError(
+            f"do_sample_frames false takes every frame of a video file, so {asked} cannot be given",
+            code="invalid_value",
+        )
+    first, total = frame_range(len(times), rate, knobs.video_start, knobs.video_end)
+    return _by_number(range(first, first + total), rate, rate, rule="all", ignored=knobs.given(_BOUNDS))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByNumber:
+    """rule: its name. fps: frames a second where a request does not say. max_frames: the server's limit.
+
+    multiple: the rule rounds numbers of frames to multiples of it, whole temporal patches.
+    """
+
+    rule: str
+    sample: Sampler
+    config: VideoConfig
+    fps: float
+    max_frames: int
+    multiple: int = 1
+
+    def __call__(self, times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
+        """Those that `sample` takes. Raises BadRequestError when the clip has too few for it."""
+        first, total = frame_range(len(times), rate, knobs.video_start, knobs.video_end)
+        counted, found = self._count(knobs)
+        if counted is None:
+            least, most, setting = self._bounds(knobs, found)
+        else:
+            least, most, setting = 1, self.max_frames, _MAX_FRAMES_SETTING
+        fps = knobs.fps or self.fps
+        try:
+            chosen = self.sample(total, rate, fps=fps, num_frames=counted, min_frames=least, max_frames=most)
+        except BadRequestError as error:
+            what = error.message if knobs.num_frames is None else f"{knobs.word('num_frames')}: {error.message}"
+            raise BadRequestError("; ".join([what, *map(str, found)]), code=error.code) from None
+        used = len(chosen) / total * rate
+        if knobs.fps is not None:
+            found += _changed_rate(fps, used, min(total / rate * fps, total), least, (most, setting))
+        return _by_number(
+            (first + index for index in chosen),
+            rate,
+            used,
+            rule=self.rule,
+            clamps=found,
+            ignored=() if counted is None else knobs.given(_BOUNDS),
+        )
+
+    def _count(self, knobs: VideoKnobs) -> tuple[int | None, list[Clamp]]:
+        """How many frames the request, or the checkpoint, asks for outright, and what the limit changed of it."""
+        asked, limit = knobs.num_frames, self.max_frames
+        count = self.config.num_frames if asked is None and knobs.fps is None else asked
+        if count is None or round(count / self.multiple) * self.multiple <= limit:
+            return count, []
+        used = max(limit // self.multiple, 1) * self.multiple
+        if asked is None:
+            return used, []
+        word = knobs.word("num_frames")
+        return used, [Clamp(knob=word, asked=asked, used=used, limit=limit, setting=_MAX_FRAMES_SETTING)]
+
+    def _bounds(self, knobs: VideoKnobs, found: list[Clamp]) -> tuple[int, int, str]:
+        """Fewest and most frames where a rate is asked for, and what sets the latter. What limits change is added to
+        `found`."""
+        server = (self.max_frames, _MAX_FRAMES_SETTING)
+        asked = at_most("max_frames", knobs.max_frames, [server], found)
+        if asked is not None and asked < self.multiple:
+            patch = "frames of a temporal patch"
+            found.append(Clamp(knob="max_frames", asked=asked, used=self.multiple, limit=self.multiple, setting=patch))
+            asked = self.multiple
+        most, setting = min(server, (self.config.max_frames if asked is None else asked, "max_frames"))
+        least = at_most("min_frames", knobs.min_frames, [(most, setting)], found)
+        return min(self.config.min_frames, most) if least is None else least, most, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnTimeGrid:
+    """Frames at whole multiples of 1 / fps seconds from the start of the file: at each, the frame shown then.
+
+    fps, max_frames: as in `ByNumber`. depth: frames in a temporal patch.
+    """
+
+    fps: float
+    depth: int
+    max_frames: int
+
+    def __call__(self, times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
+        """See above. More frames than the limit are refused: thinned out they would leave the grid. So are parts in
+        which no temporal patch begins: another one's frames are outside of them, and half of one is none of the grid's.
+        """
+        fps, start = knobs.fps or self.fps, knobs.video_start or 0.0
+        last = times[-1] if knobs.video_end is None else min(knobs.video_end, times[-1])
+        if start > last:
+            raise BadRequestError(
+                f"video_start {knobs.video_start} is behind video_end, or the last frame at {times[-1]:.2f} s",
+                code="invalid_value",
+            )
+        places = grid_places(last, fps=fps, start=start, depth=self.depth)
+        if not places:
+            end = f"video_end {knobs.video_end}" if last < times[-1] else f"the last frame at {last:.2f} s"
+            raise BadRequestError(
+                f"no temporal patch of the time grid begins between video_start {start} and {end}: one begins every "
+                f"{self.depth / fps:g} s ({self.depth} frames at fps {fps:g}): ask for a higher fps, or a longer part",
+                code="invalid_value",
+            )
+        found: list[Clamp] = []
+        asked = at_most("max_frames", knobs.max_frames, [(self.max_frames, _MAX_FRAMES_SETTING)], found)
+        most = self.max_frames if asked is None else asked
+        if len(places) > most:
+            raise BadRequestError(
+                f"the clip has {len(places)} frames on the time grid; the limit is {most} (max_frames, "
+                f"{_MAX_FRAMES_SETTING}): ask for a lower fps, or for a part by video_start and video_end",
+                code="too_many_frames",
+            )
+        at, indices = 0, []
+        for place in places:
+            while at + 1 < len(times) and times[at + 1] <= place / fps + 1e-6:
+                at += 1
+            indices.append(at)
+        return FrameChoice(
+            indices=tuple(indices),
+            times=tuple(place / fps for place in places),
+            fps=fps,
+            rule="time-grid",
+            clamps=tuple(found),
+        )
+
+
+def _changed_rate(fps: float, used: float, wanted: float, least: int, most: tuple[int, str]) -> list[Clamp]:
+    """What bounds changed of a rate that was asked for, of which the clip has `wanted` frames. used: what it became."""
+    if wanted > most[0]:
+        return [Clamp(knob="fps", asked=fps, used=used, limit=most[0], setting=most[1])]
+    # one frame is the least that there is
+    if max(wanted, 1) < least and used > fps:
+        return [Clamp(knob="fps", asked=fps, used=used, limit=least, setting="min_frames")]
+    return []
+
+
+def _by_number(
+    indices: Iterable[int],
+    rate: float,
+    fps: float,
+    *,
+    rule: str,
+    clamps: Iterable[Clamp] = (),
+    ignored: tuple[str, ...] = (),
+) -> FrameChoice:
+    """References go by number and average rate, not by the clock in the file."""
+    chosen = tuple(indices)
+    return FrameChoice(
+        indices=chosen,
+        times=tuple(index / rate for index in chosen),
+        fps=fps,
+        rule=rule,
+        clamps=tuple(clamps),
+        ignored=ignored,
+    )

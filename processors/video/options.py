@@ -1,0 +1,141 @@
+"""What can be said about videos: by the server's settings, by a checkpoint and by one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from processors.knobs import LARGEST, check_count, check_number, check_pair, check_ranges, laid_over, named
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.errors import BadRequestError
+
+Sampling = Literal["transformers", "qwen-vl-utils", "time-grid"]
+Reference = Literal["published", "transformers"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoLimits:
+    """max_duration_s: seconds of the longest clip. max_frames: most frames used of one clip.
+
+    max_frame_pixels: the largest frame (width * height) of a file. max_tokens: most pad tokens of one clip, None for no
+    limit. max_decode_s: seconds that decoding one clip may take. decode_threads: the most that decode one clip.
+    """
+
+    max_duration_s: float = 7200.0
+    max_frames: int = 768
+    max_frame_pixels: int = 4096 * 4096
+    max_tokens: int | None = None
+    max_decode_s: float = 300.0
+    decode_threads: int = field(default_factory=lambda: min(4, available_cpus()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoOptions:
+    """sampling: whose rule chooses frames and their size. fps: frames a second where a request does not say; None: the
+    checkpoint's, else 2. cap_pixels_per_frame: overrules the checkpoint's field of that name.
+
+    reference: where published code and transformers 5.10+ disagree. "published": a Qwen3-VL video's timestamps take the
+    place of the template's vision markers, and text after a Qwen2-VL or Qwen2.5-VL video starts at the largest position
+    plus one. "transformers": the markers stay around them, and text starts at the larger of height and width.
+    """
+
+    sampling: Sampling = "transformers"
+    fps: float | None = None
+    cap_pixels_per_frame: bool | None = None
+    reference: Reference = "published"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoConfig:
+    """A checkpoint's video processor, as transformers reads it; None where it is silent.
+
+    min_pixels, max_pixels: `size`, the area of a frame (Qwen2-VL, Qwen2.5-VL) or of a whole clip (Qwen3-VL).
+    max_video_tokens: what `cap_pixels_per_frame` counts with.
+    """
+
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    cap_pixels_per_frame: bool | None = None
+    max_video_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoDefaults:
+    """What a request says in the place of a checkpoint's video settings; None keeps those.
+
+    shortest_edge, longest_edge: `size`, which counts what the checkpoint's counts: the area of a frame (Qwen2-VL,
+    Qwen2.5-VL) or of a whole clip (Qwen3-VL). unused: what was said and means nothing to the family's videos.
+    """
+
+    shortest_edge: int | None = None
+    longest_edge: int | None = None
+    cap_pixels_per_frame: bool | None = None
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoKnobs:
+    """What a request says about one video (the fields of Qwen's message parts); None keeps the default.
+
+    fps or num_frames, not both; count_word: what the request calls the latter, None for Qwen's "nframes". min_frames,
+    max_frames: bounds where fps counts. min_pixels and
+    max_pixels: area of a resized frame; total_pixels: of the whole clip. resized_height, resized_width: a frame's size,
+    rounded to whole tokens, in the place of all these areas. video_start, video_end: the part to use, in seconds.
+    do_sample_frames: False uses every frame. For a list of frames, which are all used, fps is the rate they were taken
+    at. defaults: what the request says about all its videos.
+    """
+
+    fps: int | float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+    video_start: int | float | None = None
+    video_end: int | float | None = None
+    do_sample_frames: bool | None = None
+    count_word: str | None = None
+    defaults: VideoDefaults | None = None
+
+    def word(self, name: str) -> str:
+        """What the request calls the field of that name."""
+        return self.count_word or "nframes" if name == "num_frames" else name
+
+    def given(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the fields that are given, as the request calls them."""
+        return tuple(map(self.word, named(self, names)))
+
+
+# Beyond these, times and positions that are counted from it leave what integers and texts can hold.
+_LEAST_FPS, _MOST_FPS = 1e-5, 1e5
+_SAMPLING = frozenset(("fps", "num_frames", "count_word", "do_sample_frames"))
+_RANGES = (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels"))
+
+
+def video_knobs_over(knobs: VideoKnobs, base: VideoKnobs) -> VideoKnobs:
+    """`knobs`, and `base` where it is silent and does not contradict."""
+    return laid_over(knobs, base, ranges=_RANGES, exclusive=_SAMPLING)
+
+
+def check_knobs(knobs: VideoKnobs) -> None:
+    """Raises BadRequestError naming the first value that no clip can be processed with."""
+    num_frames = knobs.word("num_frames")
+    check_count(num_frames, knobs.num_frames)
+    areas = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
+    for name in ("min_frames", "max_frames", *areas):
+        check_count(name, getattr(knobs, name))
+    check_number("fps", knobs.fps, "a number", least=_LEAST_FPS, most=_MOST_FPS)
+    for name in ("video_start", "video_end"):
+        check_number(name, getattr(knobs, name), "a number of seconds", least=0, most=LARGEST)
+    if knobs.fps is not None and knobs.num_frames is not None:
+        raise BadRequestError(f"fps and {num_frames} exclude each other", code="invalid_value")
+    check_pair(knobs, "resized_height", "resized_width")
+    check_ranges(knobs, _RANGES)

@@ -1,0 +1,1 @@
+"""Checkpoints that we make ourselves, for tests and measurements."""

@@ -1,0 +1,115 @@
+"""A full-size Qwen3-VL checkpoint with random weights, to measure speed and memory with.
+
+Everything but the sizes is the tiny random model's: tokenizer, template, processor settings. Rows of the embedding
+beyond the tokenizer's vocabulary are zero, so that a greedy answer keeps to tokens that are text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from vlmserve.checkpoints.tiny import write_tiny_model
+from vlmserve.models.registry import load_config, make_model
+from vlmserve_common.checkpoint.reader import INDEX_FILE, SINGLE_FILE, read_json
+from vlmserve_common.checkpoint.weights import stored_tensors
+
+# Qwen3-0.6B's decoder
+TEXT_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+}
+# Qwen3-VL-2B's tower, with rows as wide as that decoder
+VISION_SIZES: dict[str, Any] = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "num_heads": 16,
+    "intermediate_size": 4096,
+    "patch_size": 16,
+    "out_hidden_size": 1024,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+_EMBED_STD, _LOGIT_STD = 0.05, 2.5
+_SHARD_BYTES = 512 * 1024**2
+
+
+def write_random_checkpoint(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    text_sizes: dict[str, Any] = TEXT_SIZES,
+    vision_sizes: dict[str, Any] = VISION_SIZES,
+    seed: int = 0,
+) -> Path:
+    """Write the checkpoint into `folder` (made if need be), in shards, and return it. The same seed, the same bytes.
+
+    text_sizes, vision_sizes: fields of `text_config` and `vision_config` that differ from the tiny model's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tiny_model(folder)
+    (folder / SINGLE_FILE).unlink()
+    config = read_json(folder, "config.json")
+    used_rows = config["text_config"]["vocab_size"]
+    config["text_config"] |= text_sizes | {"dtype": str(dtype).removeprefix("torch.")}
+    config["vision_config"] |= vision_sizes
+    _write_json(folder / "config.json", config)
+    model = make_model(config, load_config(folder), torch.device("meta"), dtype)
+    shards: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in _published(model):
+        pending[name] = _random(name, shape, used_rows, generator).to(dtype)
+        if sum(tensor.nbytes for tensor in pending.values()) >= _SHARD_BYTES:
+            _save_shard(folder, pending, shards)
+    _save_shard(folder, pending, shards)
+    _write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": shards})
+    return folder
+
+
+def _published(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as published Qwen3-VL checkpoints have them."""
+    for name, tensor in stored_tensors(model):
+        yield name if name.startswith("lm_head.") else f"model.{name}", tuple(tensor.shape)
+
+
+def _random(name: str, shape: tuple[int, ...], used_rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Matrices keep the size of what goes through them; norms are near one, and the last one sets the logits' size."""
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("embed_tokens.weight"):
+        noise[used_rows:] = 0
+        return noise * _EMBED_STD
+    if name == "model.language_model.norm.weight":
+        return torch.full(shape, _LOGIT_STD / (_EMBED_STD * math.sqrt(shape[0])))
+    if name.endswith("pos_embed.weight"):
+        return noise * 0.3
+    if len(shape) == 1:
+        return 0.02 * noise + (1.0 if name.endswith("weight") else 0.0)
+    return noise / math.sqrt(math.prod(shape[1:]))
+
+
+def _save_shard(folder: Path, pending: dict[str, torch.Tensor], shards: dict[str, str]) -> None:
+    """Write and forget the pending tensors; `shards` notes where they went."""
+    if not pending:
+        return
+    file = f"model-{len(set(shards.values())) + 1:05}.safetensors"
+    save_file(pending, folder / file, metadata={"format": "pt"})
+    shards.update(dict.fromkeys(pending, file))
+    pending.clear()
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,44 @@
+"""Messages for a server elsewhere: JSON, in the API's form, with files in data: URLs."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from processors.fetch.sniffing import HEAD_BYTES, mime_type
+
+
+def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """messages: files are bytes, or URLs, in parts of Qwen's form ({"type": "image", "image": bytes}).
+
+    They become image_url and video_url parts, which all servers know, with a part's other fields (knobs) beside them;
+    a list of frames stays in Qwen's form, for there is no other.
+    """
+    return [_for_server(message) for message in messages]
+
+
+def _for_server(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    parts = message.get("content")
+    return {**message, "content": [_part(part) for part in parts]} if isinstance(parts, list) else message
+
+
+def _part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = part.get("type")
+    value = part.get(kind) if kind in ("image", "video") else None
+    if isinstance(value, list):
+        return {**part, "video": [_url(frame) for frame in value]}
+    if not isinstance(value, bytes | str):
+        return part
+    others = {name: given for name, given in part.items() if name not in ("type", kind, "detail")}
+    source = {"url": _url(value)}
+    if part.get("detail") is not None:
+        source["detail"] = part["detail"]
+    return {**others, "type": f"{kind}_url", f"{kind}_url": source}
+
+
+def _url(content: Any) -> Any:
+    """URLs, and uploaded files, stay as they are."""
+    if not isinstance(content, bytes):
+        return content
+    return f"data:{mime_type(content[:HEAD_BYTES])};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,1 @@
+"""Settings: their definitions, and where their values come from."""

@@ -1,0 +1,170 @@
+"""Settings as flags of a command line."""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from collections.abc import Collection, Iterator, Sequence
+
+from vlmserve.config.aliases import our_settings
+from vlmserve.config.checks import SettingsError, flag
+from vlmserve.config.other_engines import FOREIGN, ForeignSetting
+from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
+from vlmserve.config.spelling import did_you_mean
+
+GIVEN_AS = "given_as"
+"""Where a namespace keeps flags of other engines: our setting -> the flag that set it."""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=120)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Full flag names only, so that a setting added later cannot change what an abbreviation means. Of a word that it
+    does not know, it says which one may have been meant."""
+
+    def __init__(self, **kwargs: typing.Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **kwargs})
+
+    def parse_args(  # type: ignore[override]  # without argparse's overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse's; ends the process with status 2 for words that it does not know."""
+        return self._nothing_left(*self.parse_known_args(args, namespace))
+
+    def parse_intermixed_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As `parse_args`, with flags anywhere between the words."""
+        return self._nothing_left(*self.parse_known_intermixed_args(args, namespace))
+
+    def _nothing_left(self, found: argparse.Namespace, left: Sequence[str]) -> argparse.Namespace:
+        if left:
+            names = [word.partition("=")[0] for word in left if word.startswith("-")]
+            known = list(_option_strings(self, found))
+            unknown = [f"there is no {name}{did_you_mean(name, known)}" for name in names]
+            self.error("; ".join(unknown or [f"there is no place for {' '.join(left)!r}"]))
+        return found
+
+    def _check_value(self, action: argparse.Action, value: typing.Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = list(map(str, action.choices))
+            guess = did_you_mean(str(value), names)
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(names)}{guess}")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> typing.Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in (int, float):
+                raise
+            kind = "a whole number" if action.type is int else "a number"
+            raise argparse.ArgumentError(action, f"it is {arg_string!r}, and must be {kind}") from None
+
+
+class _ForeignFlag(argparse.Action):
+    """A flag of another engine: sets ours, or ends the process with what there is instead."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, setting: ForeignSetting, value: bool | None = None
+    ) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0 if setting.switch else None, help=argparse.SUPPRESS)
+        self._setting = setting
+        self._switched = value
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: typing.Any,
+        option_string: str | None = None,
+    ) -> None:
+        place = option_string or self.option_strings[0]
+        try:
+            ours = our_settings(self._setting, self._switched if self._setting.switch else values, place)
+        except SettingsError as error:
+            parser.error(str(error))
+        given_as = vars(namespace).setdefault(GIVEN_AS, {})
+        for name, value in ours.items():
+            setattr(namespace, name, value)
+            given_as[name] = place
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Add --config and the flags of settings (of all, by default), in their groups.
+
+    Flags that are not given are left out of the namespace.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help=f"read settings from a YAML file [env: {ENV_PREFIX}CONFIG]"
+    )
+    for setting in iter_settings():
+        if names is not None and setting.name not in names:
+            continue
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.group)
+        _add_setting(groups[setting.group], setting)
+    for foreign in FOREIGN:
+        if names is None or set(foreign.sets) <= set(names):
+            _add_foreign(parser, foreign)
+
+
+def in_the_users_words(problem: str, given_as: typing.Mapping[str, str]) -> str:
+    """A complaint about one of our settings, beginning with the flag that set it. given_as: see `GIVEN_AS`."""
+    for name, place in given_as.items():
+        if problem.startswith(f"{flag(name)} "):
+            return f"{place} (here {flag(name)}){problem.removeprefix(flag(name))}"
+    return problem
+
+
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    note = "" if setting.default in (None, "", False) else f" [default: {_show(setting.default)}]"
+    text = f"{setting.help}{note}".replace("%", "%%")
+    if setting.type is bool:
+        group.add_argument(flag(setting.name), action="store_true", default=argparse.SUPPRESS, help=text)
+        group.add_argument(
+            flag("no_" + setting.name),
+            dest=setting.name,
+            action="store_false",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+    else:
+        group.add_argument(flag(setting.name), default=argparse.SUPPRESS, metavar=_metavar(setting.type), help=text)
+
+
+def _add_foreign(parser: argparse.ArgumentParser, foreign: ForeignSetting) -> None:
+    taken = {word for action in parser._actions for word in action.option_strings}
+    for name in foreign.names:
+        words = [flag(name)] if len(name) > 1 else []
+        words += [f"-{name}"] if len(name) <= 2 else []
+        if not taken & set(words):
+            parser.add_argument(*words, action=_ForeignFlag, setting=foreign, value=True)
+        if foreign.switch:
+            parser.add_argument(flag(f"no_{name}"), action=_ForeignFlag, setting=foreign, value=False)
+
+
+def _option_strings(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Iterator[str]:
+    """Of a parser, and of those of the commands that were named."""
+    yield from parser._option_string_actions
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            chosen = action.choices.get(getattr(found, action.dest, ""))
+            if chosen is not None:
+                yield from _option_strings(chosen, found)
+
+
+def _metavar(type_: typing.Any) -> str:
+    if typing.get_origin(type_) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(type_))) + "}"
+    kinds = [kind for kind in typing.get_args(type_) or (type_,) if kind is not type(None)]
+    return {int: "N", float: "X"}.get(kinds[0], "TEXT")
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)

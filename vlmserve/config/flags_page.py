@@ -1,0 +1,70 @@
+"""docs/flags.md, made of the settings themselves: python -m vlmserve.config.flags_page > docs/flags.md"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import typing
+from collections.abc import Iterator
+
+from vlmserve.config.checks import flag
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
+
+_HEAD = """\
+# Settings
+
+All of `vlmserve serve`, group by group. `make docs` makes this page of the settings themselves; a test tells when it is
+out of date.
+
+Each is a flag, an environment variable and a key of the YAML file that `--config` (or `VLMSERVE_CONFIG`) names; the
+flag wins over the variable, the variable over the file, the file over the default. A key of the file is the flag
+without its two dashes (`page-size: 16`). What is on or off is a flag without a value, with a `--no-` form
+(`--no-access-log`), and a variable of 1 or 0. Presets lie in `configs/`. Those with a "yes" are arguments of
+`LLM(...)`, too, with underscores (`page_size=16`): [llm.md](llm.md#settings).
+"""
+_OFFLINE = {field.name for field in dataclasses.fields(EngineArgs)} | {
+    "max_images_per_request",
+    "max_videos_per_request",
+}
+_KINDS = {int: "whole number", float: "number", str: "text", bool: "on or off"}
+
+
+def make_page() -> str:
+    """The page, in Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield _HEAD.rstrip()
+    for group, settings in itertools.groupby(iter_settings(), key=lambda setting: setting.group):
+        yield from ("", f"## {group[0].upper()}{group[1:]}", "")
+        yield from ("| Flag | Variable | Type | Default | `LLM` | |", "|---|---|---|---|---|---|")
+        yield from map(_row, settings)
+
+
+def _row(setting: Setting) -> str:
+    variable = ENV_PREFIX + setting.name.upper()
+    offline = "yes" if setting.name in _OFFLINE else ""
+    names = (f"`{flag(setting.name)}`", f"`{variable}`")
+    cells = (*names, _kind(setting.type), _default(setting.default), offline, setting.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _kind(type_: typing.Any) -> str:
+    if typing.get_origin(type_) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(type_))
+    kinds = [kind for kind in typing.get_args(type_) or (type_,) if kind is not type(None)]
+    return " or ".join(_KINDS[kind] for kind in kinds)
+
+
+def _default(value: object) -> str:
+    if value in (None, ""):
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{value}`"
+
+
+if __name__ == "__main__":
+    print(make_page(), end="")

@@ -1,0 +1,70 @@
+"""From what the user calls a model to a checkpoint folder on this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from vlmserve_common.errors import CheckpointError
+
+DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "default_model"
+"""The small trained checkpoint that comes with the package."""
+
+DEFAULT_MODEL_NAME = "vlmserve-default"
+"""What it is called where it is served."""
+
+
+class NotDownloadedError(CheckpointError):
+    """A model of the hub that is not on this machine, and was not to be fetched."""
+
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# The hub library's errors by their names, in words that say what to do.
+_REASONS = {
+    "RepositoryNotFoundError": "there is no such model, or it is private (`hf auth login`)",
+    "GatedRepoError": "its terms are to be accepted on its page first (then `hf auth login`)",
+    "LocalEntryNotFoundError": "the hub does not answer, and no copy is here ({first})",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and no copy is here",
+    "ConnectError": "the hub cannot be reached ({first})",
+    "ConnectTimeout": "the hub cannot be reached ({first})",
+}
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
+
+
+def resolve_model(model: str, *, download: bool = True) -> Path:
+    """The folder of a checkpoint: `model` itself, or where the Hugging Face hub's `model` was downloaded to.
+
+    "": the default model. download: otherwise NotDownloadedError is raised where that would be needed. Raises
+    CheckpointError, with the reason, when it is neither.
+    """
+    if not model:
+        return DEFAULT_MODEL
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise CheckpointError(f"{model!r} is a file; a checkpoint is a folder with config.json and *.safetensors")
+    if model.startswith(("/", "./", "../", "~")):
+        raise CheckpointError(f"there is no folder {model!r}")
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{model!r} is neither a folder nor a hub id such as Qwen/Qwen3-VL-2B-Instruct")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_FILES, local_files_only=not download))
+    except Exception as error:  # the library's errors have no common base that also covers the network's
+        if not download:
+            raise NotDownloadedError(f"{model!r} is no folder, and not downloaded from the Hugging Face hub") from None
+        first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        reason = _REASONS.get(type(error).__name__, "{first}").format(first=first.removeprefix("Got: "))
+        raise CheckpointError(
+            f"{model!r} is not a folder, and cannot be had from the Hugging Face hub: {reason}"
+        ) from None
+
+
+def is_model(word: str, *, alone: bool) -> bool:
+    """Whether a word of a command line, where a model or something else may stand first, is a model. alone: it is the
+    only one, and so no hub id."""
+    path = Path(word).expanduser()
+    is_hub_id = not alone and not path.exists() and _HUB_ID.fullmatch(word) is not None
+    return is_hub_id or (path / "config.json").is_file()

@@ -1,0 +1,245 @@
+"""What vLLM and SGLang call their settings, and what becomes of each here: data, which `config.aliases` applies.
+
+docs/flags-of-others.md is made from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlmserve.config.checks import SettingsError
+
+Convert = Callable[[Any], Mapping[str, Any]]
+ANY = "*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignSetting:
+    """vllm, sglang: its names there, written as our settings (with underscores); a name of one letter or two is also
+    taken with a single dash. switch: it has no value (--x, --no-x).
+
+    sets: our settings that it sets; the first to its value, unless `convert` says which to what. negated: to the
+    contrary. fine: values that change nothing here (ANY: all), and are taken. answer: what is said of it, and of the
+    values that are refused.
+    """
+
+    vllm: tuple[str, ...] = ()
+    sglang: tuple[str, ...] = ()
+    switch: bool = False
+    sets: tuple[str, ...] = ()
+    convert: Convert | None = None
+    negated: bool = False
+    fine: tuple[str, ...] = ()
+    answer: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys(self.vllm + self.sglang))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _same(ours: str, vllm: str = "", sglang: str = "", answer: str = "", **more: Any) -> ForeignSetting:
+    return ForeignSetting(vllm=_words(vllm), sglang=_words(sglang), sets=_words(ours), answer=answer, **more)
+
+
+def _answered(answer: str, vllm: str = "", sglang: str = "", fine: str = "", **more: Any) -> ForeignSetting:
+    return ForeignSetting(vllm=_words(vllm), sglang=_words(sglang), answer=answer, fine=_words(fine), **more)
+
+
+def _mapping(value: Any, example: str) -> Mapping[str, Any]:
+    """A setting that is a JSON object, or image=4,video=1."""
+    if isinstance(value, str):
+        try:
+            value = (
+                json.loads(value) if value.lstrip().startswith("{") else dict(p.split("=") for p in value.split(","))
+            )
+        except ValueError:
+            raise SettingsError(f"it must be a JSON object such as '{example}'") from None
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"it must be a mapping such as {example}")
+    return value
+
+
+def _media_counts(value: Any) -> Mapping[str, Any]:
+    ours = {"image": "max_images_per_request", "video": "max_videos_per_request"}
+    found = {}
+    for kind, count in _mapping(value, '{"image": 4, "video": 1}').items():
+        count = count.get("count") if isinstance(count, Mapping) else count
+        if kind in ours and count is not None:
+            found[ours[kind]] = count
+        elif str(count) != "0":
+            raise SettingsError(f"it limits image and video (--max-images-per-request, ...); there is no {kind!r} here")
+    return found
+
+
+def _processor_knobs(value: Any) -> Mapping[str, Any]:
+    ours = {"max_pixels": "max_pixels", "fps": "video_fps"}
+    given = _mapping(value, '{"max_pixels": 1003520}')
+    for name in given:
+        if name not in ours:
+            raise SettingsError(
+                f"for all requests there are max_pixels (--max-pixels) and fps (--video-fps); {name!r} belongs into a "
+                "request's mm_processor_kwargs"
+            )
+    return {ours[name]: number for name, number in given.items()}
+
+
+def _cache_size(value: Any) -> Mapping[str, Any]:
+    try:
+        return {"processor_cache_mib": round(float(value) * 1024)}
+    except (TypeError, ValueError, OverflowError):
+        raise SettingsError("it must be a number of GiB") from None
+
+
+def _generation_defaults(value: Any) -> Mapping[str, Any]:
+    try:
+        return {"sampling_defaults": {"auto": "model", "vllm": "openai"}[value]}
+    except (KeyError, TypeError):
+        raise SettingsError("it must be auto (the checkpoint's generation_config.json) or vllm (OpenAI's)") from None
+
+
+def _whole_prompts(value: Any) -> Mapping[str, Any]:
+    return {} if value else {"chunked_prefill_size": -1}
+
+
+def _twenty_at_the_most(value: Any) -> Mapping[str, Any]:
+    if str(value).isdecimal() and int(value) <= 20:
+        return {}
+    raise SettingsError("a request may ask for 20 at the most")
+
+
+_ONE_GPU = "more than one GPU is not supported yet"
+_NO_GRAPHS = "CUDA graphs and compiled models are not there yet"
+_ENCODERS = "--encoder-dp-size and --encoder-devices spread the vision encoder"
+_PROXY = "a reverse proxy in front of the server does that"
+
+FOREIGN: tuple[ForeignSetting, ...] = (
+    # the same by another name
+    _same("model", sglang="model_path"),
+    _same("max_model_len", sglang="context_length"),
+    _same("mem_fraction_static", vllm="gpu_memory_utilization", answer="without what computing takes beside them"),
+    _same("max_running_requests", vllm="max_num_seqs"),
+    _same("chunked_prefill_size", vllm="max_num_batched_tokens", answer="of prompts; decoding comes on top"),
+    _same("page_size", vllm="block_size"),
+    _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
+    _same("chunked_prefill_size", vllm="enable_chunked_prefill", switch=True, convert=_whole_prompts, answer="off: -1"),
+    _same("random_seed", vllm="seed"),
+    _same("schedule_policy", vllm="scheduling_policy"),
+    _same("log_level", vllm="uvicorn_log_level", sglang="log_level_http"),
+    _same("max_images_per_request max_videos_per_request", vllm="limit_mm_per_prompt", convert=_media_counts),
+    _same("max_images_per_request", vllm="limit_mm_per_prompt.image"),
+    _same("max_videos_per_request", vllm="limit_mm_per_prompt.video"),
+    _same("max_pixels video_fps", vllm="mm_processor_kwargs", convert=_processor_knobs),
+    _same("processor_cache_mib", vllm="mm_processor_cache_gb", convert=_cache_size, answer="in MiB"),
+    _same(
+        "sampling_defaults", vllm="generation_config", convert=_generation_defaults, answer="auto: model; vllm: openai"
+    ),
+    # what is so anyway
+    _answered(
+        "requests are logged with --access-log only",
+        "disable_log_requests disable_uvicorn_access_log",
+        fine=ANY,
+        switch=True,
+    ),
+    _answered("no code of a checkpoint is ever run", "trust_remote_code", "trust_remote_code", fine=ANY, switch=True),
+    _answered("GET /metrics is always there", sglang="enable_metrics", fine=ANY, switch=True),
+    _answered("that is what is served", sglang="enable_multimodal", fine=ANY, switch=True),
+    _answered(_NO_GRAPHS, "enforce_eager", "disable_cuda_graph", fine=ANY, switch=True),
+    _answered("there is no overlap to turn off yet", sglang="disable_overlap_schedule", fine=ANY, switch=True),
+    _answered("there is none at the start", sglang="skip_server_warmup", fine=ANY, switch=True),
+    _answered("requests that lose their KV cache are computed again", "swap_space", fine=ANY),
+    _answered("the least recently used prefix goes first", sglang="radix_eviction_policy", fine="lru"),
+    _answered("weights are read from safetensors", "load_format", "load_format", fine="auto safetensors"),
+    _answered("the checkpoint's fast tokenizer is used", "tokenizer_mode", "tokenizer_mode", fine="auto"),
+    _answered("every token is sent as it comes", "stream_interval", "stream_interval", fine="1"),
+    _answered("models are our own, see the README for the families", "model_impl", "model_impl", fine="auto"),
+    _answered("a request may ask for 20 at the most", "max_logprobs", convert=_twenty_at_the_most),
+    # said in another way here
+    _answered(
+        "requests' contents are not logged; --access-log prints a line for each",
+        "enable_log_requests",
+        "log_requests",
+        switch=True,
+    ),
+    _answered(
+        "--max-total-tokens says how many tokens it holds, --cpu-kv-cache-gib how large it may get on a CPU",
+        "kv_cache_memory_bytes",
+    ),
+    _answered("--max-total-tokens says it in tokens: blocks times --page-size", "num_gpu_blocks_override"),
+    _answered("--device cuda:N names the GPU", sglang="base_gpu_id", fine="0"),
+    _answered(_ENCODERS, "mm_encoder_tp_mode", fine="weights"),
+    _answered(_ENCODERS, sglang="mm_enable_dp_encoder", switch=True, fine="false"),
+    _answered("--max-video-frames and --video-fps say which frames are used", "media_io_kwargs"),
+    _answered("name a folder: hf download MODEL --revision REVISION prints it", "revision", "revision"),
+    _answered("the variable HF_HOME says where checkpoints are kept", "download_dir", "download_dir"),
+    _answered("the checkpoint's own tokenizer is used", "tokenizer", "tokenizer_path"),
+    _answered(
+        _PROXY, "ssl_keyfile ssl_certfile root_path allowed_origins", "ssl_keyfile ssl_certfile fastapi_root_path"
+    ),
+    # not there yet
+    _answered(_ONE_GPU, "tensor_parallel_size tp", "tensor_parallel_size tp_size tp", fine="1"),
+    _answered(_ONE_GPU, "pipeline_parallel_size pp", "pipeline_parallel_size pp_size pp", fine="1"),
+    _answered(
+        f"{_ONE_GPU}; start a server for each", "data_parallel_size dp", "data_parallel_size dp_size dp", fine="1"
+    ),
+    _answered(_ONE_GPU, sglang="expert_parallel_size ep_size ep nnodes", fine="1"),
+    _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
+    _answered("mixture-of-experts models are not supported yet", "enable_expert_parallel", switch=True, fine="false"),
+    _answered("quantised weights are not supported yet", "quantization q", "quantization", fine="none"),
+    _answered(
+        "the KV cache has the type of --dtype; others are not supported yet",
+        "kv_cache_dtype",
+        "kv_cache_dtype",
+        fine="auto",
+    ),
+    _answered(
+        "weights stay on one device; offloading is not supported yet", "cpu_offload_gb", "cpu_offload_gb", fine="0"
+    ),
+    _answered(_NO_GRAPHS, "compilation_config O", "cuda_graph_max_bs cuda_graph_bs"),
+    _answered(_NO_GRAPHS, sglang="enable_torch_compile", switch=True, fine="false"),
+    _answered("the one vision attention is PyTorch's so far", "mm_encoder_attn_backend", "mm_attention_backend"),
+    _answered(
+        "speculative decoding is not supported yet",
+        "speculative_config",
+        "speculative_algorithm speculative_draft_model_path",
+    ),
+    _answered("LoRA adapters are not supported yet", "enable_lora", "enable_lora", switch=True, fine="false"),
+    _answered(
+        "LoRA adapters are not supported yet", "lora_modules max_loras max_lora_rank", "lora_paths max_loras_per_batch"
+    ),
+    _answered("tool calls are not parsed yet", "tool_call_parser", "tool_call_parser"),
+    _answered("tool calls are not parsed yet", "enable_auto_tool_choice", switch=True, fine="false"),
+    _answered("reasoning is not parsed yet: it is part of the answer", "reasoning_parser", "reasoning_parser"),
+    _answered(
+        "structured output is not supported yet", "guided_decoding_backend structured_outputs_config", "grammar_backend"
+    ),
+    _answered("the checkpoint's own template is used; another is not supported yet", "chat_template", "chat_template"),
+    _answered("requests say it themselves; defaults for all are not supported yet", "override_generation_config"),
+    _answered("embeddings are not supported yet", "task runner", fine="auto generate"),
+    _answered("embeddings are not supported yet", sglang="is_embedding", switch=True, fine="false"),
+    _answered(
+        "prefill and decoding in servers of their own are not supported yet",
+        "kv_transfer_config",
+        "disaggregation_mode",
+        fine="null",
+    ),
+    _answered(
+        "a host tier of the KV cache is not there yet", sglang="enable_hierarchical_cache", switch=True, fine="false"
+    ),
+)
+"""One thing a row, in the order of the documentation."""
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"},
+    "log_level": {"warn": "warning", "critical": "error", "trace": "debug"},
+}
+"""Of settings that are called the same: their words for values -> ours. Capitals do not matter."""
+
+BY_NAME: Mapping[str, ForeignSetting] = {name: setting for setting in FOREIGN for name in setting.names}

@@ -1,0 +1,1 @@
+"""Builds the engine of one process from its settings."""

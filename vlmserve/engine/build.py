@@ -1,0 +1,165 @@
+"""Builds the engine of one process: model, pools, runner, scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vlmserve.attention.torch_backend import TorchAttentionBackend
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.encoder import build_encoder_pool, encoder_devices, resolve_warmup_patches
+from vlmserve.engine.helper_processes import HelperProcesses
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.base_prefix_cache import BasePrefixCache
+from vlmserve.memory.chunk_cache import ChunkCache
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.req_to_token import ReqRowAllocator, ReqToTokenPool
+from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
+from vlmserve.messages import SchedulerOutput
+from vlmserve.models.registry import load_model, outline_model
+from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
+from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.tensors import dtype_name, dtype_setting
+from vlmserve_common.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What others need to know of a running engine. max_req_len: tokens of prompt and answer of one request."""
+
+    max_total_tokens: int
+    max_req_len: int
+    device: str
+    dtype: str
+
+
+def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
+    """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError.
+
+    What cannot fit into memory is refused before weights are loaded.
+    """
+    torch.set_num_threads(args.num_threads or available_cpus())
+    device = resolve_device(args.device)
+    _check_sizes(args, device)
+    # encoder processes have the tower, and no copy of it is needed here
+    model = load_model(args.model, device=device, dtype=dtype_setting(args.dtype), with_tower=not args.num_encoders)
+    config = model.config
+    per_token = _bytes_per_token(model)
+    max_model_len = args.max_model_len or config.max_position_embeddings
+    tokens = kv_cache_size(args, bytes_per_token=per_token, max_model_len=max_model_len, device=device)
+    max_req_len = min(max_model_len, tokens - args.page_size)
+    info = EngineInfo(
+        max_total_tokens=tokens, max_req_len=max_req_len, device=str(device), dtype=dtype_name(model.dtype)
+    )
+    runner = ModelRunner(
+        model=model,
+        kv_cache=KVCache(
+            num_slots=tokens + args.page_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=model.dtype,
+            device=device,
+        ),
+        req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
+        attn_backend=TorchAttentionBackend(),
+        device=device,
+    )
+    log.info(
+        "loaded %s: %s on %s, %d KV slots of %d bytes, context %d",
+        args.model,
+        info.dtype,
+        info.device,
+        tokens,
+        per_token,
+        max_req_len,
+    )
+    return runner, info
+
+
+def _check_sizes(args: EngineArgs, device: torch.device) -> None:
+    """EngineError for a context that the model was not made for, and for what has no room in memory."""
+    outline = outline_model(Path(args.model), dtype_setting(args.dtype))
+    most = outline.config.max_position_embeddings
+    max_model_len = args.max_model_len or most
+    if max_model_len > most:
+        raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
+    weights = weight_bytes(outline)
+    if args.num_encoders:
+        encoder_devices(args, device)  # are there
+        weights -= weight_bytes(outline.visual)  # which each of them loads, and this process does not
+    check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)
+    kv_cache_size(
+        args,
+        bytes_per_token=_bytes_per_token(outline),
+        max_model_len=max_model_len,
+        device=device,
+        weights_to_come=weights,
+    )
+
+
+def _bytes_per_token(model: VisionLanguageModel) -> int:
+    config = model.config
+    return KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+
+
+def build_scheduler(
+    args: EngineArgs,
+    runner: ModelRunner,
+    info: EngineInfo,
+    send: Callable[[SchedulerOutput], None],
+    *,
+    encoders: HelperProcesses | None = None,
+) -> Scheduler:
+    """A scheduler over a runner in this process; `send` gets every step's outputs.
+
+    encoders: needed where `args` asks for encoder processes.
+    """
+    allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
+    cache: BasePrefixCache
+    if args.disable_radix_cache:
+        cache = ChunkCache(args.page_size)
+    else:
+        cache = RadixCache(allocator, args.page_size)
+    rows = ReqRowAllocator(args.max_running_requests, info.max_req_len + args.page_size)
+    kv = KVOwner(allocator, cache, rows)
+    return Scheduler(
+        SchedulerConfig(
+            max_req_len=info.max_req_len,
+            max_running_requests=args.max_running_requests,
+            max_queued_requests=args.max_queued_requests,
+            max_prefill_tokens=args.max_prefill_tokens,
+            chunk_size=None if args.chunked_prefill_size <= 0 else args.chunked_prefill_size,
+            enable_mixed_chunk=args.enable_mixed_chunk,
+            eos_token_ids=frozenset(runner.model.config.eos_token_ids),
+            warmup_patches=resolve_warmup_patches(args, runner.device),
+            check_pools_when_idle=args.check_pools_when_idle,
+        ),
+        kv=kv,
+        worker=runner,
+        encoder=build_encoder_pool(
+            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, processes=encoders
+        ),
+        policy=SchedulePolicy(
+            args.schedule_policy,
+            kv.matched_len,
+            in_batch=None if cache.disabled else InBatchPrefixes(kv.key_of, args.page_size),
+        ),
+        new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
+        media_keys=MediaKeyTable(),
+        send=send,
+    )

@@ -1,0 +1,166 @@
+"""A model in this process for many requests at a time: an event loop asks, a thread of the engine's own computes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from multiprocessing.connection import wait
+
+import torch
+
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.messages import (
+    BatchTextOutput,
+    BatchTokenizedGenerateReqInput,
+    BatchTokenOutput,
+    GetStatsReq,
+    RequestsLost,
+    SchedulerInput,
+    SchedulerOutput,
+    SchedulerStats,
+    TextOutput,
+)
+from vlmserve.offline.engine import build_offline_engine
+from vlmserve.tokenizer.detokenizer import DetokenizerManager
+from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
+from vlmserve.tokenizer.stage import StageLimits
+from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, TokenizerManager
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.process.wake_up import WakeUp
+
+logger = logging.getLogger(__name__)
+
+_STOP = object()
+
+
+class AsyncLLM:
+    """`generate` is called in one event loop, which runs until `close`.
+
+    joined: an answer comes whole, as one output: a step of many requests then costs the event loop nothing.
+    max_pending: answers waiting or running at a time. Raises CheckpointError, EngineError or SettingsError.
+    """
+
+    def __init__(
+        self, args: EngineArgs, limits: StageLimits, *, joined: bool, max_pending: int, log_level: str = "info"
+    ) -> None:
+        self._engine = build_offline_engine(args, limits, self._take, log_level=log_level)
+        self.args, self.info = self._engine.args, self._engine.info
+        self._detokenizer = DetokenizerManager(self._engine.stage.tokenizer)
+        self._joined: dict[str, TextOutput] | None = {} if joined else None
+        self._inbox: queue.SimpleQueue[SchedulerInput | object] = queue.SimpleQueue()
+        self._wake_up = WakeUp()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._manager = TokenizerManager(
+            builder=self._engine.stage.builder,
+            media=self._engine.stage.media,
+            send=self._put,
+            max_pending=max_pending,
+        )
+        self._thread = threading.Thread(target=self._run, name="engine")
+        self._thread.start()
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """What makes requests of messages, the tokenizer with it."""
+        return self._engine.stage.builder
+
+    def describe_media_settings(self) -> str:
+        """A text that is another where the same medium may become other patches."""
+        return self._engine.stage.media.describe_settings()
+
+    async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
+        """See `TokenizerManager.generate`."""
+        self._loop = asyncio.get_running_loop()
+        async with contextlib.aclosing(self._manager.generate(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def stats(self) -> SchedulerStats | None:
+        """The scheduler's figures; None if the engine has failed or does not get to it in a second."""
+        self._loop = asyncio.get_running_loop()
+        return await self._manager.scheduler_stats()
+
+    def close(self) -> None:
+        """End the engine after the step in work, and its processes."""
+        self._put(_STOP)
+        self._thread.join()
+        self._wake_up.close()
+        self._manager.close()
+        self._engine.stack.close()
+
+    def _put(self, message: SchedulerInput | object) -> None:
+        self._inbox.put(message)
+        self._wake_up.call()
+
+    # ---------------------------------------------------------------- in the engine's thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.args.num_threads or available_cpus())  # each thread has its own
+        scheduler, busy = self._engine.scheduler, False
+        try:
+            while True:
+                if not busy:
+                    wait([self._wake_up.fd, *scheduler.wait_handles()])
+                if not self._take_messages():
+                    return
+                busy = scheduler.step()
+        except Exception as error:
+            logger.exception("the engine failed")
+            self._tell(self._manager.fail, f"the engine has failed: {type(error).__name__}: {error}")
+
+    def _take_messages(self) -> bool:
+        """Hand what has come to the scheduler; False when it is time to stop."""
+        scheduler = self._engine.scheduler
+        self._wake_up.take()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._inbox.get_nowait()
+                if message is _STOP:
+                    return False
+                if isinstance(message, BatchTokenizedGenerateReqInput):
+                    for request in message.requests:
+                        scheduler.handle(request)
+                elif isinstance(message, GetStatsReq):
+                    self._tell(self._manager.handle, scheduler.stats())
+                elif not isinstance(message, RequestsLost):  # which only processes can lose
+                    scheduler.handle(message)  # type: ignore[arg-type]
+        return True
+
+    def _take(self, batch: SchedulerOutput) -> None:
+        if not isinstance(batch, BatchTokenOutput):
+            self._tell(self._manager.handle, batch)
+            return
+        texts, aborts = self._detokenizer.process(batch)
+        for abort in aborts:
+            self._engine.scheduler.handle(abort)
+        outputs = texts.outputs if self._joined is None else self._join(texts.outputs, self._joined)
+        if outputs:
+            self._tell(self._manager.handle, BatchTextOutput(outputs=tuple(outputs)))
+
+    def _join(self, outputs: tuple[TextOutput, ...], unfinished: dict[str, TextOutput]) -> list[TextOutput]:
+        """What is whole now."""
+        whole = []
+        for output in outputs:
+            before = unfinished.pop(output.rid, None)
+            if before is not None:
+                output = replace(
+                    output,
+                    text=before.text + output.text,
+                    token_ids=before.token_ids + output.token_ids,
+                    logprobs=None if output.logprobs is None else (before.logprobs or ()) + output.logprobs,
+                )
+            if output.finish_reason is None:
+                unfinished[output.rid] = output
+            else:
+                whole.append(output)
+        return whole
+
+    def _tell(self, function: object, *args: object) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]

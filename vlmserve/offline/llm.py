@@ -1,0 +1,247 @@
+"""The offline form: the same stages as the server, in one process and without sockets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Unpack
+
+from processors.families.report import MediumReport, report_json
+from processors.fetch.fetching import FetchSettings
+from vlmserve.messages import (
+    AbortReq,
+    BatchTokenOutput,
+    FinishReason,
+    SchedulerOutput,
+    SchedulerStats,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    TokenLogprobs,
+)
+from vlmserve.offline.engine import build_offline_engine
+from vlmserve.offline.inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
+from vlmserve.tokenizer.detokenizer import DetokenizerManager
+from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
+from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve.tokenizer.stage import StageLimits
+from vlmserve_common.errors import BadRequestError, EngineError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer. finish_reason: "stop" or "length". logprobs: one entry per token if they were asked for.
+
+    mm_report: what became of the prompt's media, as the API's field of that name; warnings: what could not be done as
+    it was asked for, a sentence each.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    mm_report: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass
+class _Pending:
+    """The answer to one request so far."""
+
+    media: tuple[MediumReport, ...] = ()
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    last: TextOutput | None = None
+
+    @property
+    def last_reason(self) -> FinishReason | None:
+        """Why the answer ended, None while it has not."""
+        return None if self.last is None else self.last.finish_reason
+
+
+class LLM:
+    """A model loaded into this process.
+
+        with LLM("Qwen/Qwen3-VL-2B-Instruct") as llm:
+            print(llm.chat("What is this?", images=["cat.png"], max_tokens=64).text)
+
+    model: as in `EngineArgs`; without one, the small model that comes with the package.
+    settings: any field of `EngineArgs`, also by the names of vLLM and SGLang, and max_images_per_request and
+    max_videos_per_request. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or SettingsError.
+    Not thread-safe.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] = "", *, fetch: FetchSettings | None = None, **settings: Any
+    ) -> None:
+        args, counts = read_settings(model, settings)
+        limits = StageLimits(fetch=fetch or FetchSettings(), counts=counts)
+        engine = build_offline_engine(args, limits, self._take)
+        self.args, self.info, self._runner = engine.args, engine.info, engine.runner
+        self._scheduler, self._stack = engine.scheduler, engine.stack
+        self._media, self.builder = engine.stage.media, engine.stage.builder
+        self._detokenizer = DetokenizerManager(engine.stage.tokenizer)
+        self._pending: dict[str, _Pending] = {}
+        args = self.args
+        self._max_waiting = min(args.max_running_requests, args.max_queued_requests)
+        self._requests = 0
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingOverrides | None = None,
+        *,
+        images: Any = (),
+        videos: Any = (),
+        num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Completion:
+        """The answer to one conversation: a text, or messages in OpenAI's form. Media may be paths, URLs, bytes, PIL
+        images and arrays; never pass on strangers' messages, since a path in them is read.
+
+        images, videos: one or several, shown before the text. mm_processor_kwargs: how media are prepared where a part
+        does not say (`processors.families.processor_kwargs`). options: sampling as keywords, such as max_tokens=64.
+        """
+        return self.chat_batch(
+            [conversation(messages, images, videos)],
+            sampling,
+            num_logprobs=num_logprobs,
+            mm_processor_kwargs=mm_processor_kwargs,
+            **options,
+        )[0]
+
+    def chat_batch(
+        self,
+        conversations: Sequence[Conversation],
+        sampling: SamplingOverrides | None = None,
+        *,
+        num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion]:
+        """The answers to several conversations, computed together, in order. BadRequestError for the first bad one."""
+        if isinstance(conversations, str):
+            raise TypeError("chat_batch takes a list of conversations; chat takes one")
+        prompts = [ChatPrompt(messages=conversation(messages)) for messages in conversations]
+        return self._run(prompts, sampling_of(sampling, options), num_logprobs, mm_processor_kwargs)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | TextPrompt],
+        sampling: SamplingOverrides | None = None,
+        *,
+        num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion]:
+        """Continuations of prompts that are rendered already; of one text, a list of one."""
+        several = [prompts] if isinstance(prompts, str) else prompts
+        wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in several]
+        return self._run(wrapped, sampling_of(sampling, options), num_logprobs, mm_processor_kwargs)
+
+    def stats(self) -> SchedulerStats:
+        """Plain figures of the engine."""
+        return self._scheduler.stats()
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._scheduler.flush_cache()
+
+    def close(self) -> None:
+        """End the media threads and the encoder's workers. The model goes with the object."""
+        self._stack.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[ChatPrompt | TextPrompt],
+        sampling: SamplingOverrides | None,
+        num_logprobs: int | None,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+    ) -> list[Completion]:
+        rids = []
+        try:
+            for prompt in prompts:
+                messages, media = self._build(prompt, sampling, num_logprobs, mm_processor_kwargs)
+                for message in messages:
+                    # only so many wait at a time, pictures and all
+                    while len(self._scheduler.waiting_queue) >= self._max_waiting:
+                        self._scheduler.step_or_wait()
+                    rids.append(message.rid)
+                    self._pending[message.rid] = _Pending(media=media)
+                    self._scheduler.handle(message)
+            while not self._scheduler.is_idle():
+                self._scheduler.step_or_wait()
+            self._scheduler.step()  # the checks of an idle engine
+            return [_completion(self._pending[rid], num_logprobs is not None) for rid in rids]
+        finally:
+            for rid in rids:
+                if self._pending.pop(rid).last_reason is None:  # an exception came first
+                    self._scheduler.handle(AbortReq(rid=rid))
+
+    def _build(
+        self,
+        prompt: ChatPrompt | TextPrompt,
+        sampling: SamplingOverrides | None,
+        num_logprobs: int | None,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...]]:
+        request = GenerateReqInput(
+            request_id=f"offline-{self._requests}",
+            prompt=prompt,
+            sampling=sampling or SamplingOverrides(),
+            num_logprobs=num_logprobs,
+            mm_processor_kwargs=mm_processor_kwargs or {},
+        )
+        tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
+        self._requests += 1
+        media = self._media.load_sync(tokenized.media)
+        messages = self.builder.build(request, tokenized, self.builder.expand(tokenized, media))
+        return messages, self._media.report(tokenized.media, media)
+
+    def _take(self, batch: SchedulerOutput) -> None:
+        assert isinstance(batch, BatchTokenOutput)
+        texts, aborts = self._detokenizer.process(batch)
+        for abort in aborts:
+            self._scheduler.handle(abort)
+        for output in texts.outputs:
+            pending = self._pending.get(output.rid)
+            if pending is None:  # given up
+                continue
+            pending.text.append(output.text)
+            pending.token_ids.extend(output.token_ids)
+            pending.logprobs.extend(output.logprobs or ())
+            pending.last = output
+
+
+def _completion(pending: _Pending, with_logprobs: bool) -> Completion:
+    last = pending.last
+    if last is None or last.finish_reason is None:
+        raise EngineError("a request ended without an answer")
+    reason = last.finish_reason
+    if reason.type == "error":
+        if reason.status < 500:
+            raise BadRequestError(reason.message, status=reason.status)
+        raise EngineError(reason.message)
+    return Completion(
+        text="".join(pending.text),
+        token_ids=tuple(pending.token_ids),
+        finish_reason=reason.type,
+        prompt_tokens=last.prompt_tokens,
+        cached_tokens=last.cached_tokens,
+        logprobs=tuple(pending.logprobs) if with_logprobs else None,
+        mm_report=report_json(pending.media),
+        warnings=tuple(warning for medium in pending.media for warning in medium.warnings()),
+    )

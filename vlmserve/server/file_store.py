@@ -1,0 +1,362 @@
+"""Uploaded files: on disk, under names of our own, each found by its owner only.
+
+A file is two: FILE_ID.bin, its bytes, and FILE_ID.json, what is known of it. Order of an upload: bytes grow in a file
+with another ending -> flushed to disk and renamed -> the description is written the same way. The description is what
+makes a file exist: whatever lacks one was not finished, and is removed at the next start. A deletion goes backwards.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from processors.fetch.byte_limit import ByteLimit
+from processors.fetch.media_file import MediaFile
+from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.inputs import Modality
+from vlmserve_common.errors import BadRequestError, EngineError
+
+logger = logging.getLogger(__name__)
+
+_OURS = re.compile(r"(file-[0-9a-f]{32})\.(bin|json|part)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileLimits:
+    """max_bytes: of one file; max_total_bytes: of all; max_files: how many. Uploads under way count.
+
+    expire_after_s: how long a file is kept if its upload does not say; None: until it is deleted.
+    """
+
+    max_bytes: int
+    max_total_bytes: int
+    max_files: int
+    expire_after_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """What is known of a file. owner: who may use it. created_at, expires_at: seconds since 1970. sequence: its order
+    among all. filename: the client's word, of no meaning here. modality: told by the first bytes at every start."""
+
+    id: str
+    owner: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    sequence: int
+    filename: str
+    purpose: str
+    modality: Modality | None
+
+
+class FileStore:
+    """Thread-safe. One store at a time uses a folder, which must exist: EngineError otherwise.
+
+    clock: seconds since 1970.
+    """
+
+    def __init__(self, folder: Path, limits: FileLimits, *, clock: Callable[[], float] = time.time) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._records: dict[str, FileRecord] = {}
+        self._uploads = 0
+        self._bytes = 0  # of files and uploads
+        self._folder_fd = _lock_folder(folder)
+        self._load()
+
+    @property
+    def bytes(self) -> int:
+        """Taken by files and uploads under way."""
+        return self._bytes
+
+    def begin(self, owner: str) -> Upload:
+        """A new file, to be written; close it in any case. Raises BadRequestError when the store has too many."""
+        limit = self._limits.max_files
+        with self._lock:
+            self._drop_expired()
+            count = len(self._records) + self._uploads
+            if count >= limit:
+                raise BadRequestError(
+                    f"there are {count} files, the limit is {limit} (setting --max-files); delete some",
+                    code="too_many_files",
+                )
+            self._uploads += 1
+        file_id = "file-" + secrets.token_hex(16)
+        try:
+            return Upload(self, file_id, owner, _create(self._folder / f"{file_id}.part"))
+        except BaseException:
+            self._release(0)
+            raise
+
+    def files(self, owner: str) -> list[FileRecord]:
+        """An owner's files, the oldest first."""
+        with self._lock:
+            self._drop_expired()
+            return sorted((r for r in self._records.values() if r.owner == owner), key=lambda r: r.sequence)
+
+    def find(self, owner: str, file_id: str) -> FileRecord:
+        """Raises BadRequestError (404) for a file that is not there, or not this owner's, which looks the same."""
+        with self._lock:
+            self._drop_expired()
+            record = self._records.get(file_id)
+        if record is None or record.owner != owner:
+            raise _not_found(file_id)
+        return record
+
+    def open(self, owner: str, file_id: str) -> tuple[FileRecord, BinaryIO]:
+        """A file's record and bytes, which stay readable while they are open. Raises BadRequestError (404)."""
+        record = self.find(owner, file_id)
+        try:
+            return record, (self._folder / f"{file_id}.bin").open("rb")
+        except FileNotFoundError:  # deleted meanwhile
+            raise _not_found(file_id) from None
+
+    def delete(self, owner: str, file_id: str) -> None:
+        """Raises BadRequestError (404)."""
+        record = self.find(owner, file_id)
+        with self._lock:
+            if self._records.pop(file_id, None) is None:
+                raise _not_found(file_id)
+            self._remove(record)
+
+    def for_owner(self, owner: str) -> Callable[[str], StoredFile]:
+        """What finds an owner's files by their ids, as media. It raises BadRequestError (404)."""
+        return lambda file_id: StoredFile(self, self.find(owner, file_id))
+
+    def close(self) -> None:
+        """Let go of the folder. Files stay."""
+        os.close(self._folder_fd)
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` bytes more of an upload. Raises BadRequestError when there is none."""
+        limit = self._limits.max_total_bytes
+        with self._lock:
+            if self._bytes + count > limit:
+                raise BadRequestError(
+                    f"the uploaded files would take {self._bytes + count} bytes, the limit is {limit} (setting "
+                    "--max-file-store-bytes); delete some",
+                    code="file_store_full",
+                )
+            self._bytes += count
+
+    def commit(self, upload: Upload, *, filename: str, purpose: str, expire_after_s: float | None) -> FileRecord:
+        """Make an upload a file. Called by `Upload.commit` only."""
+        part, final = (self._folder / f"{upload.id}.{ending}" for ending in ("part", "bin"))
+        with part.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        expire_after_s = self._limits.expire_after_s if expire_after_s is None else expire_after_s
+        now = self._clock()
+        with self._lock:
+            record = FileRecord(
+                id=upload.id,
+                owner=upload.owner,
+                bytes=upload.bytes,
+                created_at=int(now),
+                expires_at=None if expire_after_s is None else int(now + expire_after_s),
+                sequence=1 + max((r.sequence for r in self._records.values()), default=0),
+                filename=filename,
+                purpose=purpose,
+                modality=modality_of(head),
+            )
+            part.replace(final)
+            try:
+                _write_whole(self._folder / f"{upload.id}.json", json.dumps(_described(record)).encode())
+                os.fsync(self._folder_fd)
+            except BaseException:
+                final.unlink(missing_ok=True)
+                raise
+            self._records[record.id] = record
+            self._uploads -= 1
+        return record
+
+    def abandon(self, upload: Upload) -> None:
+        """Forget an upload that was not committed. Called by `Upload.close` only."""
+        (self._folder / f"{upload.id}.part").unlink(missing_ok=True)
+        self._release(upload.bytes)
+
+    def check_size(self, size: int) -> None:
+        """Raises BadRequestError (413) for a file of more bytes than one may have."""
+        if size > self._limits.max_bytes:
+            raise BadRequestError(
+                f"the file is larger than {self._limits.max_bytes} bytes (setting --max-file-bytes)",
+                param="file",
+                code="file_too_large",
+                status=413,
+            )
+
+    def _release(self, count: int) -> None:
+        with self._lock:
+            self._uploads -= 1
+            self._bytes -= count
+
+    def _drop_expired(self) -> None:
+        now = self._clock()
+        for record in [r for r in self._records.values() if r.expires_at is not None and r.expires_at <= now]:
+            del self._records[record.id]
+            self._remove(record)
+
+    def _remove(self, record: FileRecord) -> None:
+        """From disk; it was in the records until now."""
+        for ending in ("json", "bin"):  # in this order: see above
+            (self._folder / f"{record.id}.{ending}").unlink(missing_ok=True)
+        self._bytes -= record.bytes
+
+    def _load(self) -> None:
+        found: dict[str, set[str]] = {}
+        for path in self._folder.iterdir():
+            match = _OURS.fullmatch(path.name)
+            if match:
+                found.setdefault(match.group(1), set()).add(match.group(2))
+        for file_id, endings in found.items():
+            if "json" not in endings:
+                for ending in endings:
+                    (self._folder / f"{file_id}.{ending}").unlink(missing_ok=True)
+                logger.info("removed %s from %s: its upload was not finished", file_id, self._folder)
+            elif (record := self._read(file_id)) is None:
+                logger.warning("%s in %s is damaged and left alone", file_id, self._folder)
+            else:
+                self._records[file_id] = record
+                self._bytes += record.bytes
+        self._drop_expired()
+
+    def _read(self, file_id: str) -> FileRecord | None:
+        """The record of a file found on disk; None for one that is not whole."""
+        try:
+            with (self._folder / f"{file_id}.bin").open("rb") as file:
+                modality, size = modality_of(file.read(HEAD_BYTES)), os.fstat(file.fileno()).st_size
+            raw = json.loads((self._folder / f"{file_id}.json").read_bytes())
+            record = FileRecord(**raw, modality=modality)
+        except (OSError, TypeError, ValueError):
+            return None
+        return record if (record.id, record.bytes) == (file_id, size) else None
+
+
+class Upload:
+    """A file being written; a context manager that leaves nothing behind unless it was committed.
+
+    Its methods may be called in different threads, also while another one is still at work.
+    """
+
+    def __init__(self, store: FileStore, file_id: str, owner: str, file: BinaryIO) -> None:
+        self.id = file_id
+        self.owner = owner
+        self.bytes = 0
+        self._store = store
+        self._file = file
+        self._lock = threading.Lock()
+        self._open = True
+
+    def write(self, data: bytes) -> None:
+        """Append. Raises BadRequestError at a limit."""
+        with self._lock:
+            if not self._open:
+                raise ValueError("the upload is closed")
+            self._store.check_size(self.bytes + len(data))
+            self._store.reserve(len(data))
+            self.bytes += len(data)
+            self._file.write(data)
+
+    def commit(self, *, filename: str, purpose: str, expire_after_s: float | None = None) -> FileRecord:
+        """Everything is written: make it a file. expire_after_s: seconds to keep it; None: as the settings say."""
+        with self._lock:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            record = self._store.commit(self, filename=filename, purpose=purpose, expire_after_s=expire_after_s)
+            self._open = False
+            return record
+
+    def close(self) -> None:
+        """Forget what was written, if it was not committed."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                self._file.close()
+                self._store.abandon(self)
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StoredFile(MediaFile):
+    """An uploaded file as a picture or a video of a request."""
+
+    def __init__(self, store: FileStore, record: FileRecord) -> None:
+        self.record = record
+        self.modality = record.modality
+        self._store = store
+
+    def read(self, limit: ByteLimit) -> bytes:
+        """See `MediaFile.read`."""
+        record = self.record
+        if record.bytes > limit.bytes:
+            raise BadRequestError(
+                f"the file {record.id} has {record.bytes} bytes, the limit is {limit.bytes} (setting {limit.setting})",
+                code="invalid_media_url",
+            )
+        _, file = self._store.open(record.owner, record.id)
+        with file:
+            return file.read()
+
+
+def _lock_folder(folder: Path) -> int:
+    """An open descriptor of the folder that keeps other stores out of it."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise EngineError(f"the folder {folder} for uploaded files cannot be opened: {error.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise EngineError(
+            f"the folder {folder} for uploaded files is in use by another server (setting --file-store-dir)"
+        ) from None
+    return fd
+
+
+def _create(path: Path) -> BinaryIO:
+    """A new file that only this user can read."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that a reader, even after a crash, sees all of it or none."""
+    unfinished = path.with_suffix(".part")
+    try:
+        with _create(unfinished) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _described(record: FileRecord) -> dict[str, object]:
+    return {name: value for name, value in asdict(record).items() if name != "modality"}
+
+
+def _not_found(file_id: str) -> BadRequestError:
+    shown = file_id if len(file_id) <= 80 else file_id[:80] + "..."
+    return BadRequestError(f"there is no file {shown!r}", code="file_not_found", status=404)

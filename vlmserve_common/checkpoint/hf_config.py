@@ -1,0 +1,56 @@
+"""What all parts of a model read alike in a checkpoint's config.json: its family and its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.errors import CheckpointError
+
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen2_vl": "Qwen2VLForConditionalGeneration",
+        "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+        "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    }
+)
+"""model_type -> what config.json calls the class, which identifies a family as well as its model_type."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint folder's config.json, and model_type. CheckpointError if it has none, or of no family here."""
+    hf_config = read_json(folder, "config.json")
+    model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
+    for family, architecture in ARCHITECTURES.items():
+        if model_type == family or (model_type is None and architecture in architectures):
+            return {**hf_config, "model_type": family}
+    raise CheckpointError(
+        f"{folder}: model_type {model_type!r} (architectures {architectures}) is not supported; supported are "
+        f"{', '.join(ARCHITECTURES)}"
+    )
+
+
+def text_fields(top: Fields) -> Fields:
+    """The decoder's fields: in `text_config`, or at the top."""
+    return top.section("text_config") if top.has("text_config") else top
+
+
+def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
+    """What a checkpoint says it is computed in, float32 if it is silent. CheckpointError for types not supported."""
+    top = Fields(hf_config, "config.json")
+    for fields in (top, text_fields(top)):
+        for name in ("dtype", "torch_dtype"):
+            if fields.has(name):
+                value = fields.string(name).removeprefix("torch.")
+                if value not in _DTYPES:
+                    raise CheckpointError(f"{fields.where}: {name} is {value!r}; supported are {', '.join(_DTYPES)}")
+                return getattr(torch, value)
+    return torch.float32

@@ -1,0 +1,181 @@
+"""Reads checkpoint folders: JSON files, and tensors streamed from safetensors straight into their destination.
+
+The safetensors format is read here rather than mapped: mapped pages count as memory of the process for as long as a
+file is open, so the weights would be there twice. A file is 8 bytes (length n of the header, little-endian), n bytes of
+JSON (name -> dtype, shape, data_offsets behind the header), and the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from vlmserve_common.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_MAX_HEADER_BYTES = 100 * 1024**2
+_CHUNK_BYTES = 16 * 1024**2
+
+
+def read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object of a checkpoint folder; {} for an optional file that is not there.
+
+    Raises CheckpointError when a required file is missing, or when it is not a JSON object.
+    """
+    path = folder / name
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise CheckpointError(f"{folder} has no {name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected, not {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies. start: byte offset in the file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class CheckpointReader:
+    """The tensors of a folder with `model.safetensors`, or with shards and their index.
+
+    Making one reads the headers of all files and checks them; CheckpointError names the file and the key at fault.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        for file, expected in _files(folder):
+            stored = _read_header(file)
+            if expected is not None:
+                _check_against_index(file, stored, expected)
+            self.tensors.update(stored)
+
+    def read_into(self, targets: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
+        """Copy tensors into `targets` (of the stored shape, any floating dtype and device), casting where they differ.
+
+        One file is open at a time and no tensor is held besides its target. CheckpointError if a file is unreadable.
+        """
+        by_file: dict[Path, list[tuple[StoredTensor, torch.Tensor]]] = {}
+        for stored, target in targets:
+            by_file.setdefault(stored.file, []).append((stored, target))
+        buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+        for file, wanted in by_file.items():
+            with _opened(file) as source:
+                for stored, target in sorted(wanted, key=lambda pair: pair[0].start):
+                    _copy(source, stored, target, buffer)
+
+
+def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
+    """Safetensors files, each with the names its index says it has (None without an index)."""
+    if (folder / SINGLE_FILE).is_file():
+        return [(folder / SINGLE_FILE, None)]
+    if not (folder / INDEX_FILE).is_file():
+        raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    weight_map = read_json(folder, INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX_FILE}: weight_map is missing or empty")
+    names: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{folder / INDEX_FILE}: {name!r} is in {file!r}, which is no plain file name")
+        names.setdefault(file, set()).add(name)
+    for file, expected in names.items():
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder}: {file} is missing; the index puts {_some(expected)} there")
+    return [(folder / file, expected) for file, expected in sorted(names.items())]
+
+
+def _check_against_index(file: Path, stored: dict[str, StoredTensor], expected: set[str]) -> None:
+    absent, unlisted = expected - stored.keys(), stored.keys() - expected
+    if absent:
+        raise CheckpointError(f"{file}: {_some(absent)} should be in it by {INDEX_FILE}, and is not")
+    if unlisted:
+        raise CheckpointError(f"{file}: {_some(unlisted)} is in it, and not in {INDEX_FILE}")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    try:
+        with file.open("rb", buffering=0) as source:
+            yield source
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    with _opened(file) as source:
+        size = file.stat().st_size
+        length = int.from_bytes(source.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{file}: no safetensors file, or a truncated one ({size} bytes)")
+        try:
+            header = json.loads(source.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            return {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file}: broken safetensors header: {error!r}") from error
+
+
+def _stored(file: Path, name: str, entry: dict[str, Any], data_start: int, file_size: int) -> StoredTensor:
+    shape = tuple(int(size) for size in entry["shape"])
+    start, end = entry["data_offsets"]
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise CheckpointError(f"{file}: {name} is stored as {entry['dtype']}; supported are {', '.join(_DTYPES)}")
+    if min(shape, default=0) < 0 or start < 0 or end - start != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(f"{file}: {name} has shape {list(shape)} but {end - start} bytes of {entry['dtype']}")
+    if data_start + end > file_size:
+        raise CheckpointError(
+            f"{file}: truncated: {name} ends at byte {data_start + end}, the file has {file_size} bytes"
+        )
+    return StoredTensor(name=name, file=file, dtype=dtype, shape=shape, start=data_start + start)
+
+
+def _copy(source: BinaryIO, stored: StoredTensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+    flat = target.detach().view(-1)
+    source.seek(stored.start)
+    if flat.is_cpu and flat.dtype == stored.dtype:
+        _fill(source, stored, flat.view(torch.uint8))
+        return
+    step = len(buffer) // stored.dtype.itemsize
+    for first in range(0, len(flat), step):
+        part = flat[first : first + step]
+        raw = buffer[: len(part) * stored.dtype.itemsize]
+        _fill(source, stored, raw)
+        part.copy_(raw.view(stored.dtype))
+
+
+def _fill(source: BinaryIO, stored: StoredTensor, raw: torch.Tensor) -> None:
+    view = raw.numpy().data
+    while len(view):
+        count = source.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise CheckpointError(f"{stored.file}: truncated while {stored.name} was read")
+        view = view[count:]
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more

@@ -1,0 +1,107 @@
+"""Loads a checkpoint into a module: every tensor of the one accounted for in the other, before any data is read.
+
+A module's parameters have the published names, up to prefixes (`WeightRules.prefixes`). A module whose parameters are
+stored otherwise (merged, or in another shape) says so in `stored_parameters`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
+from vlmserve_common.errors import CheckpointError
+
+_LISTED = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightRules:
+    """prefixes: (published, ours), the first that fits is replaced; ours may equal the published one.
+    ignored: regular expressions, searched in published names, of tensors a checkpoint may have and nobody needs."""
+
+    prefixes: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def our_name(self, name: str) -> str:
+        """The parameter name that a published name stands for."""
+        for published, ours in self.prefixes:
+            if name.startswith(published):
+                return ours + name[len(published) :]
+        return name
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a published name may be left unused."""
+        return any(re.search(pattern, name) for pattern in self.ignored)
+
+
+@runtime_checkable
+class StoresParametersOtherwise(Protocol):
+    """A module that checkpoints store in other pieces than it has."""
+
+    def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Checkpoint names and the views to fill, which have the stored shape; `name` is the module's own."""
+        ...
+
+
+def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules) -> None:
+    """Fill all parameters of `module` from a checkpoint, cast to their dtype.
+
+    Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors; then nothing is loaded.
+    """
+    targets = dict(stored_tensors(module))
+    found: dict[str, StoredTensor] = {}
+    unexpected, doubled, misshaped = [], [], []
+    for name, stored in reader.tensors.items():
+        ours = rules.our_name(name)
+        if ours not in targets:
+            if not rules.is_ignored(name):
+                unexpected.append(name)
+        elif ours in found:
+            doubled.append(f"{name} = {found[ours].name}")
+        else:
+            found[ours] = stored
+            expected = tuple(targets[ours].shape)
+            if stored.shape != expected:
+                misshaped.append(f"{name} is {list(stored.shape)}, not {list(expected)}")
+    missing = [_with_siblings(name, found.keys()) for name in targets if name not in found]
+    problems = [
+        f"{len(entries)} {what}: {'; '.join(entries[:_LISTED])}{'; ...' if len(entries) > _LISTED else ''}"
+        for what, entries in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("given twice", doubled),
+            ("of the wrong shape", misshaped),
+        )
+        if entries
+    ]
+    if problems:
+        raise CheckpointError(f"{reader.folder}: the tensors do not fit the configuration. " + ". ".join(problems))
+    reader.read_into((stored, targets[name]) for name, stored in found.items())
+
+
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters of `module` as a checkpoint has them: names, and views of the stored shape."""
+    for name, child in module.named_modules():
+        if isinstance(child, StoresParametersOtherwise):
+            yield from child.stored_parameters(name)
+        else:
+            for leaf, parameter in child.named_parameters(recurse=False):
+                yield f"{name}.{leaf}" if name else leaf, parameter
+
+
+def _with_siblings(name: str, found: Iterable[str]) -> str:
+    """A missing name, with what is there of the group that it is merged with (q/k/v, gate/up)."""
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        own = next((part for part in group if f".{part}." in name), None)
+        if own is None:
+            continue
+        present = [part for part in group if name.replace(f".{own}.", f".{part}.") in set(found)]
+        if present:
+            return f"{name} (though {', '.join(present)} is there)"
+    return name

@@ -1,0 +1,1 @@
+"""Devices, memory and the small computations that towers and decoders share."""

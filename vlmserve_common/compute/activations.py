@@ -1,0 +1,51 @@
+"""Activations by the names that checkpoints have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch.nn import functional as F
+
+from vlmserve_common.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An elementwise function. gelu: which GELU it is, by oneDNN's names ("none", "tanh"); "" if it is none."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    gelu: str = ""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x of any shape -> the same shape and dtype."""
+        return self.function(x)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x), the approximation of GELU that CLIP uses."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "silu": Activation(F.silu),
+        "gelu": Activation(F.gelu, "none"),
+        "quick_gelu": Activation(quick_gelu),
+        "gelu_pytorch_tanh": Activation(gelu_tanh, "tanh"),
+    }
+)
+
+
+def activation(name: str) -> Activation:
+    """An activation by its name in config.json (`hidden_act`); CheckpointError for one that is not known."""
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(f"hidden_act is {name!r}; supported are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]

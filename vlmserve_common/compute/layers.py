@@ -1,0 +1,72 @@
+"""Small layers that towers and decoders share. They round where transformers' do, so 16-bit answers stay close."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.linear import Linear, MergedLinear
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); the division in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        return rms_normalise(x, self.eps).mul_(self.weight)
+
+
+def rms_normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """A new tensor x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32, in x's dtype."""
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last dimension with weight and bias."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Embedding(nn.Module):
+    """A table of rows [count, size]."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, size), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 [...] -> [..., size]."""
+        return F.embedding(ids, self.weight)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, size: int, intermediate_size: int, act: Activation, *, bias: bool) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(size, parts, bias=bias)
+        self.down_proj = Linear(intermediate_size, size, bias=bias)
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, size] -> [N, size]."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate).mul_(up))

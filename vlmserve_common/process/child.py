@@ -1,0 +1,213 @@
+"""Child processes that report when they are ready, die with their parent, and whose death is noticed.
+
+Parent and child share one pipe. The child's first message in it is a report in JSON, "ready" or "error"; what follows,
+either way, is theirs to agree on. End of file means to the child that the parent stopped it, or is gone itself, however
+that came about; to the parent, that the child is gone. The child ignores SIGINT and SIGTERM, which terminals and
+service managers send to the whole group: the parent decides when a child may go, after the running requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from vlmserve_common.errors import EngineError, VlmserveError
+from vlmserve_common.logs import configure_logging
+from vlmserve_common.process.stop_signals import ignore_stop_signals
+
+logger = logging.getLogger(__name__)
+
+STOP_PATIENCE_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildProcess:
+    """A started child. Start it while `stop_signals_held`, in a thread that outlives it (the kernel takes that thread's
+    end for the parent's death), and `stop` it whatever happens.
+
+    name: its name in log lines. title: what errors call it ("the scheduler process"). main: its work, called as
+    `main(parent, *args)` in a fresh interpreter, where it must be importable by name; it calls `parent.ready` once and
+    never returns. stop_patience_s: how long it may take to end when it is told to. pipe: this end of the pipe.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        main: Callable[..., None],
+        args: tuple[object, ...],
+        *,
+        title: str,
+        log_level: str,
+        stop_patience_s: float = STOP_PATIENCE_S,
+    ) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would take along the parent's threads and sockets
+        self.name = name
+        self.title = title
+        self._stop_patience_s = stop_patience_s
+        self.pipe, theirs = context.Pipe(duplex=True)
+        self._process = context.Process(
+            target=_run_child, name=name, args=(name, main, args, theirs, log_level, os.getpid())
+        )
+        try:
+            self._process.start()
+        except BaseException:
+            self.pipe.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the child has died."""
+        return self._process.sentinel
+
+    @property
+    def alive(self) -> bool:
+        """Whether the child has not died yet. A process that has ended counts as dead before it was waited for."""
+        return not wait([self.sentinel], timeout=0)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a child that has died was killed by SIGKILL: by somebody, or by the kernel when memory was short."""
+        self._process.join(timeout=1.0)
+        return self._process.exitcode == -signal.SIGKILL
+
+    def how_it_died(self) -> str:
+        """One clause for a log line."""
+        self._process.join(timeout=1.0)
+        code = self._process.exitcode
+        if code is None:
+            return f"{self.title} closed its pipe"
+        if code < 0:
+            return f"{self.title} was killed by {signal.Signals(-code).name}"
+        return f"{self.title} ended with status {code}"
+
+    def take_report(self) -> dict[str, Any]:
+        """What the child says of itself, once it is ready; blocks until then. EngineError with its own message if it
+        cannot start."""
+        try:
+            report = json.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            hint = ", as the kernel does when memory runs out" if self.was_killed else ""
+            raise EngineError(f"{self.how_it_died()} while starting{hint}") from None
+        if "error" in report:
+            raise EngineError(report["error"])
+        return report["ready"]
+
+    def hang_up(self) -> None:
+        """Tell the child to end, from any thread; whoever reads from the pipe or writes to it here is woken."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        """End the child by force, from any thread; it is still to be stopped."""
+        with contextlib.suppress(ValueError):  # it was
+            self._process.kill()
+
+    def stop(self) -> None:
+        """End the child now, in order if it can, by force if not, and let go of it. No other thread may use it."""
+        self.pipe.close()
+        self._process.join(timeout=self._stop_patience_s)
+        if self._process.is_alive():
+            logger.warning("%s does not stop: killing it", self.title)
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+
+class Parent:
+    """The child's end of the pipe.
+
+    before_end: called once the parent has stopped this process or is gone, in another thread than `main`'s, which goes
+    on; the process ends when it returns, and should before the parent's `stop_patience_s` are over.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.was_told = False
+        self.before_end: Callable[[], None] = lambda: None
+
+    def ready(self, info: Mapping[str, Any]) -> None:
+        """Report readiness, once; info must fit into JSON."""
+        self._report({"ready": dict(info)})
+
+    def failed(self, message: str) -> None:
+        """Report why there will be no readiness."""
+        self._report({"error": message})
+
+    def receive(self) -> bytes:
+        """The next message; blocks."""
+        return self._inbox.get()
+
+    def send(self, message: bytes | bytearray | memoryview) -> None:
+        """Send a message; blocks while the pipe is full. Ends this process if the parent is gone."""
+        try:
+            self._pipe.send_bytes(message)
+        except OSError:
+            os._exit(0)
+
+    def watch(self) -> None:
+        """Take in messages until the parent is gone; then end this process, whatever its other threads do."""
+        try:
+            while True:
+                self._inbox.put(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            try:
+                self.before_end()
+            except Exception:
+                logger.exception("something was left undone at the end")
+            os._exit(0)
+
+    def _report(self, report: Mapping[str, Any]) -> None:
+        self.was_told = True
+        self.send(json.dumps(report).encode())
+
+
+def _run_child(
+    name: str, main: Callable[..., None], args: tuple[object, ...], pipe: Connection, log_level: str, parent_pid: int
+) -> None:
+    ignore_stop_signals()
+    die_with_parent(parent_pid, signal.SIGKILL)
+    parent = Parent(pipe)
+    threading.Thread(target=parent.watch, name="parent-watch", daemon=True).start()
+    configure_logging(log_level, name)
+    try:
+        main(parent, *args)
+        message = "returned"
+    except Exception as error:
+        expected = isinstance(error, VlmserveError) and not parent.was_told
+        message = str(error) if expected else f"{type(error).__name__}: {error}"
+        if not expected or log_level == "debug":
+            logger.exception("%s failed", name)
+    if not parent.was_told:
+        parent.failed(message if message != "returned" else f"{name} stopped early")
+    else:
+        logger.error("%s stopped: %s", name, message)
+    # Not sys.exit: threads of a broken engine must not keep the process, and with it the server, half alive.
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends (Linux), whatever ends it.
+
+    It holds for a program that this process becomes, too.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it died before the call
+            os._exit(1)

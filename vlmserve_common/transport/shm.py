@@ -1,0 +1,192 @@
+"""Hand-over of large arrays between processes on one machine: files ("blocks") in a private tmpfs directory.
+
+Plain files rather than `multiprocessing.shared_memory`: the receiver unlinks, no tracker process guesses at ownership,
+and what a crash leaves behind goes with the directory, which belongs to the launcher. A block may have several names
+(hard links). A name has exactly one owner: the sender until `put` returns, then the message that holds it, then whoever
+calls `take` or `discard`. The memory goes with the last name and the last array in it.
+
+Where both sides ask for it, large arrays are not copied at all: `empty` makes one in a block, `put` gives the block one
+more name, and `take` maps it. A maker may keep its name and write its next array there, once it sees by the count of
+names that nobody looks at the last one any more: to get fresh pages of tmpfs takes longer than to fill them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import math
+import os
+import re
+import secrets
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmserve_common.transport.shm_block import Block, block_of
+
+MAPPED_FROM_BYTES = 2**20  # less is copied more quickly than mapped
+SPARE_BYTES = 128 * 2**20  # a good value: patches of twenty pictures of 1080p
+_BLOCK_NAME = re.compile(r"\d+-[0-9a-f]{8}-\d+")
+
+
+class SharedArrays:
+    """Puts arrays into, and takes them out of, a directory that both processes can see.
+
+    directory: an existing private directory, on tmpfs where there is one; all that hand over to each other have the
+    same. mapped: `take` does not copy large arrays.
+    spare_bytes: how much of the blocks that it has made it may keep for its next arrays. Thread-safe.
+    """
+
+    def __init__(self, directory: Path, *, mapped: bool = False, spare_bytes: int = 0) -> None:
+        self.directory = directory
+        self._mapped = mapped
+        self._spare_bytes = spare_bytes
+        self._word = secrets.token_hex(4)  # sets names apart from those of others in this process
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._kept: list[Block] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """As `np.empty`; a large array lies in a block, so that `put` need not copy it, if there is room for it.
+
+        For arrays that live longer than a message half of the file system stays free.
+        """
+        dtype = np.dtype(dtype)
+        nbytes = _size(shape, dtype)
+        if nbytes < MAPPED_FROM_BYTES:
+            return np.empty(shape, dtype)
+        try:
+            array = self._reuse(nbytes, shape, dtype)
+            return self._make(nbytes, shape, dtype) if array is None else array
+        except OSError:
+            return np.empty(shape, dtype)
+
+    def put(self, array: np.ndarray) -> str:
+        """Hand out an array; returns the block's name. OSError when memory is full.
+
+        What was made by `empty`, or taken, must not be changed any more; other arrays are copied.
+        """
+        block = block_of(array)
+        if block is None and self._spare_bytes:
+            copy = self.empty(array.shape, array.dtype)
+            block = block_of(copy)
+            if block is not None:
+                copy[...] = array
+        if block is None:
+            return self._write(array)
+        name = self._new_name()
+        os.link(block.path, self.directory / name)
+        return name
+
+    def take(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """Move a block into a fresh (writable) array and free it. ValueError if it is smaller than that array.
+
+        With `mapped` a large array is the block itself, read-only, and frees it when it goes.
+        """
+        path = self._path(name)
+        nbytes = _size(shape, dtype)
+        with open(path, "rb", buffering=0) as file:
+            try:
+                if os.fstat(file.fileno()).st_size < nbytes:
+                    raise ValueError(f"shared block {name!r} does not hold {nbytes} bytes")
+                if self._mapped and nbytes >= MAPPED_FROM_BYTES and self._has_room(0):
+                    own = self._own_path()
+                    with contextlib.suppress(OSError):  # no more mappings or names to be had: copied, then
+                        os.link(path, own)
+                        return Block(own, file.fileno(), nbytes, writable=False).array(shape, dtype)
+                array = np.empty(shape, dtype)
+                target = array.reshape(-1).view(np.uint8).data
+                read = 0
+                while count := file.readinto(target[read:]) or 0:
+                    read += count
+                return array
+            finally:
+                path.unlink()  # not before: its maker would use it again
+
+    def discard(self, name: str) -> None:
+        """Free a block that nobody will take."""
+        self._path(name).unlink(missing_ok=True)
+
+    def discard_of(self, pid: int) -> None:
+        """Free all blocks that a process put and nobody took, finished or not. It must be gone, as must whoever it put
+        them for."""
+        for path in self.directory.glob(f"{pid}-*"):
+            path.unlink(missing_ok=True)
+
+    @staticmethod
+    def is_block_name(name: str) -> bool:
+        """Whether a text has the form of a name that `put` gives."""
+        return _BLOCK_NAME.fullmatch(name) is not None
+
+    def outstanding(self) -> int:
+        """Blocks that were put and not yet taken: zero when idle."""
+        return sum(map(self.is_block_name, os.listdir(self.directory)))
+
+    def _reuse(self, nbytes: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+        """An array in a kept block that nobody uses and that is about as large. Those that are not make room."""
+        with self._lock:
+            free = [block for block in self._kept if block.is_free()]
+            fitting = [block for block in free if nbytes <= block.nbytes <= 2 * nbytes]
+            if fitting:
+                return min(fitting, key=lambda block: block.nbytes).array(shape, dtype)
+            held = sum(block.nbytes for block in self._kept)
+            for block in free:
+                if held + nbytes > self._spare_bytes >= nbytes:
+                    self._kept.remove(block)
+                    held -= block.nbytes
+        return None
+
+    def _make(self, nbytes: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if not self._has_room(nbytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
+        path = self._own_path()
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # or a write to it would end the process when there is no room
+            block = Block(path, fd, nbytes, writable=True)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        array = block.array(shape, dtype)  # before anyone may see the block, who would think it free
+        with self._lock:
+            if sum(one.nbytes for one in self._kept) + nbytes <= self._spare_bytes:
+                self._kept.append(block)
+        return array
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether half of the file system would still be free."""
+        found = os.statvfs(self.directory)
+        return found.f_bavail * found.f_frsize - nbytes >= found.f_blocks * found.f_frsize // 2
+
+    def _write(self, array: np.ndarray) -> str:
+        name = self._new_name()
+        path = self.directory / name
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(np.ascontiguousarray(array).data.cast("B"))
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return name
+
+    def _new_name(self) -> str:
+        return f"{os.getpid()}-{self._word}-{next(self._numbers)}"
+
+    def _own_path(self) -> Path:
+        """For a name that is no message's."""
+        return self.directory / f"{self._new_name()}.own"
+
+    def _path(self, name: str) -> Path:
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"bad shared block name {name!r}")
+        return self.directory / name
+
+
+def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
