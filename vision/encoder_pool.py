@@ -26,11 +26,11 @@ from typing import TypeAlias
 
 import torch
 
-from vision.backend import EncodeBatch, EncoderBackend, EncodeResult
-from vision.disk_tier import DiskTier, Loaded, Saved, Store
-from vision.embedding_cache import EmbeddingCache
-from vision.embedding_stats import PoolStats
-from vision.temporal_patch import TemporalPatch, embedding_key
+from vision.cache.disk_tier import DiskTier, Loaded, Saved, Store
+from vision.cache.embedding_cache import EmbeddingCache
+from vision.cache.stats import PoolStats
+from vision.towers.temporal_patch import TemporalPatch, embedding_key
+from vision.workers.backend import EncodeBatch, EncoderBackend, EncodeResult
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
-from vision.embedding_stats import PoolStats
+from vision.cache.stats import PoolStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.vision.patches import random_patches
-from vision.backend import InlineBackend
-from vision.blocks import VisionTower
-from vision.disk_tier import DiskTier
-from vision.embedding_cache import EmbeddingCache, MemoryTier
-from vision.embedding_store import EmbeddingStore
+from vision.cache.disk_tier import DiskTier
+from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
+from vision.cache.store import EmbeddingStore
 from vision.encoder_pool import EncoderPool, PoolLimits
-from vision.loading import load_tower
-from vision.tower_runner import TowerRunner
+from vision.towers.blocks import VisionTower
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner
+from vision.workers.backend import InlineBackend
 from vlmserve.bench.vision_subject import PLENTY, settle, take_rows
 from vlmserve.engine.encoder import row_shape
 

@@ -17,11 +17,11 @@ from tests.gpu.test_answers import Asked, check, engine
 from tests.vision.backends import collect
 from tests.vision.patches import random_patches
 from tests.vlmserve.reference import Reference, conversations
-from vision.backend import EncodeBatch
-from vision.loading import load_tower
-from vision.process_backend import ProcessBackend
-from vision.tower_runner import TowerRunner
-from vision.worker_settings import WorkerSettings
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner
+from vision.workers.backend import EncodeBatch
+from vision.workers.process_backend import ProcessBackend
+from vision.workers.settings import WorkerSettings
 
 
 @pytest.fixture

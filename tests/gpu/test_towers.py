@@ -10,8 +10,8 @@ import torch
 
 from tests.vision.patches import GRIDS, make_levels, random_patches
 from tests.vision.test_towers import reference_rows
-from vision.loading import load_tower
-from vision.tower_runner import TowerRunner, pixel_values
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner, pixel_values
 from vlmserve.bench.vision_reference import check_rows
 
 

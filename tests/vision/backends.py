@@ -8,9 +8,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from tests.vision.fake_worker import fake_worker
-from vision.backend import EncoderBackend, EncodeResult
-from vision.process_backend import ProcessBackend
-from vision.worker_settings import WorkerSettings
+from vision.workers.backend import EncoderBackend, EncodeResult
+from vision.workers.process_backend import ProcessBackend
+from vision.workers.settings import WorkerSettings
 
 PATIENCE_S = 60.0
 

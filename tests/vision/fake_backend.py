@@ -7,10 +7,10 @@ from collections import deque
 import torch
 
 from tests.vision.fake_disk import FakeDisk
-from vision.backend import EncodeBatch, EncodeResult
-from vision.embedding_cache import EmbeddingCache, MemoryTier
+from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
-from vision.temporal_patch import TemporalPatch
+from vision.towers.temporal_patch import TemporalPatch
+from vision.workers.backend import EncodeBatch, EncodeResult
 
 ROW_SHAPE = RowShape(merge=2, width=2, dtype=torch.int32)
 ROW_BYTES = 8

@@ -6,8 +6,8 @@ from collections import deque
 
 import torch
 
-from vision.disk_tier import Done, Loaded, Saved
-from vision.embedding_stats import TierStats
+from vision.cache.disk_tier import Done, Loaded, Saved
+from vision.cache.stats import TierStats
 
 
 class FakeDisk:

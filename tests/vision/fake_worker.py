@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
-from vision.worker_settings import WorkerSettings
+from vision.workers.channel import EncodeDone, EncodeWork, MessageChannel
+from vision.workers.settings import WorkerSettings
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.process.child import Parent
 from vlmserve_common.transport.shm import SharedArrays

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from tests.vision.fake_worker import DIE
-from vision.lent_rows import TRIAL_ROWS, TRIAL_WIDTH, LentRows
-from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel, RowsHandle
-from vision.worker_settings import WorkerSettings
+from vision.workers.channel import EncodeDone, EncodeWork, MessageChannel, RowsHandle
+from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH, LentRows
+from vision.workers.settings import WorkerSettings
 from vlmserve_common.process.child import Parent
 from vlmserve_common.transport.shm import SharedArrays
 

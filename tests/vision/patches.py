@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from processors.level_scale import LevelScale
-from vision.blocks import VisionTower
-from vision.temporal_patch import TemporalPatch
+from vision.towers.blocks import VisionTower
+from vision.towers.temporal_patch import TemporalPatch
 
 # of one window and several, square, wide and tall; the same grid twice
 SCALE = LevelScale(mean=(120.0, 110.0, 100.0), std=(70.0, 60.0, 50.0))

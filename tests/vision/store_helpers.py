@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from vision.embedding_store import EmbeddingStore
+from vision.cache.store import EmbeddingStore
 
 FINGERPRINT = bytes(range(32))
 ABOUT = {"model": "a model", "family": "qwen3_vl", "dtype": "bfloat16", "row_width": "64", "version": "0.1.0"}

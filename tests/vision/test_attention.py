@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vision import attention
-from vision.grids import group_segments
+from vision.towers.grids import group_segments
 
 torch.set_num_threads(1)
 HEADS, DIM = 3, 16

@@ -12,9 +12,9 @@ import torch
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.patches import make_levels, random_patches
-from vision.backend import EncodeBatch, InlineBackend
-from vision.loading import load_tower
-from vision.tower_runner import TowerRunner, pixel_values
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner, pixel_values
+from vision.workers.backend import EncodeBatch, InlineBackend
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from vision.disk_tier import DiskTier, Done, Loaded, Saved
-from vision.embedding_stats import TierStats
+from vision.cache.disk_tier import DiskTier, Done, Loaded, Saved
+from vision.cache.stats import TierStats
 
 PATIENCE_S = 60.0
 

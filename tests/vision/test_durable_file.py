@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from vision.durable_file import is_temporary, locked_file, make_folder, remove_abandoned, write_file
+from vision.cache.durable_file import is_temporary, locked_file, make_folder, remove_abandoned, write_file
 
 NOW = 1_700_000_000.0
 

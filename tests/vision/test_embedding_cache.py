@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vision.embedding_cache import EmbeddingCache, MemoryTier
+from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 
 CPU = torch.device("cpu")
 

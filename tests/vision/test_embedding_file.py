@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, safe_open
 
 from tests.vision.store_helpers import HEADER, Clock, file_of, holds, key, open_store, rows
-from vision.embedding_file import RowsFormat, entry_header
+from vision.cache.file import RowsFormat, entry_header
 
 SMALL = {"count": 2, "width": 3}
 
 
 @pytest.fixture
 def store(tmp_path):
-    logging.getLogger("vision.embedding_store").setLevel(logging.ERROR)  # thousands of damaged files
+    logging.getLogger("vision.cache.store").setLevel(logging.ERROR)  # thousands of damaged files
     yield open_store(tmp_path, clock=Clock())
-    logging.getLogger("vision.embedding_store").setLevel(logging.NOTSET)
+    logging.getLogger("vision.cache.store").setLevel(logging.NOTSET)
 
 
 def assert_refused(store, path, content, what):

@@ -30,8 +30,8 @@ from tests.vision.store_helpers import (
     temporary_files,
 )
 from vision import durable_file, embedding_store
-from vision.embedding_folder import EmbeddingFolder
-from vision.embedding_store import EmbeddingStore
+from vision.cache.folder import EmbeddingFolder
+from vision.cache.store import EmbeddingStore
 from vlmserve_common.errors import EngineError
 
 SIZE = HEADER + 1024  # of an entry

@@ -22,7 +22,7 @@ from tests.vision.store_helpers import (
     temporary_files,
 )
 from tests.vision.store_processes import put_for_ever, put_with_file_limit, received, use, worker
-from vision.embedding_store import EmbeddingStoreStats
+from vision.cache.store import EmbeddingStoreStats
 
 SIZE = HEADER + 1024
 

@@ -11,7 +11,7 @@ import torch
 from tests.vision.fake_backend import ROW_BYTES, FakeBackend, make_pool, rows_of
 from tests.vision.fake_disk import FakeDisk
 from vision.encoder_pool import EncoderPool
-from vision.temporal_patch import TemporalPatch
+from vision.towers.temporal_patch import TemporalPatch
 
 NO_WORKER = "no vision encoder worker is left"
 POISONED = "RuntimeError: poisoned"

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.vision.fake_backend import ROW_BYTES, ROW_SHAPE, FakeBackend, make_pool, rows_of
 from tests.vision.fake_disk import FakeDisk
-from vision.temporal_patch import TemporalPatch
+from vision.towers.temporal_patch import TemporalPatch
 
 SIZES = (1, 1, 2, 2, 3, 5, 8)
 ENCODED = TemporalPatch(digest=b"z" * 32, grid=(2, 4), pixels=np.full((2, 2), 7, np.float32), encoded=True)

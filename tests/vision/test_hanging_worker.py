@@ -17,11 +17,11 @@ from tests.vision.fake_worker import DIE, PAUSE
 from tests.vision.patches import make_patch
 from tests.vlmserve.server_process import gone
 from vision import worker_keeper
-from vision.backend import EncodeBatch
-from vision.embedding_cache import EmbeddingCache, MemoryTier
+from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
-from vision.process_backend import ProcessBackend
-from vision.temporal_patch import TemporalPatch
+from vision.towers.temporal_patch import TemporalPatch
+from vision.workers.backend import EncodeBatch
+from vision.workers.process_backend import ProcessBackend
 from vlmserve_common.process.child import ChildProcess
 
 LIMIT_S = 100.0

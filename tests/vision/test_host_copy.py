@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from vision.disk_tier import DiskTier
-from vision.embedding_stats import TierStats
-from vision.host_copy import HostCopy
+from vision.cache.disk_tier import DiskTier
+from vision.cache.host_copy import HostCopy
+from vision.cache.stats import TierStats
 
 
 class OnGpu:

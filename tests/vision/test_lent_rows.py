@@ -19,11 +19,11 @@ from tests.vision.fake_worker import DIE
 from tests.vision.lending_worker import FileBorrower, lending_worker, owner
 from tests.vision.patches import make_patch
 from vision import cuda_rows
-from vision.backend import EncodeBatch, EncodeResult
-from vision.cuda_rows import CudaBorrower, share
-from vision.process_backend import ProcessBackend
-from vision.worker_channel import RowsHandle
-from vision.worker_settings import WorkerSettings
+from vision.workers.backend import EncodeBatch, EncodeResult
+from vision.workers.channel import RowsHandle
+from vision.workers.cuda_rows import CudaBorrower, share
+from vision.workers.process_backend import ProcessBackend
+from vision.workers.settings import WorkerSettings
 
 
 class Lending:

@@ -25,10 +25,10 @@ from tests.vision.fake_worker import DIE, EXIT, FAIL, PAUSE
 from tests.vision.patches import make_patch
 from tests.vlmserve.server_process import ROOT, gone
 from vision import worker_keeper
-from vision.backend import EncodeBatch
-from vision.process_backend import ProcessBackend
-from vision.temporal_patch import TemporalPatch
-from vision.worker_settings import WorkerSettings
+from vision.towers.temporal_patch import TemporalPatch
+from vision.workers.backend import EncodeBatch
+from vision.workers.process_backend import ProcessBackend
+from vision.workers.settings import WorkerSettings
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess
 from vlmserve_common.transport.wire import SHARED_FROM_BYTES

@@ -17,14 +17,14 @@ from processors.video.options import VideoKnobs, VideoOptions
 from tests.processors.clips import make_clip
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from vision.backend import InlineBackend
-from vision.blocks import VisionTower
-from vision.embedding_cache import EmbeddingCache, MemoryTier
+from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
-from vision.fingerprint import tower_fingerprint
-from vision.loading import load_tower
-from vision.temporal_patch import TemporalPatch, embedding_key, temporal_patches
-from vision.tower_runner import TowerRunner
+from vision.towers.blocks import VisionTower
+from vision.towers.fingerprint import tower_fingerprint
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner
+from vision.towers.temporal_patch import TemporalPatch, embedding_key, temporal_patches
+from vision.workers.backend import InlineBackend
 from vlmserve_common.checkpoint.reader import read_json
 
 CPU = torch.device("cpu")

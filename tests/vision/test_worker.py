@@ -12,12 +12,12 @@ import torch
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.backends import collect
 from tests.vision.patches import make_levels, random_patches
-from vision.backend import EncodeBatch
-from vision.fingerprint import tower_fingerprint
-from vision.loading import load_tower
-from vision.process_backend import ProcessBackend
-from vision.tower_runner import pixel_values
-from vision.worker_settings import WorkerSettings
+from vision.towers.fingerprint import tower_fingerprint
+from vision.towers.loading import load_tower
+from vision.towers.runner import pixel_values
+from vision.workers.backend import EncodeBatch
+from vision.workers.process_backend import ProcessBackend
+from vision.workers.settings import WorkerSettings
 from vlmserve_common.checkpoint.reader import read_json
 from vlmserve_common.errors import EngineError
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_told_in_its_own_words(tmp_path, s
 
 
 def test_a_worker_is_watched_before_it_imports_torch():
-    code = "import sys, vision.worker_start; print('torch' in sys.modules)"
+    code = "import sys, vision.workers.start; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

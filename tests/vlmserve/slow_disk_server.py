@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from vision.embedding_store import EmbeddingStore
+from vision.cache.store import EmbeddingStore
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.ipc.channels import Channels

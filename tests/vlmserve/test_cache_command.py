@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.vision.store_helpers import ABOUT, FINGERPRINT, HEADER, entry_files, file_of, holds, key, open_store, rows
-from vision.embedding_folder import EmbeddingFolder
+from vision.cache.folder import EmbeddingFolder
 from vlmserve import cli
 from vlmserve.cache.quantities import age, show_size, size
 

@@ -60,8 +60,8 @@ class Preparation:
         import torch
         from PIL import Image
 
-        from vision.temporal_patch import temporal_patches
-        from vision.tower_runner import pixel_values
+        from vision.towers.runner import pixel_values
+        from vision.towers.temporal_patch import temporal_patches
 
         text = self._template.render(request.messages({"type": "image"}))
         image = Image.open(io.BytesIO(request.picture))

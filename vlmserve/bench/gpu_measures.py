@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vision.tower_runner import pixel_values
+from vision.towers.runner import pixel_values
 from vlmserve.bench.gpu_subject import Ours, Sizes, Theirs, finish, make_prompts
 from vlmserve.bench.interleaved import Timing, in_turns, ratios
 from vlmserve.bench.load import make_requests

@@ -33,8 +33,8 @@ from processors.pool.process_maker import ProcessMaker, ProcessSettings
 from processors.pool.requests import ImageRequest
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoLimits
-from vision.temporal_patch import temporal_patches
-from vision.tower_runner import pixel_values
+from vision.towers.runner import pixel_values
+from vision.towers.temporal_patch import temporal_patches
 from vlmserve.bench.interleaved import in_turns, ratios, shown
 from vlmserve.bench.media import clip, jpeg
 from vlmserve.bench.processes import children_of, cpu_time

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from processors.video.options import VideoKnobs
-from vision.backend import EncoderBackend
-from vision.disk_tier import DiskTier
-from vision.embedding_store import EmbeddingStore
-from vision.temporal_patch import TemporalPatch
-from vision.tower_runner import pixel_values
-from vision.worker_settings import WorkerSettings
+from vision.cache.disk_tier import DiskTier
+from vision.cache.store import EmbeddingStore
+from vision.towers.runner import pixel_values
+from vision.towers.temporal_patch import TemporalPatch
+from vision.workers.backend import EncoderBackend
+from vision.workers.settings import WorkerSettings
 from vlmserve.bench.interleaved import Timing, in_turns, ratios
 from vlmserve.bench.media import clip
 from vlmserve.bench.vision_reference import ReferenceTower, check_rows, load_reference
@@ -213,7 +213,7 @@ def measure_lookup(subject: Subject, plan: Plan) -> list[Measure]:
 
 def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
     """Two encoder processes of one thread each, beside one, and beside two threads in this process; by the clock."""
-    from vision.process_backend import ProcessBackend  # needs msgspec
+    from vision.workers.process_backend import ProcessBackend  # needs msgspec
 
     patches = [subject.picture(*size, seed=200 + seed).patches[0] for seed, size in enumerate(_PICTURES * 2)]
     with ExitStack() as stack:

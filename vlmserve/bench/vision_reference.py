@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vision.grids import Grid
+from vision.towers.grids import Grid
 from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}

@@ -16,13 +16,13 @@ from processors.families.base import MultimodalProcessor, ProcessedMedium, Proce
 from processors.families.registry import make_processor
 from processors.image.decoding import decode_image
 from processors.video.options import VideoKnobs, VideoLimits, VideoOptions
-from vision.backend import EncoderBackend, InlineBackend
-from vision.blocks import VisionTower
-from vision.disk_tier import DiskTier
+from vision.cache.disk_tier import DiskTier
 from vision.encoder_pool import EncoderPool, PoolLimits
-from vision.loading import load_tower
-from vision.temporal_patch import TemporalPatch, temporal_patches
-from vision.tower_runner import TowerRunner
+from vision.towers.blocks import VisionTower
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner
+from vision.towers.temporal_patch import TemporalPatch, temporal_patches
+from vision.workers.backend import EncoderBackend, InlineBackend
 from vlmserve.bench.media import jpeg
 from vlmserve.bench.processor_reference import image_settings, video_settings
 from vlmserve.checkpoints.random import VISION_SIZES, write_random_checkpoint

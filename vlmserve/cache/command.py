@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vision.embedding_folder import EmbeddingFolder, StoredEntry
+from vision.cache.folder import EmbeddingFolder, StoredEntry
 from vlmserve.cache.quantities import age, show_size, size
 from vlmserve.cache.show import list_entries, print_entries, print_summary, summarise
 from vlmserve.cache.tend import PruneRules, prune, verify

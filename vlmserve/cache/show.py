@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vision.embedding_file import DamagedEntryError, RowsFormat, read_format
-from vision.embedding_folder import EmbeddingFolder, StoredEntry
+from vision.cache.file import DamagedEntryError, RowsFormat, read_format
+from vision.cache.folder import EmbeddingFolder, StoredEntry
 from vlmserve.cache.quantities import show_size
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from vision.embedding_file import DamagedEntryError, read_entry
-from vision.embedding_folder import EmbeddingFolder, StoredEntry, least_recently_used, remove_damaged
+from vision.cache.file import DamagedEntryError, read_entry
+from vision.cache.folder import EmbeddingFolder, StoredEntry, least_recently_used, remove_damaged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vision.backend import EncoderBackend, InlineBackend
-from vision.blocks import VisionTower
-from vision.disk_tier import DiskTier
-from vision.embedding_cache import EmbeddingCache, MemoryTier
-from vision.embedding_store import EmbeddingStore
+from vision.cache.disk_tier import DiskTier
+from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
+from vision.cache.store import EmbeddingStore
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
-from vision.fingerprint import tower_fingerprint
-from vision.tower_runner import TowerRunner
-from vision.worker_settings import WorkerSettings
+from vision.towers.blocks import VisionTower
+from vision.towers.fingerprint import tower_fingerprint
+from vision.towers.runner import TowerRunner
+from vision.workers.backend import EncoderBackend, InlineBackend
+from vision.workers.settings import WorkerSettings
 from vlmserve import __version__
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.helper_processes import HelperProcesses
@@ -28,7 +28,7 @@ from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from vision.process_backend import ProcessBackend
+    from vision.workers.process_backend import ProcessBackend
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def _start_workers(
 ) -> ProcessBackend:
     assert processes is not None, "encoder processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
-    from vision.process_backend import ProcessBackend
+    from vision.workers.process_backend import ProcessBackend
 
     devices = encoder_devices(args, device)
     settings = WorkerSettings(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision.loading import OF_THE_TOWER
-from vision.registry import make_tower
+from vision.towers.loading import OF_THE_TOWER
+from vision.towers.registry import make_tower
 from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
@@ -27,7 +27,7 @@ from vlmserve_common.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's decoder is made of; its tower is in `vision.registry`."""
+    """What a family's decoder is made of; its tower is in `vision.towers.registry`."""
 
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder]
     defaults: ModelDefaults

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vision.blocks import VisionTower
-from vision.loading import TOWER_WEIGHT_RULES
+from vision.towers.blocks import VisionTower
+from vision.towers.loading import TOWER_WEIGHT_RULES
 from vlmserve.executor.forward_batch import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder

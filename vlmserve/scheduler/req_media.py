@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from processors.inputs import MultimodalInputs
 from vision.encoder_pool import EncoderPool
-from vision.temporal_patch import TemporalPatch, temporal_patches
+from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.executor.model_worker_batch import MediaRows
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from vision.encoder_pool import EncoderPool
-from vision.temporal_patch import TemporalPatch, temporal_patches
+from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.messages import EncodedItem, EncodeOutput, EncodeReqInput, FinishReason
 
 # With those whose rows are there and being written, so many times as many may be held.

@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vision.embedding_stats import PoolStats
+from vision.cache.stats import PoolStats
 from vlmserve.messages import SchedulerStats
 from vlmserve.tokenizer.tokenizer_manager import RequestStats
 

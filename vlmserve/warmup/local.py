@@ -11,8 +11,8 @@ import blake3
 import torch
 
 from processors.families.base import data_item
-from vision.loading import load_tower, outline_tower
-from vision.temporal_patch import temporal_patches
+from vision.towers.loading import load_tower, outline_tower
+from vision.towers.temporal_patch import temporal_patches
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches

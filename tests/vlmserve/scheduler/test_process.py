@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vision import process_backend
-from vision.worker_settings import WorkerSettings
+from vision.workers import process_backend
+from vision.workers.settings import WorkerSettings
 from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels

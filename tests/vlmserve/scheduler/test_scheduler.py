@@ -12,7 +12,7 @@ from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from tests.vision.fake_backend import ROW_BYTES, FakeBackend, make_pool, mark
 from tests.vision.fake_disk import FakeDisk
 from tests.vlmserve.scheduler import fake_worker as fake
-from vision.temporal_patch import temporal_patches
+from vision.towers.temporal_patch import temporal_patches
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.chunk_cache import ChunkCache
 from vlmserve.memory.media_keys import MediaKeyTable

@@ -11,11 +11,11 @@ import torch
 
 from processors.inputs import Modality, MultimodalDataItem
 from tests.vision.fake_backend import ROW_BYTES, ROW_SHAPE, FakeBackend, make_pool
-from vision.disk_tier import DiskTier
-from vision.embedding_cache import EmbeddingCache, MemoryTier
-from vision.embedding_stats import TierStats
+from vision.cache.disk_tier import DiskTier
+from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
+from vision.cache.stats import TierStats
 from vision.encoder_pool import EncoderPool, PoolLimits
-from vision.temporal_patch import temporal_patches
+from vision.towers.temporal_patch import temporal_patches
 from vlmserve.messages import EncodeReqInput
 from vlmserve.scheduler.warmups import Warmups
 

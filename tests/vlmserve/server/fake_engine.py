@@ -20,7 +20,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
-from vision.embedding_stats import PoolStats, TierStats
+from vision.cache.stats import PoolStats, TierStats
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.messages import (

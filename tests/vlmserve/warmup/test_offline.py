@@ -11,9 +11,9 @@ import pytest
 from tests.processors.web import serve
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.warmup.media import data_url, entries, fill, fill_badly, lines, png, root_logger_kept, warmup
-from vision import process_backend
-from vision.embedding_store import EmbeddingStore
-from vision.worker_settings import WorkerSettings
+from vision.cache.store import EmbeddingStore
+from vision.workers import process_backend
+from vision.workers.settings import WorkerSettings
 from vlmserve import LLM, SamplingOverrides, cli
 from vlmserve_common.errors import EngineError
 
@@ -244,13 +244,13 @@ def test_a_disk_that_fails_ends_the_run(model, tmp_path, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     media, cache = fill(tmp_path / "media"), tmp_path / "cache"
-    monkeypatch.setattr("vision.embedding_store.write_file", fail)
+    monkeypatch.setattr("vision.cache.store.write_file", fail)
     told = complaint(capsys, 1, model, media, "--embedding-cache-dir", cache)
     assert f"vlmserve: error: the embedding cache in {cache} cannot be written: [Errno 28] No space left" in told
 
 
 def test_a_picture_that_the_tower_fails_on_stops_nobody_else(model, tmp_path, capsys, monkeypatch):
-    from vision.tower_runner import TowerRunner
+    from vision.towers.runner import TowerRunner
 
     encode = TowerRunner.encode
 

@@ -1,4 +1,4 @@
-"""Where batches of temporal patches are encoded: in this process (here), or in others (`vision.process_backend`)."""
+"""Where batches of temporal patches are encoded: in this process (here), or in others (`process_backend`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from vision.temporal_patch import TemporalPatch
-from vision.tower_runner import TowerRunner
+from vision.towers.runner import TowerRunner
+from vision.towers.temporal_patch import TemporalPatch
 
 _T = TypeVar("_T")
 

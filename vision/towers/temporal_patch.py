@@ -45,5 +45,5 @@ def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
 
 
 def embedding_key(fingerprint: bytes, patch: TemporalPatch) -> bytes:
-    """32 bytes that stand for a temporal patch's rows: what made them (see `vision.fingerprint`), and of what."""
+    """32 bytes that stand for a temporal patch's rows: what made them (`towers.fingerprint`), and of what."""
     return blake3.blake3(fingerprint + patch.digest).digest()

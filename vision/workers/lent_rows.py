@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from vision.worker_channel import EncodeWork, MessageChannel, RowsAnswer, RowsHandle, RowsOffer, RowsTaken
+from vision.workers.channel import EncodeWork, MessageChannel, RowsAnswer, RowsHandle, RowsOffer, RowsTaken
 
 _Rows = TypeVar("_Rows")
 

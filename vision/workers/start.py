@@ -3,12 +3,12 @@ the process listens to its parent and dies with it."""
 
 from __future__ import annotations
 
-from vision.worker_settings import WorkerSettings
+from vision.workers.settings import WorkerSettings
 from vlmserve_common.process.child import Parent
 
 
 def start_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
-    """See `vision.worker.run_worker`."""
-    from vision.worker import run_worker
+    """See `vision.workers.worker.run_worker`."""
+    from vision.workers.worker import run_worker
 
     run_worker(parent, settings, device)

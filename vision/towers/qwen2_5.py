@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision.blocks import (
+from vision.towers.blocks import (
     NORM_EPS,
     AxialRotary,
     PatchEmbed,
@@ -17,8 +17,8 @@ from vision.blocks import (
     VisionBlock,
     VisionTower,
 )
-from vision.config import TowerConfig
-from vision.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates, window_order
+from vision.towers.config import TowerConfig
+from vision.towers.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates, window_order
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import GatedMLP, RMSNorm

@@ -11,15 +11,15 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from vision.embedding_stats import TierStats
-from vision.host_copy import HostCopy
+from vision.cache.host_copy import HostCopy
+from vision.cache.stats import TierStats
 from vlmserve_common.process.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """Rows on disk; see `vision.embedding_store.EmbeddingStore`. Thread-safe."""
+    """Rows on disk; see `vision.cache.store.EmbeddingStore`. Thread-safe."""
 
     trouble: str
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import torch
 
-from vision.embedding_stats import TierStats
+from vision.cache.stats import TierStats
 
 
 class MemoryTier:

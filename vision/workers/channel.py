@@ -8,7 +8,7 @@ from typing import TypeAlias, get_args
 
 import numpy as np
 
-from vision.temporal_patch import TemporalPatch
+from vision.towers.temporal_patch import TemporalPatch
 from vlmserve_common.transport import channel as common
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame
@@ -24,7 +24,7 @@ class EncodeWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsHandle:
-    """Rows [sum of row_counts, width] of a batch in a GPU's memory, for CUDA IPC (`vision.cuda_rows`).
+    """Rows [sum of row_counts, width] of a batch in a GPU's memory, for CUDA IPC (`vision.workers.cuda_rows`).
 
     row_counts: of each temporal patch. dtype: see `compute.tensors`. device: number of the GPU. memory: handle of an
     allocation in which they take `nbytes` from `offset` on. counter, counter_offset: where torch counts who has it

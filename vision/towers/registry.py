@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from vision.blocks import VisionTower
-from vision.qwen2 import Qwen2VisionTower
-from vision.qwen2_5 import Qwen2_5VisionTower
-from vision.qwen3 import Qwen3VisionTower
+from vision.towers.blocks import VisionTower
+from vision.towers.qwen2 import Qwen2VisionTower
+from vision.towers.qwen2_5 import Qwen2_5VisionTower
+from vision.towers.qwen3 import Qwen3VisionTower
 from vlmserve_common.compute.linear import share_workspace
 from vlmserve_common.errors import CheckpointError
 

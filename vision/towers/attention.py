@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn import functional as F
 
-from vision.grids import SegmentGroup
+from vision.towers.grids import SegmentGroup
 from vlmserve_common.compute.linear import fast_in_16_bits
 
 # Scores computed at a time: 2 MiB, which stay in the processor's cache.

@@ -3,7 +3,7 @@
 Written by torch's documentation and source; it has not been run on a GPU. The handles are those that torch's own
 multiprocessing pickles (`torch.multiprocessing.reductions`); here they are plain fields of a message. While a handle is
 out, torch counts in a small file in shared memory whether the other side has it open; the worker must besides keep the
-rows (`vision.lent_rows`), and is told when it need not.
+rows (`vision.workers.lent_rows`), and is told when it need not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Protocol
 
 import torch
 
-from vision.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
-from vision.worker_channel import RowsHandle
+from vision.workers.channel import RowsHandle
+from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
 from vlmserve_common.compute.tensors import dtype_name
 
 _SHARED_MEMORY = Path("/dev/shm")

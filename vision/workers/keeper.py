@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from vision.backend import EncodeBatch, EncodeResult, attempt
-from vision.cuda_rows import RowsBorrower, try_out
-from vision.worker_channel import (
+from vision.workers.backend import EncodeBatch, EncodeResult, attempt
+from vision.workers.channel import (
     EncodeDone,
     EncodeWork,
     MessageChannel,
@@ -28,7 +27,8 @@ from vision.worker_channel import (
     RowsOffer,
     RowsTaken,
 )
-from vision.worker_settings import WorkerSettings
+from vision.workers.cuda_rows import RowsBorrower, try_out
+from vision.workers.settings import WorkerSettings
 from vlmserve_common.compute.tensors import from_array
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import ChildProcess, Parent
@@ -39,7 +39,7 @@ from vlmserve_common.transport.wire import Frame
 logger = logging.getLogger(__name__)
 
 WorkerMain: TypeAlias = Callable[[Parent, WorkerSettings, str], None]
-"""A worker's work; see `vision.worker_start`."""
+"""A worker's work; see `vision.workers.start`."""
 
 _MAX_DEATHS = 3
 
@@ -48,7 +48,7 @@ class WorkerKeeper:
     """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block. borrower:
     copies what it lends, if it does. clock: in seconds.
 
-    first_start: the fingerprint of the worker's tower (see `vision.fingerprint`), once it is ready for the first time;
+    first_start: the fingerprint of the worker's tower (`towers.fingerprint`), once it is ready for the first time;
     an EngineError that says why if it cannot start. With another tower than at first, it does not start again.
     """
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vision.blocks import VisionTower
-from vision.registry import make_tower
+from vision.towers.blocks import VisionTower
+from vision.towers.registry import make_tower
 from vlmserve_common.checkpoint.hf_config import declared_dtype, read_hf_config
 from vlmserve_common.checkpoint.reader import CheckpointReader
 from vlmserve_common.checkpoint.weights import WeightRules, load_weights

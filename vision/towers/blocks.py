@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from vision.attention import attention_dtype, segment_attention
-from vision.grids import Grid, SegmentGroup
+from vision.towers.attention import attention_dtype, segment_attention
+from vision.towers.grids import Grid, SegmentGroup
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
 from vlmserve_common.compute.rotary import inverse_frequencies, rotate, rotation

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from vision.durable_file import flush_folder, is_temporary, locked_file, make_folder, remove_abandoned, write_file
+from vision.cache.durable_file import flush_folder, is_temporary, locked_file, make_folder, remove_abandoned, write_file
 
 _ENTRY, _PIN, _ABOUT = ".safetensors", ".pin", "about.json"
 _HEX = re.compile(r"[0-9a-f]{64}")

@@ -1,7 +1,7 @@
 """Batches in worker processes, one a device.
 
 Pixels and rows cross in shared memory of the host. Rows that a worker computes on a GPU and that are wanted on one are
-copied from memory to memory there (`vision.cuda_rows`), where a trial at the worker's start says that this works.
+copied from memory to memory there (`cuda_rows`), where a trial at the worker's start says that this works.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
-from vision.backend import EncodeBatch, EncodeResult
-from vision.cuda_rows import CudaBorrower, RowsBorrower
-from vision.worker_keeper import WorkerKeeper, WorkerMain
-from vision.worker_settings import WorkerSettings
-from vision.worker_start import start_worker
+from vision.workers.backend import EncodeBatch, EncodeResult
+from vision.workers.cuda_rows import CudaBorrower, RowsBorrower
+from vision.workers.keeper import WorkerKeeper, WorkerMain
+from vision.workers.settings import WorkerSettings
+from vision.workers.start import start_worker
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
 

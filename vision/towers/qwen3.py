@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision.blocks import (
+from vision.towers.blocks import (
     NORM_EPS,
     AxialRotary,
     PatchEmbed,
@@ -19,8 +19,8 @@ from vision.blocks import (
     VisionTower,
     row_tiles,
 )
-from vision.config import TowerConfig
-from vision.grids import Grid, check_grids, frame_lengths, group_segments, interpolation, patch_coordinates
+from vision.towers.config import TowerConfig
+from vision.towers.grids import Grid, check_grids, frame_lengths, group_segments, interpolation, patch_coordinates
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import Embedding, LayerNorm

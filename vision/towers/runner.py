@@ -10,8 +10,8 @@ import torch
 
 from processors.level_scale import LevelScale
 from processors.patch_values import patch_values, value_width
-from vision.blocks import VisionTower
-from vision.temporal_patch import TemporalPatch
+from vision.towers.blocks import VisionTower
+from vision.towers.temporal_patch import TemporalPatch
 
 
 class TowerRunner:

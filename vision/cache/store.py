@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from vision.durable_file import flush_folder, make_folder, write_file
-from vision.embedding_file import KEY_BYTES, DamagedEntryError, RowsFormat, entry_header, read_entry
-from vision.embedding_folder import EmbeddingFolder, remove_damaged
-from vision.embedding_limit import FolderLimit
-from vision.embedding_stats import TierStats
+from vision.cache.durable_file import flush_folder, make_folder, write_file
+from vision.cache.file import KEY_BYTES, DamagedEntryError, RowsFormat, entry_header, read_entry
+from vision.cache.folder import EmbeddingFolder, remove_damaged
+from vision.cache.limit import FolderLimit
+from vision.cache.stats import TierStats
 from vlmserve_common.errors import EngineError
 
 logger = logging.getLogger(__name__)

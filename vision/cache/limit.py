@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from vision.embedding_folder import EmbeddingFolder, StoredEntry, least_recently_used
+from vision.cache.folder import EmbeddingFolder, StoredEntry, least_recently_used
 
 _REFUSE_FOR_S = 10.0  # a look at the whole folder for every refused entry would be too much
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from processors.hashing import digest_fields
-from vision.blocks import VisionTower
+from vision.towers.blocks import VisionTower
 from vlmserve_common.compute.cpus import available_cpus
 
 # To be changed with whatever changes the rows that our towers make of the same weights.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from vision.backend import attempt
-from vision.cuda_rows import share, trial_rows
-from vision.fingerprint import tower_fingerprint
-from vision.lent_rows import LentRows
-from vision.loading import load_tower
-from vision.tower_runner import TowerRunner
-from vision.worker_channel import EncodeDone, EncodeWork, MessageChannel
-from vision.worker_settings import WorkerSettings
+from vision.towers.fingerprint import tower_fingerprint
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner
+from vision.workers.backend import attempt
+from vision.workers.channel import EncodeDone, EncodeWork, MessageChannel
+from vision.workers.cuda_rows import share, trial_rows
+from vision.workers.lent_rows import LentRows
+from vision.workers.settings import WorkerSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.tensors import dtype_setting, to_array
 from vlmserve_common.process.child import Parent
@@ -19,7 +19,7 @@ from vlmserve_common.transport.shm import SharedArrays
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
-    """Load the tower, say whose weights it has (`vision.fingerprint`), and encode what comes; the process ends with its
+    """Load the tower, say whose weights it has (`towers.fingerprint`), and encode what comes; the process ends with its
     parent (see `vlmserve_common.process.child`)."""
     torch.set_num_threads(settings.threads)
     device = torch.device(device_name)

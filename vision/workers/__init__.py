@@ -1,0 +1,1 @@
+"""Where batches are encoded: here, or in worker processes."""
