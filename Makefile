@@ -13,7 +13,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 TORCH_INDEX ?=
 ARGS ?=
-PYTEST_ARGS ?=
+# Test files go to so many processes, whole, so that what a file sets up is set up once.
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
 DEVICE ?= cuda
 
 .PHONY: serve setup setup-test lint test test-full test-gpu docs clean
@@ -50,10 +51,10 @@ test: lint
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
 
 test-full: setup-test
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu'
 
 test-gpu: setup-test
-	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu
 
 docs: setup
 	@$(BIN)/python -m vlmserve.config.flags_page > docs/flags.md.new
