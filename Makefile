@@ -13,8 +13,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 TORCH_INDEX ?=
 ARGS ?=
-# Test files go to so many processes, whole, so that what a file sets up is set up once.
-PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
+PYTEST_ARGS ?=
+# The quick tests run in several processes, a file in one of them, so that what a file sets up is set up once.
+PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 DEVICE ?= cuda
 
 .PHONY: serve setup setup-test lint test test-full test-gpu docs clean
@@ -48,13 +49,13 @@ lint: setup-test
 	@$(BIN)/lint-imports
 
 test: lint
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PARALLEL) $(PYTEST_ARGS)
 
 test-full: setup-test
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu'
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
 
 test-gpu: setup-test
-	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu
+	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 docs: setup
 	@$(BIN)/python -m vlmserve.config.flags_page > docs/flags.md.new
