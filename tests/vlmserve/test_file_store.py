@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from processors.fetch.byte_limit import ByteLimit
+from processors.fetch.media_file import ByteLimit
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
 from vlmserve.server import file_store
