@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -82,7 +83,7 @@ class LocalCaptioner:
 
     async def close(self) -> None:
         """See `Captioner`."""
-        await self.llm.close()
+        await asyncio.to_thread(self.llm.close)
 
 
 def _no_file(file_id: str) -> Any:

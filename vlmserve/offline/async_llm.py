@@ -85,14 +85,19 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         return await self._manager.scheduler_stats()
 
-    async def close(self) -> None:
-        """End the engine after the step in work, and its processes."""
-        await self._engine.stage.media.close()
+    def close(self) -> None:
+        """End the engine after the step in work, and its processes. Blocks; while the event loop runs, call it in
+        another thread than that."""
+        closing, loop = self._engine.stage.media.close(), self._loop
+        if loop is not None and loop.is_running():
+            asyncio.run_coroutine_threadsafe(closing, loop).result()
+        else:
+            asyncio.run(closing)
         self._put(_STOP)
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
         self._wake_up.close()
         self._manager.close()
-        await asyncio.to_thread(self._engine.stack.close)
+        self._engine.stack.close()
 
     def _put(self, message: SchedulerInput | object) -> None:
         self._inbox.put(message)
