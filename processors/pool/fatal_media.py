@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from processors.pool.making import FatalMediumError
+from processors.pool.maker import FatalMediumError
 
 
 class FatalMedia:

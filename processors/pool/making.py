@@ -1,9 +1,8 @@
-"""From the bytes of files to patches: the half of the work that costs CPU time, and that a malicious file can break."""
+"""From the bytes of files to patches, where they are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from PIL import Image
 
@@ -15,28 +14,8 @@ from processors.video.options import VideoKnobs
 from vlmserve_common.errors import BadRequestError
 
 
-class FatalMediumError(BadRequestError):
-    """A medium made the process crash that decoded it: it is not to be tried again."""
-
-
-class MediaMaker(Protocol):
-    """Decodes, resizes and cuts files. Thread-safe; each call blocks, and raises BadRequestError for a bad file."""
-
-    def picture(self, data: bytes, knobs: ImageKnobs) -> ProcessedImage:
-        """A picture file."""
-
-    def clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
-        """A video file."""
-
-    def frames(self, files: Sequence[bytes], knobs: VideoKnobs) -> ProcessedVideo:
-        """A video's frames, each a picture file."""
-
-    def close(self) -> None:
-        """Let go of what it has. Calls under way, and later ones, may fail with status 503."""
-
-
 class DirectMaker:
-    """See `MediaMaker`: in the calling thread."""
+    """As `MediaMaker`, in the calling thread."""
 
     def __init__(self, processor: MultimodalProcessor) -> None:
         self._processor = processor
@@ -53,11 +32,6 @@ class DirectMaker:
 
     def close(self) -> None:
         pass
-
-
-def closing_error() -> BadRequestError:
-    """What a request gets that comes too late."""
-    return BadRequestError("the server is shutting down", code="shutting_down", status=503)
 
 
 def _decoded(frames: Sequence[bytes | Image.Image], limits: DecodeLimits) -> Iterator[Image.Image]:

@@ -30,11 +30,13 @@ from processors.fetch.frame_lists import FetchedFrame
 from processors.fetch.sources import VideoSources, file_from
 from processors.inputs import Modality
 from processors.knobs import check_image_knobs
+from processors.pool.blocking import BlockingMaker
 from processors.pool.cache import CacheStats, ProcessorCache
 from processors.pool.fatal_media import FatalMedia
 from processors.pool.in_flight import InFlight
 from processors.pool.job import Job
-from processors.pool.making import DirectMaker, FatalMediumError, MediaMaker, closing_error
+from processors.pool.maker import FatalMediumError, closing_error
+from processors.pool.making import DirectMaker
 from processors.pool.requests import ImageRequest, MediaRequest, VideoRequest, waits_for_others
 from processors.video.options import VideoKnobs, check_knobs
 from vlmserve_common.errors import BadRequestError
@@ -70,11 +72,11 @@ class ProcessorPool:
         processor: MultimodalProcessor,
         fetcher: MediaFetcher,
         settings: PoolSettings,
-        maker: MediaMaker | None = None,
+        maker: BlockingMaker | None = None,
     ) -> None:
         self._processor = processor
         self._direct = DirectMaker(processor)
-        self._maker = maker or self._direct
+        self._maker: BlockingMaker | DirectMaker = maker or self._direct
         self._fatal = FatalMedia()
         self._fetcher = fetcher
         self._videos = VideoSources(

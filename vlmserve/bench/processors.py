@@ -28,6 +28,7 @@ from processors.families.base import MultimodalProcessor, ProcessedMedium, data_
 from processors.fetch.fetching import FetchSettings, MediaFetcher
 from processors.image.decoding import decode_image
 from processors.patch_values import patch_values, value_width
+from processors.pool.blocking import BlockingMaker
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.process_maker import ProcessMaker, ProcessSettings
 from processors.pool.requests import ImageRequest
@@ -277,7 +278,7 @@ def _processes(args: argparse.Namespace, folder: Path) -> Iterator[ProcessorPool
     processor = our_processor(args.family, threads=1)
     maker = ProcessMaker(processor, ProcessSettings(count=args.workers, shared_dir=folder))
     settings = PoolSettings(max_workers=args.workers, cache_mib=0)
-    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, maker)
+    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, BlockingMaker(maker))
     try:
         maker.wait_ready()
         yield pool
