@@ -28,7 +28,7 @@ from processors.pool.messages import (
 )
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.child import Parent
-from vlmserve_common.process.limits import ProcessLimits, allow_cpu_time, confine
+from vlmserve_common.process.limits import ProcessLimits, allow_cpu_time, confine, return_memory
 from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
@@ -87,6 +87,8 @@ def run_worker(
             logger.exception("what became of a medium cannot be sent")
             frames = channel.encode(WorkFailed(message=f"{type(error).__name__}: {error}"))
         channel.send(frames)
+        del work, answer, frames
+        return_memory()
 
 
 def _answer(
