@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
+from processors.pool.forks import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.ipc.channels import Channels
@@ -132,6 +133,8 @@ def launch_server(
                 children.append(child)
             # The scheduler needs the cores more than this process, whose work (pictures) has its own threads.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
+            if settings.engine.media_processes:
+                prepare_processes()
             make_frontend = make_frontend or _http_frontend()
             # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
             grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +15,7 @@ from PIL import Image
 from processors.families.base import MultimodalProcessor, ProcessedImage
 from processors.image.decoding import decode_image
 from processors.knobs import ImageKnobs
+from processors.pool.turns import Turns
 from processors.video.clips import ProcessedVideo
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import BadRequestError
@@ -42,7 +44,7 @@ class MediaMaker(Protocol):
         """A video's frames, each a picture file."""
 
     async def close(self) -> None:
-        """Let go of what it has. Calls under way, and later ones, may fail with status 503."""
+        """Let go of what it has. Calls under way, and later ones, fail with status 503."""
 
 
 class DirectMaker:
@@ -88,20 +90,24 @@ class ThreadMaker:
     def __init__(self, processor: MultimodalProcessor, max_workers: int) -> None:
         self._direct = DirectMaker(processor)
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="media-worker")
+        self._turns = Turns(max_workers)
 
     async def picture(self, data: bytes | Image.Image, knobs: ImageKnobs, *, client: str = "") -> ProcessedImage:
         """See `MediaMaker`."""
-        return await self.call(self._direct.picture, data, knobs)
+        async with self._turns.turn(cost=_cost([data]), client=client):
+            return await self.call(self._direct.picture, data, knobs)
 
     async def clip(self, data: bytes, knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
         """See `MediaMaker`."""
-        return await self.call(self._direct.clip, data, knobs)
+        async with self._turns.turn(cost=_cost([data]), clip=True, client=client):
+            return await self.call(self._direct.clip, data, knobs)
 
     async def frames(
         self, files: Sequence[bytes | Image.Image], knobs: VideoKnobs, *, client: str = ""
     ) -> ProcessedVideo:
         """See `MediaMaker`."""
-        return await self.call(self._direct.frames, files, knobs)
+        async with self._turns.turn(cost=_cost(files), clip=True, client=client):
+            return await self.call(self._direct.frames, files, knobs)
 
     async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call a function in one of the threads."""
@@ -110,6 +116,11 @@ class ThreadMaker:
     async def close(self) -> None:
         """Returns when what was begun has ended."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+
+def _cost(files: Sequence[bytes | Image.Image]) -> float:
+    """See `Turns`: bytes of files, or as many as a picture's pixels."""
+    return 1.0 + sum(len(file) if isinstance(file, bytes) else math.prod(file.size) for file in files)
 
 
 def closing_error() -> BadRequestError:

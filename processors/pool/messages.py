@@ -20,20 +20,13 @@ class PictureWork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClipWork:
-    """data: a video file's bytes, uint8."""
+class VideoWork:
+    """data: a video file's bytes, uint8; or those of its frames, picture files, one behind the other, where `sizes`
+    says how many bytes each has."""
 
     data: np.ndarray
     knobs: VideoKnobs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FramesWork:
-    """data: picture files' bytes, uint8, one behind the other; sizes: how many bytes each has."""
-
-    data: np.ndarray
-    sizes: tuple[int, ...]
-    knobs: VideoKnobs
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +36,12 @@ class WorkBegun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkRefused:
-    """The medium is bad: a BadRequestError's fields."""
+    """The medium is bad: a BadRequestError's fields. out_of_memory: the worker is of no more use."""
 
     message: str
     code: str | None
     status: int
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +51,6 @@ class WorkFailed:
     message: str
 
 
-MediaWork = PictureWork | ClipWork | FramesWork
-WORK_MESSAGES = (PictureWork, ClipWork, FramesWork)
+MediaWork = PictureWork | VideoWork
+WORK_MESSAGES = (PictureWork, VideoWork)
 ANSWER_MESSAGES = (WorkBegun, WorkRefused, WorkFailed, ProcessedImage, ProcessedVideo)

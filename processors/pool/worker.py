@@ -1,36 +1,65 @@
-"""A media worker: a process that makes patches of one medium after the other, right where its parent will see them."""
+"""A media worker: a process that makes patches of one medium after the other, right where its parent will see them.
+
+What it opens comes from strangers, so the kernel limits what it may take (`vlmserve_common.process.limits`).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from processors.families.base import MultimodalProcessor, ProcessedMedium
+from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.families.config import ProcessorConfig
 from processors.pool.maker import DirectMaker
 from processors.pool.messages import (
     ANSWER_MESSAGES,
     WORK_MESSAGES,
-    ClipWork,
     MediaWork,
     PictureWork,
     WorkBegun,
     WorkFailed,
     WorkRefused,
 )
-from processors.pool.worker_start import MediaWorkerSettings
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.child import Parent
+from vlmserve_common.process.limits import ProcessLimits, allow_cpu_time, confine, return_memory
 from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
 logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+_FIXED_BYTES = 2 * _GIB  # the file and copies of it, patches and their spare blocks, stacks of threads
+_BYTES_PER_PIXEL = 32  # of a picture: WebP with transparency takes 20
+_BYTES_PER_FRAME_PIXEL = 128  # of a clip: 17 frames of 10 bits without subsampling take 113
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaWorkerSettings:
+    """What a worker is told when it starts.
+
+    processor, config, limits: the checkpoint's. shared_dir: an existing private directory for `SharedArrays`, on tmpfs.
+    picture_cpu_s, video_cpu_s: CPU time after which the kernel ends it, for one of these.
+    """
+
+    processor: type[MultimodalProcessor]
+    config: ProcessorConfig
+    limits: ProcessorLimits
+    shared_dir: Path
+    picture_cpu_s: float
+    video_cpu_s: float
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the largest media allowed may take."""
+        pixels, frame_pixels = self.limits.decode.max_image_pixels, self.limits.video.max_frame_pixels
+        return _FIXED_BYTES + max(_BYTES_PER_PIXEL * pixels, _BYTES_PER_FRAME_PIXEL * frame_pixels)
 
 
 def run_worker(
@@ -40,37 +69,39 @@ def run_worker(
 ) -> None:
     """Say that it is ready, and process what comes; the process ends with its parent (`process.child`)."""
     torch.set_num_threads(1)
-    with contextlib.suppress(OSError):  # when memory is short, this process goes first
-        Path("/proc/self/oom_score_adj").write_text("500")
     shared = SharedArrays(settings.shared_dir, spare_bytes=SPARE_BYTES)
-    processor_class, config, limits = pickle.loads(settings.processor)
-    maker = make_maker(processor_class(config, limits, allocate=shared.empty))
+    maker = make_maker(settings.processor(settings.config, settings.limits, allocate=shared.empty))
     channel = MessageChannel(
         parent.send, parent.receive, send_types=ANSWER_MESSAGES, receive_types=WORK_MESSAGES, shared=shared
     )
+    confine(ProcessLimits(memory_bytes=settings.memory_bytes))
     parent.ready({})
     while True:
-        _answer_next(maker, channel)
+        work = channel.receive()
+        allow_cpu_time(settings.picture_cpu_s if isinstance(work, PictureWork) else settings.video_cpu_s)
+        channel.send(channel.encode(WorkBegun()))
+        answer = _answer(maker, work, settings)
+        try:
+            frames = channel.encode(answer)
+        except Exception as error:  # ours, not the medium's
+            logger.exception("what became of a medium cannot be sent")
+            frames = channel.encode(WorkFailed(message=f"{type(error).__name__}: {error}"))
+        channel.send(frames)
+        del work, answer, frames
+        return_memory()
 
 
-def _answer_next(maker: DirectMaker, channel: MessageChannel) -> None:
-    work = channel.receive()
-    channel.send(channel.encode(WorkBegun()))
-    answer = _answer(maker, work)
-    try:
-        frames = channel.encode(answer)
-    except Exception as error:  # ours, not the medium's
-        logger.exception("what became of a medium cannot be sent")
-        frames = channel.encode(WorkFailed(message=f"{type(error).__name__}: {error}"))
-    channel.send(frames)
-
-
-def _answer(maker: DirectMaker, work: MediaWork) -> ProcessedMedium | WorkRefused | WorkFailed:
+def _answer(
+    maker: DirectMaker, work: MediaWork, settings: MediaWorkerSettings
+) -> ProcessedMedium | WorkRefused | WorkFailed:
     try:
         return _make(maker, work)
-    except BadRequestError as error:
-        return WorkRefused(message=error.message, code=error.code, status=error.status)
     except Exception as error:
+        if _is_out_of_memory(error):
+            what = _too_much(work, settings)
+            return WorkRefused(message=what, code="media_too_costly", status=400, out_of_memory=True)
+        if isinstance(error, BadRequestError):
+            return WorkRefused(message=error.message, code=error.code, status=error.status)
         logger.exception("a medium could not be processed")
         return WorkFailed(message=f"{type(error).__name__}: {error}")
 
@@ -79,7 +110,26 @@ def _make(maker: DirectMaker, work: MediaWork) -> ProcessedMedium:
     data = work.data.tobytes()
     if isinstance(work, PictureWork):
         return maker.picture(data, work.knobs)
-    if isinstance(work, ClipWork):
+    if work.sizes is None:
         return maker.clip(data, work.knobs)
     ends = np.cumsum((0, *work.sizes)).tolist()
     return maker.frames([data[start:end] for start, end in pairwise(ends)], work.knobs)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, says so; torch has no class for that on a CPU."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _too_much(work: MediaWork, settings: MediaWorkerSettings) -> str:
+    what, setting = "video", "--max-video-frame-pixels"
+    if isinstance(work, PictureWork):
+        what, setting = "picture", "--max-image-pixels"
+    return (
+        f"the {what} takes more memory than the {settings.memory_bytes / _GIB:.1f} GiB that decoding one may (they "
+        f"follow from {setting}): the process that decoded it was ended"
+    )

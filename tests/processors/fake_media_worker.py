@@ -1,8 +1,8 @@
-"""A media worker with fake insides: a picture's patches are its bytes, and those of some make it die.
+"""A media worker with odd insides: a picture's patches are its bytes, and those of some make it misbehave.
 
 The folder above its shared memory holds what it notes down: "pids", "levels", of its log, and "tried", a line for each
 order followed. In "plan" stands what becomes of starts, one word a start, the last one for all further ones: ok, die,
-error, hang.
+error, hang, and early for one that dies of the first work it is given.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from processors.pool.messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun, WorkFailed
-from processors.pool.worker_start import MediaWorkerSettings
+from processors.knobs import ImageKnobs
+from processors.pool import worker
+from processors.pool.maker import DirectMaker
+from processors.pool.messages import ANSWER_MESSAGES, PictureWork
+from processors.pool.worker import MediaWorkerSettings, run_worker
 from processors.processed import ProcessedImage
+from processors.video.options import VideoKnobs
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.process.child import Parent
-from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
 
-CRASH, EXIT, PAUSE, FAIL, LIE, EARLY = b"CRASH", b"EXIT", b"PAUSE", b"FAIL", b"LIE", b"EARLY"
+CRASH, EXIT, PAUSE, SPIN, EAT, FILES, FAIL, LIE, ODD = (
+    b"CRASH", b"EXIT", b"PAUSE", b"SPIN", b"EAT", b"FILES", b"FAIL", b"LIE", b"ODD"
+)  # fmt: skip
 
 
 def fake_worker(parent: Parent, settings: MediaWorkerSettings) -> None:
@@ -30,48 +36,64 @@ def fake_worker(parent: Parent, settings: MediaWorkerSettings) -> None:
     _note(folder / "pids", str(os.getpid()))
     _note(folder / "levels", logging.getLevelName(logging.getLogger().level))
     _start(folder / "plan")
-    shared = SharedArrays(settings.shared_dir, spare_bytes=2**30)
-    channel = MessageChannel(
-        parent.send,
-        parent.receive,
-        send_types=(*ANSWER_MESSAGES, PictureWork),
-        receive_types=WORK_MESSAGES,
-        shared=shared,
-    )
-    parent.ready({})
-    while True:
-        work = channel.receive()
-        data = work.data.tobytes()
-        if data == EARLY:
-            os._exit(3)
-        channel.send(channel.encode(WorkBegun()))
-        if data in (CRASH, EXIT, PAUSE):
-            _note(folder / "tried", data.decode())
-        channel.send(channel.encode(_answer(work, data, shared)))
+    worker.ANSWER_MESSAGES = (*ANSWER_MESSAGES, PictureWork)
+    run_worker(parent, settings, lambda _: _OddMaker(SharedArrays(settings.shared_dir, spare_bytes=2**30), folder))
 
 
-def _answer(work: PictureWork, data: bytes, shared: SharedArrays) -> object:
-    feature = shared.empty((1, max(len(data), MAPPED_FROM_BYTES)), np.uint8)
-    feature[0, : len(data)] = work.data
-    if data == CRASH:
-        shared.put(feature)  # as when it dies while it answers
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if data == EXIT:
-        os._exit(7)
-    if data == PAUSE:
-        signal.pause()
-    if data == FAIL:
-        return WorkFailed(message="RuntimeError: a bug")
-    if data == LIE:
-        return PictureWork(data=work.data, knobs=work.knobs)
-    return ProcessedImage(
-        digest=data[:9],
-        patch_digests=(data[:9],),
-        grid_thw=(1, 2, 2),
-        feature=feature,
-        num_tokens=1,
-        source_size=(os.getpid(), 1),
-    )
+def hurried_worker(parent: Parent, settings: MediaWorkerSettings) -> None:
+    """Has a second of CPU time for a picture, or two, where its parent has more patience."""
+    fake_worker(parent, replace(settings, picture_cpu_s=1.0))
+
+
+def noting_worker(parent: Parent, settings: MediaWorkerSettings) -> None:
+    """A real one, but for its note."""
+    _note(settings.shared_dir.parent / "pids", str(os.getpid()))
+    run_worker(parent, settings)
+
+
+class _OddMaker(DirectMaker):
+    def __init__(self, shared: SharedArrays, folder: Path) -> None:
+        self._shared = shared
+        self._folder = folder
+
+    def picture(self, data: bytes, knobs: ImageKnobs) -> object:
+        if data.isalpha():
+            _note(self._folder / "tried", data.decode())
+        feature = self._shared.empty((1, max(len(data), MAPPED_FROM_BYTES)), np.uint8)
+        feature[0, : len(data)] = np.frombuffer(data, np.uint8)
+        if data == CRASH:
+            self._shared.put(feature)  # as when it dies while it answers
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if data == EXIT:
+            os._exit(7)
+        if data == PAUSE:
+            signal.pause()
+        while data == SPIN:
+            pass
+        if data == EAT:
+            return [bytearray(2**30) for _ in range(2**10)]
+        if data == FILES:
+            return [open(os.devnull) for _ in range(2**10)]
+        if data == FAIL:
+            raise RuntimeError("a bug")
+        if data == LIE:
+            return PictureWork(data=feature[0, :9], knobs=knobs)
+        if data == ODD:
+            return object()
+        return ProcessedImage(
+            digest=data[:9],
+            patch_digests=(data[:9],),
+            grid_thw=(1, 2, 2),
+            feature=feature,
+            num_tokens=1,
+            source_size=(os.getpid(), 1),
+        )
+
+    def clip(self, data: bytes, knobs: VideoKnobs) -> object:
+        return self.picture(data, ImageKnobs())
+
+    def frames(self, files: list[bytes], knobs: VideoKnobs) -> object:
+        return self.picture(files[0], ImageKnobs())
 
 
 def _start(plan: Path) -> None:
@@ -83,6 +105,8 @@ def _start(plan: Path) -> None:
         signal.pause()
     if words[0] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if words[0] == "early":
+        worker.allow_cpu_time = lambda _: os._exit(3)
 
 
 def _note(file: Path, line: str) -> None:

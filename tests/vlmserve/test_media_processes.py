@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from PIL import Image
 
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import ROOT, ServerProcess, gone
+from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
 from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve_common.transport.shm import SharedArrays
 
@@ -56,13 +57,17 @@ def ask(client: openai.OpenAI, *parts: dict[str, Any]) -> Any:
     return answer.choices[0].message.content, answer.usage.prompt_tokens, getattr(answer, "mm_report", None)
 
 
-def workers(server: ServerProcess) -> set[int]:
-    """Pids of children that came behind the scheduler and the detokenizer (each thread has its own)."""
-    pids = set()
-    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-        if task.name != str(server.process.pid):
-            pids |= set(map(int, (task / "children").read_text().split()))
-    return pids
+def children_of(pid: int) -> set[int]:
+    """Each thread has its own."""
+    return {
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    }
+
+
+def fork_server(server: ServerProcess) -> int:
+    """What workers are forks of."""
+    [pid] = (pid for pid in children_of(server.process.pid) if "forkserver" in Path(f"/proc/{pid}/cmdline").read_text())
+    return pid
 
 
 def await_work(pids: set[int], under_way: Future[Any]) -> int:
@@ -83,7 +88,7 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
     clip, shapes = make_clip(24), (ROOT / "assets" / "samples" / "shapes.png").read_bytes()
     large = encoded(picture(1200, 900), "PNG")
     asked = [[part("image", shapes)], [part("video", clip)], [part("image", large), part("video", clip)]]
-    threads, processes = serve(), serve("--media-processes", "2", "--processor-cache-mib", "16")
+    threads, processes = serve("--media-processes", "0"), serve("--processor-cache-mib", "16")
     with threads.client() as client:
         want = [ask(client, *parts) for parts in asked]
     threads.end()
@@ -93,7 +98,7 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
             ask(client, part("video", clip[: len(clip) // 2]))
         assert caught.value.param == "messages[0].content[0]"
 
-        first = workers(processes)
+        first = children_of(fork_server(processes))
         assert len(first) == 2
         huge = encoded(Image.new("RGB", (8000, 7900)))  # takes a second or more
         doomed = others.submit(ask, client, part("image", huge))
@@ -104,12 +109,14 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
             doomed.result()
         assert (caught.value.code, caught.value.param) == ("media_crash", "messages[0].content[0]")
         assert [answer.result() for answer in answers] == want
-        processes.await_log(r"media worker \d was killed by SIGSEGV: another one is started")
+        processes.await_log(r"media worker \d was killed by SIGSEGV: starting it again")
         with pytest.raises(openai.BadRequestError, match="it is not tried again"):
             ask(client, part("image", huge))
         assert [ask(client, *parts) for parts in asked] == want
 
-    children = {*processes.children().values(), *workers(processes)}
+    forks = fork_server(processes)
+    children = {*processes.children().values(), forks, *children_of(forks)}
+    assert len(children) == 5
     [shared] = (SharedArrays(path) for path in processes.directories() if "/shm/" in str(path))
     assert shared.outstanding() == 0
     directories = processes.directories()
@@ -118,3 +125,15 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
     assert all(gone(pid) for pid in children)
     assert not any(path.exists() for path in directories)
     assert not re.search("Traceback", "".join(processes.log))
+
+
+def test_a_server_that_is_killed_leaves_no_process(serve: Any) -> None:
+    server = serve()
+    server.port()
+    forks = fork_server(server)
+    watched = [os.pidfd_open(pid) for pid in (forks, *children_of(forks))]
+    assert len(watched) == 3
+    server.process.kill()
+    for fd in watched:
+        assert wait([fd], PATIENCE_S), "a process outlives the server"
+        os.close(fd)

@@ -1,6 +1,6 @@
-"""Keeps one encoder worker running: starts it, hands it its batches, takes its results, starts it again when it dies.
+"""Keeps one encoder worker running, hands it its batches and takes its results.
 
-Three threads, so that whoever submits a batch never waits: one starts the process and reads from it; while it lives,
+Three threads, so that whoever submits a batch never waits: the keeper's reads from the process; while that lives,
 another packs batches and writes to it, and a third shuts the pipe when it is too long over a batch. That is handled as
 a death is, in this order: the pipe is shut, the writer ends, the process is reaped, its blocks of shared memory and
 those on the way to it are freed, its batches fail, and only then is it started again. Rows that it lent from its GPU's
@@ -15,8 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from vision.workers.backend import EncodeBatch, EncodeResult, attempt
 from vision.workers.channel import (
@@ -32,7 +31,7 @@ from vision.workers.settings import WorkerSettings
 from vlmserve_common.compute.tensors import from_array
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import ChildProcess, Parent
-from vlmserve_common.process.stop_signals import stop_signals_held
+from vlmserve_common.process.keeper import ProcessKeeper, ProcessPlan
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame
 
@@ -41,15 +40,12 @@ logger = logging.getLogger(__name__)
 WorkerMain: TypeAlias = Callable[[Parent, WorkerSettings, str], None]
 """A worker's work; see `vision.workers.start`."""
 
-_MAX_DEATHS = 3
-
 
 class WorkerKeeper:
     """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block. borrower:
     copies what it lends, if it does. clock: in seconds.
 
-    first_start: the fingerprint of the worker's tower (`towers.fingerprint`), once it is ready for the first time;
-    an EngineError that says why if it cannot start. With another tower than at first, it does not start again.
+    With another tower than at first, it does not start again.
     """
 
     def __init__(
@@ -62,12 +58,11 @@ class WorkerKeeper:
         borrower: RowsBorrower,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.first_start: Future[bytes] = Future()
+        self.useful = False
         self._name = name
         self._title = f"the encoder worker on {device}"
-        self._main = main
         self._settings = settings
-        self._device = device
+        self._may_lend = settings.may_lend(device)
         self._deliver = deliver
         self._borrower = borrower
         self._clock = clock
@@ -79,11 +74,20 @@ class WorkerKeeper:
         self._turn_began_s = 0.0  # when the first of the batches that the worker owes had its turn
         self._overdue = ""
         self._child: ChildProcess | None = None
+        self._helpers: list[threading.Thread] = []
         self._given_up = ""
-        self._closing = False
-        self._finished_any = False
-        self._thread = threading.Thread(target=self._keep, name=name, daemon=True)
-        self._thread.start()
+        plan = ProcessPlan(
+            name=name,
+            title=self._title,
+            main=main,
+            args=(settings, device),
+            log_level=settings.log_level,
+            startup_timeout_s=settings.startup_timeout_s,
+            ready_by=settings.ready_by,
+        )
+        self._process = ProcessKeeper(plan, self, self._shared, clock)
+        self.first_start = self._process.first_start
+        self._process.start()
 
     @property
     def usable(self) -> bool:
@@ -103,94 +107,64 @@ class WorkerKeeper:
 
     def begin_close(self) -> None:
         """Tell the worker to end."""
-        with self._changed:
-            self._closing = True
-            if self._child is not None:
-                self._child.hang_up()
-            self._changed.notify_all()
+        self._process.begin_close()
 
     def close(self) -> None:
-        """End the worker, by force if it does not of itself in `STOP_PATIENCE_S`. May be called again."""
-        self.begin_close()
-        self._thread.join()
+        """End the worker; see `ProcessKeeper`."""
+        self._process.close()
 
-    def _keep(self) -> None:
-        deaths = 0
-        while not self._given_up:
-            self._finished_any = False
-            try:
-                reason = self._run_once()
-            except Exception as error:
-                logger.exception("%s fails", self._title)
-                reason = f"{self._title} cannot be started: {type(error).__name__}: {error}"
-            deaths = 0 if self._finished_any else deaths + 1
-            if not self.first_start.done():
-                self.first_start.set_exception(EngineError(reason))
-            if self._closing:
-                return
-            self._fail_all(reason, give_up=deaths == _MAX_DEATHS)
-
-    def _run_once(self) -> str:
-        """One life of the worker. Returns how it ended; nothing of it is left but the batches that it owes."""
-        self._overdue = ""
-        with stop_signals_held():
-            child = ChildProcess(
-                self._name,
-                self._main,
-                (self._settings, self._device),
-                title=self._title,
-                log_level=self._settings.log_level,
-            )
-        with self._changed:
-            self._child = child
-            if self._closing:
-                child.hang_up()
-        channel = MessageChannel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
-        writer = threading.Thread(target=self._write, args=(child, channel), name=f"{self._name}-send", daemon=True)
-        watcher = threading.Thread(target=self._watch, args=(child,), name=f"{self._name}-watch", daemon=True)
-        try:
-            self._await_start(child)
-            watcher.start()
-            if self._settings.may_lend(self._device):
-                self._agree_on_lending(channel)
-            writer.start()
-            while True:
-                self._take(channel.receive(), child)
-        except (EOFError, OSError):
-            return f"{self._title} was stopped" if self._closing else self._overdue or child.how_it_died()
-        except EngineError as error:
-            return str(error)
-        except Exception as error:
-            logger.exception("%s does not make sense", self._title)
-            return f"{self._title} sent what cannot be used: {type(error).__name__}: {error}"
-        finally:
-            child.hang_up()
-            with self._changed:
-                self._child = None
-                self._taken.clear()
-                self._changed.notify_all()
-            for helper in (writer, watcher):
-                if helper.ident is not None:
-                    helper.join()
-            child.stop()
-            self._shared.discard_of(child.pid)
-            self._borrower.worker_gone()
-            for frames in self._sent.values():
-                channel.discard(frames)
-
-    def _await_start(self, child: ChildProcess) -> None:
-        limit_s = patience_s = self._settings.startup_timeout_s
-        if not self.first_start.done():
-            patience_s = max(0.0, min(limit_s, self._settings.ready_by - self._clock()))
-        if not child.pipe.poll(patience_s):
-            raise EngineError(f"{self._title} is not ready after {limit_s:g} s; --startup-timeout-s allows more")
-        fingerprint = bytes.fromhex(child.take_report()["fingerprint"])
-        if not self.first_start.done():
-            self.first_start.set_result(fingerprint)
-        elif self.first_start.exception() is None and self.first_start.result() != fingerprint:
+    def begin(self, child: ChildProcess, report: dict[str, Any]) -> None:
+        """See `Life`."""
+        first = self.first_start
+        if first.done() and first.exception() is None and first.result() != report:
             raise EngineError(f"{self._title} found other weights or settings in {self._settings.model} than before")
+        self._channel = MessageChannel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
         with self._changed:
-            self._turn_began_s = self._clock()
+            self._child, self._overdue, self._turn_began_s = child, "", self._clock()
+
+    def live(self, child: ChildProcess) -> None:
+        """See `Life`."""
+        self._help("watch", self._watch, child)
+        try:
+            if self._may_lend:
+                self._agree_on_lending(self._channel)
+            self._help("send", self._write, child, self._channel)
+            while True:
+                self._take(self._channel.receive(), child)
+        except (EOFError, OSError):
+            if self._overdue:
+                raise EngineError(self._overdue) from None
+            raise
+
+    def let_go(self) -> None:
+        """See `Life`."""
+        with self._changed:
+            self._child = None
+            self._taken.clear()
+            self._changed.notify_all()
+        while self._helpers:
+            self._helpers.pop().join()
+
+    def ended(self, reason: str, *, down: bool) -> None:
+        """See `Life`. Only the batch that the worker was given first of those that it owes can be what ended it."""
+        self._borrower.worker_gone()
+        with self._changed:
+            sent, unsent = dict(self._sent), [batch.number for batch in self._unsent]
+            self._sent.clear()
+            self._unsent.clear()
+            if down:
+                self._given_up = reason
+        for frames in sent.values():
+            self._channel.discard(frames)
+        first = next(iter(sent), None)
+        for number in (*sent, *unsent):
+            self._deliver(EncodeResult(number=number, rows=None, error=reason, untried=number != first))
+
+    def _help(self, what: str, run: Callable[..., None], *args: object) -> None:
+        """In a thread that ends when the process is let go of."""
+        helper = threading.Thread(target=run, args=args, name=f"{self._name}-{what}", daemon=True)
+        self._helpers.append(helper)
+        helper.start()
 
     def _agree_on_lending(self, channel: MessageChannel) -> None:
         """Try whether rows can be copied out of the worker's GPU memory, and tell it to lend them or not."""
@@ -218,7 +192,7 @@ class WorkerKeeper:
         with self._changed:
             del self._sent[done.number]
             self._turn_began_s = self._clock()
-        self._finished_any |= not untried
+        self.useful |= not untried
         self._deliver(EncodeResult(number=done.number, rows=rows, error=error, untried=untried))
 
     def _watch(self, child: ChildProcess) -> None:
@@ -261,18 +235,3 @@ class WorkerKeeper:
             self._sent[batch.number] = frames[:2]
             channel.send(frames)
         return True
-
-    def _fail_all(self, reason: str, *, give_up: bool) -> None:
-        """Fail what the worker owes. Only the batch that it was given first of these can be what ended it."""
-        with self._changed:
-            sent, unsent = list(self._sent), [batch.number for batch in self._unsent]
-            self._sent.clear()
-            self._unsent.clear()
-            if give_up:
-                self._given_up = reason
-        if give_up:
-            logger.error("%s: given up after %d deaths without a batch done between them", reason, _MAX_DEATHS)
-        else:
-            logger.warning("%s: starting it again; %d batches fail", reason, len(sent) + len(unsent))
-        for number in (*sent, *unsent):
-            self._deliver(EncodeResult(number=number, rows=None, error=reason, untried=number not in sent[:1]))

@@ -55,7 +55,7 @@ class ProcessBackend:
         worker's own message if it cannot start; the backend is then still to be closed."""
         starts = [keeper.first_start for keeper in self._keepers]
         done, _ = wait(starts, return_when=FIRST_EXCEPTION)
-        fingerprints = {start.result() for start in done}
+        fingerprints = {bytes.fromhex(start.result()["fingerprint"]) for start in done}
         if len(fingerprints) > 1:
             raise EngineError(f"{self._model} changed while the encoder workers loaded it: their towers differ")
         return fingerprints.pop()

@@ -31,7 +31,6 @@ from processors.inputs import Modality
 from processors.patch_values import patch_values, value_width
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.process_maker import ProcessMaker, ProcessSettings
-from processors.pool.process_threads import ProcessThreads
 from processors.pool.requests import ImageRequest
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoLimits
@@ -279,7 +278,7 @@ def _processes(args: argparse.Namespace, folder: Path) -> Iterator[ProcessorPool
     processor = our_processor(args.family, threads=1)
     maker = ProcessMaker(processor, ProcessSettings(count=args.workers, shared_dir=folder))
     settings = PoolSettings(max_workers=args.workers, cache_mib=0)
-    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, ProcessThreads(maker, args.workers))
+    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, maker)
     try:
         maker.wait_ready()
         yield pool

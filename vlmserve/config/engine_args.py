@@ -100,11 +100,11 @@ class EngineArgs:
         1024, "pictures and videos being fetched and processed above which requests are answered 429"
     )
     processor_cache_mib: int = _arg(128, "limit of the cache of decoded and resized pictures and videos, in MiB")
-    max_mm_workers: int = _arg(2, "threads that decode and resize media")
+    max_mm_workers: int = _arg(2, "threads that decode and resize media where no processes do")
     media_processes: int = _arg(
-        0,
-        "processes that decode and resize media, so that a file which crashes a decoder harms its own request only; "
-        "0: threads of the API process do",
+        2,
+        "processes that decode and resize media, each within limits of memory and time, so that a file which breaks a "
+        "decoder harms its own request only; 0: threads of the API process do",
     )
     enable_mm_embeds: bool = _arg(
         False, "take pictures as the vision tower's rows (image_embeds): only where all clients are trusted"

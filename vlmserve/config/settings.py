@@ -63,7 +63,7 @@ class ServerSettings:
     max_images_per_request: int = _arg(64, "most pictures in one request")
     max_image_pixels: int = _arg(64_000_000, "largest picture, in pixels; larger ones are refused before decoding")
     max_image_decode_s: float = _arg(
-        30.0, "with --media-processes, seconds after which the process that decodes and resizes a picture is ended"
+        10.0, "with --media-processes, seconds after which the process that decodes and resizes a picture is ended"
     )
     max_videos_per_request: int = _arg(8, "most videos in one request")
     max_video_bytes: int = _arg(256 * 2**20, "largest video file, in bytes")

@@ -59,7 +59,8 @@ def read_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) ->
             raise SettingsError(f"LLM has no setting {name!r}{did_you_mean(name, fields)}")
     given = {name: usual_word(name, value) for name, value in given.items()}
     paths = {name: os.fspath(value) for name, value in given.items() if isinstance(value, os.PathLike)}
-    args = EngineArgs(model=os.fspath(model), **{**given, **paths})
+    # threads for files that their owner chose
+    args = EngineArgs(model=os.fspath(model), **{"media_processes": 0, **given, **paths})
     check_engine_args(args)
     most = MediaCounts(**counts)
     problems = type_problems(most, lambda name: f"--max-{name}-per-request")

@@ -22,8 +22,6 @@ from vlmserve.tokenizer.request_builder import RequestBuilder, RequestLimits
 from vlmserve.tokenizer.sampling import load_sampling_defaults
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer, read_json
 
-_GRACE_S = 30.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageLimits:
@@ -36,7 +34,7 @@ class StageLimits:
     fetch: FetchSettings = field(default_factory=FetchSettings)
     decode: DecodeLimits = field(default_factory=DecodeLimits)
     counts: MediaCounts = field(default_factory=MediaCounts)
-    max_image_decode_s: float = 30.0
+    max_image_decode_s: float = 10.0
     max_video_duration_s: float = 7200.0
     max_video_decode_s: float = 300.0
     max_video_frame_pixels: int = 4096 * 4096
@@ -136,17 +134,15 @@ def _start_processes(
 ) -> MediaMaker:
     assert processes is not None, "media processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
-    from processors.pool.process_maker import ProcessMaker, ProcessSettings, TimeLimit
-    from processors.pool.process_threads import ProcessThreads
+    from processors.pool.process_maker import ProcessMaker, ProcessSettings
 
     maker = ProcessMaker(
         processor,
         ProcessSettings(
             count=args.media_processes,
             shared_dir=processes.shared_dir,
-            picture_time=TimeLimit(seconds=limits.max_image_decode_s, setting="--max-image-decode-s"),
-            # a clip that takes too long to decode is refused by the worker itself
-            video_time=TimeLimit(seconds=limits.max_video_decode_s, setting="--max-video-decode-s", grace_s=_GRACE_S),
+            picture_s=limits.max_image_decode_s,
+            video_s=limits.max_video_decode_s,
             startup_timeout_s=processes.startup_timeout_s,
             log_level=processes.log_level,
         ),
@@ -154,9 +150,9 @@ def _start_processes(
     try:
         maker.wait_ready()
     except BaseException:
-        maker.close()
+        maker.close_now()
         raise
-    return ProcessThreads(maker, args.media_processes)
+    return maker
 
 
 def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int) -> ProcessorLimits:

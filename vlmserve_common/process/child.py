@@ -19,13 +19,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from vlmserve_common.errors import EngineError, VlmserveError
 from vlmserve_common.logs import configure_logging
-from vlmserve_common.process.stop_signals import ignore_stop_signals
+from vlmserve_common.process.stop_signals import ignore_stop_signals, stop_signals_held
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class ChildProcess:
 
     name: its name in log lines. title: what errors call it ("the scheduler process"). main: its work, called as
     `main(parent, *args)` in a fresh interpreter, where it must be importable by name; it calls `parent.ready` once and
-    never returns. stop_patience_s: how long it may take to end when it is told to. pipe: this end of the pipe.
+    never returns. stop_patience_s: how long it may take to end when it is told to. forked: it is a fork of the process
+    that `prepare_forks` starts, and there within milliseconds. pipe: this end of the pipe.
     """
 
     def __init__(
@@ -51,14 +53,17 @@ class ChildProcess:
         title: str,
         log_level: str,
         stop_patience_s: float = STOP_PATIENCE_S,
+        forked: bool = False,
     ) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would take along the parent's threads and sockets
+        # neither is a fork of this process, which would take along its threads and sockets
+        context = multiprocessing.get_context("forkserver" if forked else "spawn")
         self.name = name
         self.title = title
         self._stop_patience_s = stop_patience_s
         self.pipe, theirs = context.Pipe(duplex=True)
-        self._process = context.Process(
-            target=_run_child, name=name, args=(name, main, args, theirs, log_level, os.getpid())
+        parent_pid = None if forked else os.getpid()
+        self._process = context.Process(  # type: ignore[attr-defined]
+            target=_run_child, name=name, args=(name, main, args, theirs, log_level, parent_pid)
         )
         try:
             self._process.start()
@@ -67,7 +72,7 @@ class ChildProcess:
             raise
         finally:
             theirs.close()
-        self.pid: int = self._process.pid  # type: ignore[assignment]
+        self.pid: int = self._process.pid
 
     @property
     def sentinel(self) -> int:
@@ -82,8 +87,12 @@ class ChildProcess:
     @property
     def was_killed(self) -> bool:
         """Whether a child that has died was killed by SIGKILL: by somebody, or by the kernel when memory was short."""
+        return self.was_ended_by(signal.SIGKILL)
+
+    def was_ended_by(self, number: signal.Signals) -> bool:
+        """Whether a child that has died was ended by this signal."""
         self._process.join(timeout=1.0)
-        return self._process.exitcode == -signal.SIGKILL
+        return self._process.exitcode == -number
 
     def how_it_died(self) -> str:
         """One clause for a log line."""
@@ -165,7 +174,7 @@ class Parent:
         try:
             while True:
                 self._inbox.put(self._pipe.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError, MemoryError):
             try:
                 self.before_end()
             except Exception:
@@ -178,7 +187,12 @@ class Parent:
 
 
 def _run_child(
-    name: str, main: Callable[..., None], args: tuple[object, ...], pipe: Connection, log_level: str, parent_pid: int
+    name: str,
+    main: Callable[..., None],
+    args: tuple[object, ...],
+    pipe: Connection,
+    log_level: str,
+    parent_pid: int | None,
 ) -> None:
     ignore_stop_signals()
     die_with_parent(parent_pid, signal.SIGKILL)
@@ -202,12 +216,20 @@ def _run_child(
     os._exit(1)
 
 
-def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+def prepare_forks(modules: Sequence[str]) -> None:
+    """Start the process, unless it runs, that children are forked of: it imports these modules, in its only thread, and
+    ends with this process and the last of its children. Returns at once."""
+    with stop_signals_held():
+        multiprocessing.set_forkserver_preload(list(modules))
+        forkserver.ensure_running()
+
+
+def die_with_parent(parent_pid: int | None, number: signal.Signals) -> None:
     """Have the kernel send this process a signal when the thread that started it ends (Linux), whatever ends it.
 
-    It holds for a program that this process becomes, too.
+    It holds for a program that this process becomes, too. parent_pid: None where the parent ends after its children.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent_pid:  # it died before the call
+        if parent_pid not in (None, os.getppid()):  # it died before the call
             os._exit(1)

@@ -207,7 +207,7 @@ class Served:
 
 def make_served(folder: Path, engine: dict[str, Any] | None = None, **settings: Any) -> Served:
     """Serve the folder of `write_checkpoint_folder`."""
-    args = EngineArgs(model=str(folder), **(engine or {}))
+    args = EngineArgs(model=str(folder), **{"media_processes": 0, **(engine or {})})
     scheduler = FakeScheduler(load_text_tokenizer(folder))
     frontend = make_frontend(
         ServerSettings(engine=args, **settings), max_model_len=CONTEXT, model_name=MODEL, send=scheduler.send

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from processors.families.base import MultimodalProcessor
 from processors.pool import process_maker
+from processors.pool.process_maker import ProcessMaker, ProcessSettings
 from tests.processors.fake_media_worker import PAUSE, fake_worker
 from tests.vlmserve.server_process import PATIENCE_S
 from vlmserve.checkpoints.tiny import write_tiny_model
@@ -37,8 +38,10 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ServerSettings:
-    maker = partial(process_maker.ProcessMaker, main=fake_worker)
-    monkeypatch.setattr(process_maker, "ProcessMaker", maker)
+    def make(processor: MultimodalProcessor, given: ProcessSettings) -> ProcessMaker:
+        return ProcessMaker(processor, replace(given, video_grace_s=0.0), main=fake_worker)
+
+    monkeypatch.setattr(process_maker, "ProcessMaker", make)
     return ServerSettings(engine=EngineArgs(model=str(folder), media_processes=1))
 
 
@@ -49,10 +52,7 @@ def settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ServerSettings:
         ("max_video_decode_s", VideoRef(source=PAUSE, param="here")),
     ],
 )
-def test_the_time_that_a_medium_may_take(
-    settings: ServerSettings, folder: Path, limit: str, ref: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stage, "_GRACE_S", 0.0)
+def test_the_time_that_a_medium_may_take(settings: ServerSettings, folder: Path, limit: str, ref: Any) -> None:
     times = {"max_image_decode_s": PATIENCE_S, "max_video_decode_s": PATIENCE_S, limit: 0.25}
     settings = replace(settings, **times)
     media = stage.make_request_media(
@@ -104,7 +104,7 @@ def test_log_level_and_startup_timeout_are_theirs_too(
     start: Callable[[ServerSettings, Path], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def told(_: object, given: process_maker.ProcessSettings) -> None:
+    def told(_: object, given: ProcessSettings) -> None:
         raise StartedError(given.log_level, given.startup_timeout_s)
 
     monkeypatch.setattr(process_maker, "ProcessMaker", told)

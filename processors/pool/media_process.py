@@ -1,0 +1,218 @@
+"""One media worker, and the thread that hands it one medium after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from processors.families.base import ProcessedMedium
+from processors.pool.maker import FatalMediumError
+from processors.pool.messages import (
+    ANSWER_MESSAGES,
+    WORK_MESSAGES,
+    MediaWork,
+    PictureWork,
+    WorkBegun,
+    WorkFailed,
+    WorkRefused,
+)
+from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.process.child import ChildProcess
+from vlmserve_common.process.keeper import ProcessKeeper, ProcessPlan
+from vlmserve_common.process.wake_up import WakeUp
+from vlmserve_common.transport.channel import MessageChannel
+from vlmserve_common.transport.shm import SharedArrays
+from vlmserve_common.transport.wire import WireError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MediaJob:
+    """seconds: that a worker may be at it, then it is killed; grace_s: more of them, for a worker that knows the limit,
+    too, to refuse it by itself. made: what becomes of it."""
+
+    work: MediaWork
+    seconds: float
+    grace_s: float = 0.0
+    made: Future[ProcessedMedium] = field(default_factory=Future)
+
+    @property
+    def what(self) -> str:
+        """What errors call it."""
+        return "picture" if isinstance(self.work, PictureWork) else "video"
+
+
+class WorkerBugError(Exception):
+    """A worker failed as it never should. Like any exception that nobody expects: for the log, not for clients, and so
+    no EngineError."""
+
+
+class NotBegunError(Exception):
+    """A worker died before it looked at its work."""
+
+
+class MediaProcess:
+    """A worker that is kept running, and does one job after the other. What ends it fails its job; one that it has not
+    begun raises NotBegunError."""
+
+    def __init__(self, plan: ProcessPlan, shared: SharedArrays) -> None:
+        self.useful = False
+        self._lock = threading.Lock()
+        self._jobs: deque[MediaJob] = deque()
+        self._job: MediaJob | None = None
+        self._child: ChildProcess | None = None
+        self._killed = False
+        self._trouble = ""
+        self._shared = shared
+        self._wake_up = WakeUp()
+        self._process = ProcessKeeper(plan, self, shared)
+        self.first_start = self._process.first_start
+        self.begin_close = self._process.begin_close
+        self._process.start()
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it cannot be started: jobs fail with the reason."""
+        return bool(self._trouble)
+
+    async def make(self, job: MediaJob) -> ProcessedMedium:
+        """What becomes of a job. Cancelled, it ends at once, and so does the process that is at it."""
+        with self._lock:
+            if self._trouble:
+                raise EngineError(self._trouble)
+            self._jobs.append(job)
+        self._wake_up.call()
+        try:
+            return await asyncio.wrap_future(job.made)
+        except asyncio.CancelledError:
+            with self._lock:
+                job.made.cancel()
+                if self._job is job and self._child is not None:
+                    self._kill(self._child)
+            raise
+
+    def close(self) -> None:
+        """End the process; see `ProcessKeeper`. Jobs fail."""
+        self._process.close()
+        self.ended("media processes have ended", down=True)
+        self._wake_up.close()
+
+    def begin(self, child: ChildProcess, report: dict[str, Any]) -> None:
+        """See `Life`."""
+        with self._lock:
+            self._child, self._killed, self._trouble = child, False, ""
+
+    def live(self, child: ChildProcess) -> None:
+        """See `Life`."""
+        channel = MessageChannel(
+            child.pipe.send_bytes,
+            child.pipe.recv_bytes,
+            send_types=WORK_MESSAGES,
+            receive_types=ANSWER_MESSAGES,
+            shared=self._shared,
+        )
+        while not self._killed:
+            job = self._next_job()
+            if job is not None:
+                self._run(job, child, channel)
+            elif child.pipe in wait([child.pipe, self._wake_up.fd]):
+                break  # nothing is due from it: it is gone
+            else:
+                self._wake_up.take()
+        raise EOFError
+
+    def let_go(self) -> None:
+        """See `Life`."""
+        with self._lock:
+            self._child = None
+
+    def ended(self, reason: str, *, down: bool) -> None:
+        """See `Life`. Jobs that wait do so for the next start, if there is one soon."""
+        if down:
+            with self._lock:
+                self._trouble, jobs = reason, list(self._jobs)
+                self._jobs.clear()
+            for job in jobs:
+                if job.made.set_running_or_notify_cancel():
+                    job.made.set_exception(EngineError(reason))
+
+    def _next_job(self) -> MediaJob | None:
+        with self._lock:
+            while self._jobs:
+                job = self._jobs.popleft()
+                if job.made.set_running_or_notify_cancel():
+                    self._job = job
+                    return job
+        return None
+
+    def _run(self, job: MediaJob, child: ChildProcess, channel: MessageChannel) -> None:
+        try:
+            made = self._do(job, child, channel)
+        except Exception as error:
+            job.made.set_exception(error)
+        else:
+            job.made.set_result(made)
+        finally:
+            with self._lock:
+                self._job = None
+
+    def _do(self, job: MediaJob, child: ChildProcess, channel: MessageChannel) -> ProcessedMedium:
+        frames, begun = channel.encode(job.work), False
+        deadline = time.monotonic() + job.seconds + job.grace_s
+        try:
+            channel.send(frames)
+            while True:
+                if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    self._kill(child)
+                    raise _too_slow(job)
+                answer = channel.receive()
+                if not isinstance(answer, WorkBegun):
+                    break
+                begun = self.useful = True
+        except (EOFError, OSError):
+            self._kill(child)
+            raise _death(job, child) if begun else NotBegunError(child.how_it_died()) from None
+        except WireError as error:
+            self._kill(child)
+            raise WorkerBugError(f"{child.title} sent what cannot be used: {error}") from error
+        finally:
+            channel.discard(frames[:2])
+        if isinstance(answer, WorkFailed):
+            raise WorkerBugError(f"{child.title} failed: {answer.message}")
+        if not isinstance(answer, WorkRefused):
+            return answer
+        if answer.out_of_memory:
+            self._kill(child)
+        kind = FatalMediumError if answer.out_of_memory else BadRequestError
+        raise kind(answer.message, code=answer.code, status=answer.status)
+
+    def _kill(self, child: ChildProcess) -> None:
+        self._killed = True
+        child.kill()
+
+
+def _death(job: MediaJob, child: ChildProcess) -> BadRequestError:
+    """It died of itself, or of its limits; who is killed may have been in somebody's way."""
+    if child.was_ended_by(signal.SIGXCPU):
+        return _too_slow(job)
+    kind = BadRequestError if child.was_killed else FatalMediumError
+    return kind(
+        f"the {job.what} ended the process that decoded it ({child.how_it_died()}): it is broken, or takes more memory "
+        "than there is",
+        code="media_crash",
+    )
+
+
+def _too_slow(job: MediaJob) -> FatalMediumError:
+    setting = "--max-image-decode-s" if isinstance(job.work, PictureWork) else "--max-video-decode-s"
+    return FatalMediumError(
+        f"the {job.what} took longer than {job.seconds:g} s, the limit (setting {setting}): the process that decoded "
+        "it was ended",
+        code="media_too_costly",
+    )
