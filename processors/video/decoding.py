@@ -28,6 +28,7 @@ from processors.video.stretches import SEEK_GAP, stretches
 from vlmserve_common.errors import BadRequestError
 
 _STRETCHES = 4
+_GIF_FRAMES = 256  # of the largest allowed: some 20 s
 _USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixels
 
 
@@ -68,6 +69,8 @@ class Clip:
         # Sizes and rotation are believed from here: headers may say anything.
         check_frame_size(first.width, first.height, limits)
         width, height = first.width, first.height
+        if self._file.format == "gif":
+            _check_gif(len(self._pts), width, height, limits)
         if orientation(first).transposed:
             width, height = height, width
         start = self._pts[0]
@@ -178,6 +181,17 @@ class Clip:
         lines = np.frombuffer(memoryview(plane), np.uint8).reshape(picture.height, plane.line_size)
         rgb = lines[:, : 3 * picture.width].reshape(picture.height, picture.width, 3)
         return np.ascontiguousarray(orientation(frame).apply(rgb))
+
+
+def _check_gif(frames: int, width: int, height: int, limits: VideoLimits) -> None:
+    """A frame is made of the one before and costs its whole area, though it may take twenty bytes of the file."""
+    most = _GIF_FRAMES * limits.max_frame_pixels
+    if frames * width * height > most:
+        raise BadRequestError(
+            f"the GIF's {frames} frames of {width}x{height} have {frames * width * height} pixels; the limit is "
+            f"{most}, {_GIF_FRAMES} of the largest frames (setting --max-video-frame-pixels)",
+            code="video_too_costly",
+        )
 
 
 class _LostError(Exception):

@@ -15,7 +15,6 @@ from processors.image.formats import HEAD_BYTES, other_name, picture_name
 from processors.plain_words import first_bytes
 from processors.plain_words import words as plain_words
 from processors.video.formats import video_format
-from processors.video.mp4_tables import CompressedHeaderError, promised_entries
 from processors.video.options import VideoLimits
 from vlmserve_common.errors import BadRequestError
 
@@ -26,17 +25,12 @@ MAX_RATE = 240
 
 
 class VideoFile:
-    """Raises BadRequestError for what is no video, and for a header that promises too much.
-
-    format: FFmpeg's name of it.
-    """
+    """Raises BadRequestError for what is no video. format: FFmpeg's name of it."""
 
     def __init__(self, data: bytes, limits: VideoLimits) -> None:
         self.data = data
         self.limits = limits
         self.format = _format_of(data)
-        if self.format == "mov":
-            self._check_tables()
 
     @contextlib.contextmanager
     def open(self, threads: int) -> Iterator[tuple[InputContainer, VideoStream]]:
@@ -64,20 +58,6 @@ class VideoFile:
             ) from error
         except av.FFmpegError as error:
             raise broken(words(error)) from error
-
-    def _check_tables(self) -> None:
-        """FFmpeg believes a header's tables while it opens the file, before any other limit counts."""
-        most = 2 * int(self.limits.max_duration_s * MAX_RATE)
-        try:
-            entries = promised_entries(self.data, most)
-        except CompressedHeaderError:
-            raise broken("its header is compressed (cmov), which is not supported") from None
-        if entries > most:
-            raise BadRequestError(
-                f"the video's header promises more than {most} frames and samples, {2 * MAX_RATE} for each of the "
-                f"{self.limits.max_duration_s:g} s allowed (setting --max-video-duration-s)",
-                code="video_too_long",
-            )
 
 
 def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:
