@@ -99,9 +99,6 @@ def _refusing(explain: Callable[[Exception], str]) -> Iterator[None]:
         yield
     except BadRequestError:
         raise
-    except MemoryError:
-        what = "decoding the picture takes more memory than there is for one"
-        raise BadRequestError(what, code="media_too_costly") from None
     except Exception as error:
         raise BadRequestError(explain(error), code=INVALID_IMAGE) from error
 
