@@ -149,7 +149,7 @@ class MultimodalProcessor(ABC):
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
-            scale=patches.scale(frames=1),
+            normalization=patches.normalization(frames=1),
             num_tokens=self._num_tokens(grid),
             source_size=rgb.size,
             clamps=clamps,
@@ -308,7 +308,7 @@ def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()
         grid_thw=medium.grid_thw,
         offsets=offsets,
         feature=medium.feature,
-        scale=medium.scale,
+        normalization=medium.normalization,
         encoded=isinstance(medium, ProcessedImage) and medium.encoded,
         second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
     )

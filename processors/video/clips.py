@@ -150,7 +150,7 @@ class VideoProcessor:
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
-            scale=self._patches.scale(frames=depth),
+            normalization=self._patches.normalization(frames=depth),
             num_tokens=num_tokens,
             source_size=source.size,
             frame_indices=choice.indices,
