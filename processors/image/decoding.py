@@ -14,11 +14,11 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from PIL import ExifTags, Image, ImageFile
+from PIL import ExifTags, Image, ImageFile, features
 
-from processors.image.formats import INVALID_IMAGE, PictureFormat, picture_format
+from processors.formats import INVALID_IMAGE, FileFormat, file_format
 from processors.image.rgb import to_rgb
-from processors.plain_words import words
+from processors.plain_words import first_bytes, words
 from processors.resize import MAX_ASPECT_RATIO
 from vlmserve_common.errors import BadRequestError
 
@@ -54,7 +54,7 @@ def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
 
     Raises BadRequestError for anything but a whole picture of a supported format within the limits.
     """
-    found = picture_format(data)
+    found = _picture_format(data)
     with _refusing(lambda error: _explain_header(found.name, error)):
         try:
             image = _open(found, data)
@@ -62,6 +62,24 @@ def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
             size = re.search(r"\d+", str(error))
             raise _too_large(f"{found.name} picture of {size.group() if size else 'far more'} pixels", limits) from None
     return _decode(image, limits, f"the {found.name} picture is broken or cut off")
+
+
+def _picture_format(data: bytes) -> FileFormat:
+    if not data:
+        raise BadRequestError("the picture is empty (zero bytes)", code=INVALID_IMAGE)
+    found = file_format(data)
+    without_avif = not features.check("avif")  # as this Pillow was built
+    if found is not None and found.plugin and not (found.name == "AVIF" and without_avif):
+        return found
+    if found is not None and found.kind == "video":
+        what = f"the data is {found.called}, not a picture: send it in a part of type video_url, or video"
+        raise BadRequestError(what, code=INVALID_IMAGE)
+    readable = f"pictures of the formats PNG, JPEG, WebP, GIF, BMP, TIFF{'' if without_avif else ', AVIF'} are read"
+    if found is not None:
+        what = f"the data is {found.called}, which is not a supported picture; {readable}"
+    else:
+        what = f"the data is not a picture of a supported format; {readable}, and it begins with {first_bytes(data)}"
+    raise BadRequestError(what, code=INVALID_IMAGE)
 
 
 def check_pixels(image: Image.Image, limits: DecodeLimits) -> None:
@@ -103,12 +121,10 @@ def _refusing(explain: Callable[[Exception], str]) -> Iterator[None]:
         raise BadRequestError(explain(error), code=INVALID_IMAGE) from error
 
 
-def _open(found: PictureFormat, data: bytes) -> ImageFile.ImageFile:
+def _open(found: FileFormat, data: bytes) -> ImageFile.ImageFile:
     """Read the header only. `Image.open` would do, but for its warning about sizes, which is global state."""
-    opener: Callable[[io.BytesIO, str], ImageFile.ImageFile] = getattr(
-        importlib.import_module(found.module), found.opener
-    )
-    return opener(io.BytesIO(data), "")
+    assert found.plugin is not None
+    return getattr(importlib.import_module(found.plugin), found.opener)(io.BytesIO(data), "")
 
 
 def _explain_header(name: str, error: Exception) -> str:

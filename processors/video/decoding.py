@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
 
 import av
 import numpy as np
@@ -22,6 +21,7 @@ from av.video.stream import VideoStream
 from processors.video import h264
 from processors.video.display_matrix import orientation
 from processors.video.file import VideoFile, broken, check_frame_size, words
+from processors.video.frame_choice import ClipInfo
 from processors.video.listing import list_frames
 from processors.video.options import VideoLimits
 from processors.video.stretches import SEEK_GAP, stretches
@@ -30,24 +30,6 @@ from vlmserve_common.errors import BadRequestError
 _STRETCHES = 4
 _GIF_FRAMES = 256  # of the largest allowed: some 20 s
 _USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixels
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipInfo:
-    """A clip as it is shown. width, height: of an upright frame, in pixels. rate: average frames per second.
-
-    times: seconds of each frame from the start of the file, in order.
-    """
-
-    width: int
-    height: int
-    rate: float
-    times: tuple[float, ...]
-
-    @property
-    def num_frames(self) -> int:
-        """Frames in the file."""
-        return len(self.times)
 
 
 class Clip:

@@ -11,15 +11,12 @@ from av.container import InputContainer
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from processors.image.formats import HEAD_BYTES, other_name, picture_name
+from processors.formats import INVALID_VIDEO, file_format
 from processors.plain_words import first_bytes
 from processors.plain_words import words as plain_words
-from processors.video.formats import video_format
 from processors.video.options import VideoLimits
 from vlmserve_common.errors import BadRequestError
 
-INVALID_VIDEO = "invalid_video"
-"""The error code of a video that cannot be read."""
 MAX_RATE = 240
 """Frames a second of the fastest clip: together with its duration it bounds the list of frames."""
 
@@ -83,15 +80,13 @@ def words(error: Exception) -> str:
 def _format_of(data: bytes) -> str:
     if not data:
         raise BadRequestError("the video is empty (zero bytes)", code=INVALID_VIDEO)
-    found = video_format(data)
-    if found is not None:
-        return found
-    picture = picture_name(data[:HEAD_BYTES])
-    if picture is not None:
-        what = f"the data is {picture}, not a video: send it in a part of type image_url, or image"
+    found = file_format(data)
+    if found is not None and found.ffmpeg is not None:
+        return found.ffmpeg
+    if found is not None and found.kind == "picture":
+        what = f"the data is {found.called}, not a video: send it in a part of type image_url, or image"
         raise BadRequestError(f"{what}; frames go as a list into a part of type video", code=INVALID_VIDEO)
-    other = other_name(data[:HEAD_BYTES])
-    which = f"it is {other}" if other else f"it begins with {first_bytes(data)}"
+    which = f"it is {found.called}" if found else f"it begins with {first_bytes(data)}"
     raise BadRequestError(
         f"the data is not a video of a supported format (MP4, MOV, WebM, Matroska, GIF); {which}", code=INVALID_VIDEO
     )

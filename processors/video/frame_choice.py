@@ -19,6 +19,24 @@ _BOUNDS = ("min_frames", "max_frames")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClipInfo:
+    """A clip, or a list of frames. width, height: of a frame as shown, in pixels. rate: average frames per second.
+
+    times: seconds of each frame from the start of the file, in order.
+    """
+
+    width: int
+    height: int
+    rate: float
+    times: tuple[float, ...]
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the file."""
+        return len(self.times)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FrameChoice:
     """indices: frames of the clip, ascending. times: of each, in seconds. fps: frames used per second of the clip.
 

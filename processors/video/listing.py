@@ -12,7 +12,8 @@ from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-from processors.video.file import INVALID_VIDEO, MAX_RATE, VideoFile, broken
+from processors.formats import INVALID_VIDEO
+from processors.video.file import MAX_RATE, VideoFile, broken
 from vlmserve_common.errors import BadRequestError
 
 

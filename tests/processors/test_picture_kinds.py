@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, features
 
+from processors.fetch.sniffing import modality_of
 from processors.image import rgb
 from processors.image.decoding import DecodeLimits, decode_image, normalize_image
-from processors.image.formats import looks_like_picture
+from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
 from tests.processors.test_decoding import FILES, LIMITS, NOT_PICTURES, png_chunk, reference_rgb, with_alpha
 from vlmserve_common.errors import BadRequestError
@@ -211,8 +212,10 @@ def test_the_first_of_several_pictures():
 
 
 def test_every_readable_format_is_known_by_its_head():
-    assert all(looks_like_picture(make()[:128]) for make in FILES.values())
-    assert not any(looks_like_picture(data[:128]) for name, data in NOT_PICTURES.items() if "magic" not in name)
+    assert all(modality_of(make()[:128]) is Modality.IMAGE for make in FILES.values())
+    assert not any(
+        modality_of(data[:128]) is Modality.IMAGE for name, data in NOT_PICTURES.items() if "magic" not in name
+    )
 
 
 OTHER_FORMATS = {
