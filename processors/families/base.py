@@ -161,16 +161,16 @@ class MultimodalProcessor(ABC):
         if not self.limits.embeds:
             what = "pictures that come encoded are refused (setting --enable-mm-embeds)"
             raise BadRequestError(what, code="unsupported_content")
-        if self.config.rows is None:
+        if self.config.embeds is None:
             raise BadRequestError("this checkpoint's config.json does not say how wide rows are")
 
     def process_embeds(self, tensors: Mapping[str, Any]) -> ProcessedImage:
         """A picture that comes encoded (see `processors.embeds`). Raises BadRequestError."""
         self.check_embeds_allowed()
-        assert self.config.rows is not None
+        assert self.config.embeds is not None
         patches = self.config.patches
         limits = GridLimits(merge_size=patches.merge_size, patch_size=patches.patch_size, max_pixels=self.sizes.highest)
-        rows, grid = check_embeds(tensors, self.config.rows, limits)
+        rows, grid = check_embeds(tensors, self.config.embeds, limits)
         digest = embeds_digest(grid, rows)
         return ProcessedImage(
             digest=digest,
