@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
-import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeAlias
 
 IPAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -73,29 +74,38 @@ def system_resolver(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def resolve(resolver: Resolver, host: str, port: int, timeout_s: float) -> list[IPAddress]:
-    """Ask `resolver` once, for `timeout_s` seconds at the most.
+class NameLookup:
+    """Asks `resolver`, each time in a thread of its own.
 
-    Raises TimeoutError, or the resolver's OSError (also for a host that is no host name at all).
+    most: such threads. getaddrinfo cannot be interrupted: one that hangs in it is left behind until the system gives
+    up, and neither keeps others waiting nor the process from ending.
     """
-    answers: queue.SimpleQueue[list[IPAddress] | Exception] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def __init__(self, resolver: Resolver, most: int = 512) -> None:
+        self._resolver = resolver
+        self._free = threading.Semaphore(most)
+
+    async def resolve(self, host: str, port: int) -> list[IPAddress]:
+        """The addresses of `host`. Raises the resolver's OSError (also for a host that is no host name at all)."""
+        if not self._free.acquire(blocking=False):
+            raise OSError("too many host names are being looked up")
+        answer: Future[Sequence[str]] = Future()
+        answer.set_running_or_notify_cancel()
+        threading.Thread(target=self._ask, args=(host, port, answer), name="resolve", daemon=True).start()
         try:
-            answers.put([ipaddress.ip_address(text) for text in resolver(host, port)])
+            found = [ipaddress.ip_address(text) for text in await asyncio.wrap_future(answer)]
+        except OSError:
+            raise
         except Exception as error:
-            answers.put(error)
+            raise OSError(f"{host!r} cannot be looked up: {error}") from error
+        if not found:
+            raise OSError(f"{host!r} has no address")
+        return found
 
-    # getaddrinfo cannot be interrupted: a thread that hangs in it is left behind until the system gives up.
-    threading.Thread(target=ask, name="resolve", daemon=True).start()
-    try:
-        answer = answers.get(timeout=max(timeout_s, 0.0))
-    except queue.Empty:
-        raise TimeoutError(f"no answer for {host!r}") from None
-    if isinstance(answer, OSError):
-        raise answer
-    if isinstance(answer, Exception):
-        raise OSError(f"{host!r} cannot be looked up: {answer}") from answer
-    if not answer:
-        raise OSError(f"{host!r} has no address")
-    return answer
+    def _ask(self, host: str, port: int, answer: Future[Sequence[str]]) -> None:
+        try:
+            answer.set_result(self._resolver(host, port))
+        except Exception as error:
+            answer.set_exception(error)
+        finally:
+            self._free.release()

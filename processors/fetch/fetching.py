@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import os
 import re
 import ssl
 import stat
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from processors.fetch.addresses import Resolver, system_resolver
-from processors.fetch.byte_limit import ByteLimit
-from processors.fetch.media_file import MediaFile
+from processors.fetch.media_file import ByteLimit, MediaFile
+from processors.fetch.memory import Claim, MediaMemory
 from processors.inputs import Modality
+from processors.off_loop import off_loop
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
 _WHITESPACE = b" \t\r\n\f"
 _CODE = "invalid_media_url"
+_DISK_THREADS = 8
 _PIECE_BYTES = 256 * 1024  # a multiple of 4, which are decoded together
 
 
@@ -39,6 +43,7 @@ class FetchSettings:
     connecting, redirects, body.
     max_redirects: redirects followed. allowed_media_domains: the only hosts http(s) URLs may name, redirects included
     (".example.com" stands for everything below example.com); None for any host.
+    max_per_host: downloads from one host at a time. memory_mib: what was fetched and is not processed yet may take.
     """
 
     allow_private_media: bool = False
@@ -49,10 +54,18 @@ class FetchSettings:
     max_redirects: int = 5
     allowed_media_domains: tuple[str, ...] | None = None
     user_agent: str = "vlmserve"
+    max_per_host: int = 16
+    memory_mib: int = 1024
+
+    def limit(self, modality: Modality) -> ByteLimit:
+        """The largest file of a modality."""
+        if modality is Modality.VIDEO:
+            return ByteLimit(bytes=self.max_video_bytes, setting="--max-video-bytes")
+        return ByteLimit(bytes=self.max_bytes, setting="--media-max-bytes")
 
 
 class MediaFetcher:
-    """Fetches media by URL. Blocking and thread-safe; made to run in a worker pool.
+    """Fetches media by URL, in one event loop. Cancelling a call ends its transfer.
 
     resolver, ssl_context: other than the system's, for tests and unusual networks.
     """
@@ -64,86 +77,84 @@ class MediaFetcher:
         resolver: Resolver = system_resolver,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._resolver = resolver
         self._ssl_context = ssl_context
-        self._parent: MediaFetcher | None = None
-        self._lock = threading.Lock()
+        self._memory = MediaMemory(settings.memory_mib)
         self._http: HttpGetter | None = None
-        self._closed = False
+        self._making_http = asyncio.Lock()
+        self._disk = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="media-disk")
+        self._disk_turns = asyncio.Semaphore(_DISK_THREADS)
 
-    def child(self) -> MediaFetcher:
-        """Another one like this, which ends with it, and may be closed by itself."""
-        child = MediaFetcher(self._settings, resolver=self._resolver, ssl_context=self._ssl_context)
-        child._parent = self
-        return child
+    def claim(self) -> Claim:
+        """For one medium's memory."""
+        return Claim(self._memory)
 
-    def fetch(self, source: str | MediaFile, *, param: str | None = None, modality: Modality = Modality.IMAGE) -> bytes:
+    async def fetch(
+        self,
+        source: str | MediaFile,
+        *,
+        param: str | None = None,
+        modality: Modality = Modality.IMAGE,
+        claim: Claim | None = None,
+    ) -> bytes:
         """The bytes behind a URL, or of a file; how many there may be depends on the modality.
 
-        Raises BadRequestError (with `param`), whatever the reason.
+        claim: takes the memory that it needs; None: the caller sees to that. Raises BadRequestError (with `param`),
+        whatever the reason.
         """
-        limit = self.limit(modality)
+        limit = self.settings.limit(modality)
         try:
-            return source.read(limit) if isinstance(source, MediaFile) else self._fetch(source, limit)
+            if isinstance(source, MediaFile):
+                return await self._read(source.read, limit, claim)
+            return await self._fetch(source, limit, claim)
         except BadRequestError as error:
             error.param = error.param or param
             raise
 
-    def _fetch(self, url: str, limit: ByteLimit) -> bytes:
+    def close(self) -> None:
+        """Nothing is fetched any more. What a disk keeps waiting goes on by itself."""
+        self._disk.shutdown(wait=False, cancel_futures=True)
+
+    async def _fetch(self, url: str, limit: ByteLimit, claim: Claim | None) -> bytes:
         match = _SCHEME.match(url)
         scheme = match.group(1).lower() if match else ""
         if scheme == "data":
-            return _decode_data(url, limit)
+            if claim is not None:
+                await claim.take(min(len(url), limit.bytes))
+            return await off_loop(len(url), decode_data_url, url, limit)
         if scheme in ("http", "https"):
-            return self._get(url, limit)
+            return await self._get(url, limit, claim)
         if scheme == "file":
-            return self._read_file(url, limit)
+            return await self._read(partial(self._read_file, url), limit, claim)
         raise BadRequestError(_explain_scheme(url, scheme), code=_CODE)
 
-    def limit(self, modality: Modality) -> ByteLimit:
-        """The largest file of a modality."""
-        if modality is Modality.VIDEO:
-            return ByteLimit(bytes=self._settings.max_video_bytes, setting="--max-video-bytes")
-        return ByteLimit(bytes=self._settings.max_bytes, setting="--media-max-bytes")
-
-    def close(self) -> None:
-        """Break off downloads under way and refuse new ones."""
-        with self._lock:
-            self._closed = True
-            if self._http is not None:
-                self._http.close()
-
-    def _get(self, url: str, limit: ByteLimit) -> bytes:
+    async def _get(self, url: str, limit: ByteLimit, claim: Claim | None) -> bytes:
+        async with self._making_http:
+            if self._http is None:
+                self._http = await asyncio.to_thread(self._make_getter)
         from processors.fetch.http_get import GetError
 
         try:
-            return self._getter().get(url, limit)
+            return await self._http.get(url, limit, claim)
         except GetError as error:
             raise BadRequestError(f"media URL {_shorten(url)}: {error}", code=_CODE) from error
 
-    def _getter(self) -> HttpGetter:
-        # Made at the first http URL: loading the system's certificates takes time and memory.
-        from processors.fetch.http_get import GetError, GetLimits, HttpGetter
+    def _make_getter(self) -> HttpGetter:
+        # At the first http URL: loading the library and the system's certificates takes time and memory.
+        from processors.fetch.http_get import HttpGetter
 
-        with self._lock:
-            if self._closed:
-                raise GetError("the server is shutting down")
-            if self._http is None and self._parent is not None:
-                self._http = self._parent._getter().child()
-            elif self._http is None:
-                settings = self._settings
-                limits = GetLimits(
-                    timeout_s=settings.timeout_s,
-                    max_redirects=settings.max_redirects,
-                    allow_private_media=settings.allow_private_media,
-                    allowed_media_domains=settings.allowed_media_domains,
-                )
-                self._http = HttpGetter(limits, self._resolver, settings.user_agent, self._ssl_context)
-            return self._http
+        return HttpGetter(self.settings, self._resolver, self._ssl_context)
+
+    async def _read(self, read: Callable[[ByteLimit], bytes], limit: ByteLimit, claim: Claim | None) -> bytes:
+        async with self._disk_turns:  # kept while it waits for memory: so many files are read and no more
+            data = await asyncio.get_running_loop().run_in_executor(self._disk, read, limit)
+            if claim is not None:
+                await claim.take(len(data))
+            return data
 
     def _read_file(self, url: str, limit: ByteLimit) -> bytes:
-        root = self._settings.allowed_local_media_path
+        root = self.settings.allowed_local_media_path
         if root is None:
             raise BadRequestError("file: URLs are refused (setting --allowed-local-media-path)", code=_CODE)
         path = _local_path(url)
@@ -159,12 +170,8 @@ class MediaFetcher:
             raise BadRequestError(f"cannot read {_shorten(url)}: {error.strerror}", code=_CODE) from None
 
 
-def is_remote(url: str) -> bool:
-    """Whether fetching it waits for others: all but data: URLs."""
-    return url[:5].lower() != "data:"
-
-
-def _decode_data(url: str, limit: ByteLimit) -> bytes:
+def decode_data_url(url: str, limit: ByteLimit) -> bytes:
+    """The bytes of a data: URL. Raises BadRequestError."""
     header, comma, payload = url.partition(",")
     if not comma:
         raise BadRequestError("data: URL without a comma before its data", code=_CODE)

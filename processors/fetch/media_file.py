@@ -1,15 +1,23 @@
-"""A medium that the server holds itself, such as an uploaded file."""
+"""A medium that the server holds itself, such as an uploaded file; and how large a file may be."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
-from processors.fetch.byte_limit import ByteLimit
 from processors.inputs import Modality
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteLimit:
+    """bytes: the most. setting: its name, for errors."""
+
+    bytes: int
+    setting: str
+
+
 class MediaFile(ABC):
-    """It may stand where a URL does, and is read when its turn comes, in one of the pool's threads.
+    """It may stand where a URL does, and is read when its turn comes, in a thread.
 
     modality: by the file's first bytes; None where they are of neither a picture nor a video.
     """

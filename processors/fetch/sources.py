@@ -1,43 +1,94 @@
-"""The first step of a medium: what its request names becomes bytes, or is at hand as it is. Blocking."""
+"""The first step of a medium: what its request names becomes bytes, or is at hand as it is."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+from PIL import Image
 
 from processors.fetch.fetching import MediaFetcher
-from processors.fetch.frame_lists import FetchedFrame, Frame, FrameLists
 from processors.fetch.media_file import MediaFile
+from processors.fetch.memory import Claim
 from processors.inputs import Modality
+from vlmserve_common.errors import BadRequestError
+
+FetchedFrame: TypeAlias = bytes | Image.Image
+Frame: TypeAlias = str | MediaFile | FetchedFrame
 
 _AtHand = TypeVar("_AtHand")
 # A list of JPEG frames in one URL, base64 each, with commas between them, as vLLM takes it.
 _JPEG_FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 
 
-def file_from(source: str | bytes | MediaFile | _AtHand, fetcher: MediaFetcher, modality: Modality) -> bytes | _AtHand:
-    """The bytes of a URL or a file; anything else is at hand. Raises BadRequestError."""
-    return fetcher.fetch(source, modality=modality) if isinstance(source, str | MediaFile) else source
+async def file_from(source: str | bytes | MediaFile | _AtHand, fetcher: MediaFetcher, claim: Claim) -> bytes | _AtHand:
+    """The bytes of a picture's URL or file; anything else is at hand. Raises BadRequestError."""
+    return await fetcher.fetch(source, claim=claim) if isinstance(source, str | MediaFile) else source
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class VideoSources:
-    """max_frames: most in a list of frames. frames_at_a_time: of a list's frames that are fetched side by side."""
+    """max_frames: most in a list of frames. at_a_time: of a list's frames that are fetched at the same time."""
 
-    max_frames: int
-    frames_at_a_time: int
+    def __init__(self, fetcher: MediaFetcher, *, max_frames: int, at_a_time: int) -> None:
+        self._fetcher = fetcher
+        self._max_frames = max_frames
+        self._at_a_time = at_a_time
 
-    def fetch(
-        self, source: str | bytes | MediaFile | Sequence[Frame], fetcher: MediaFetcher, param: str | None
+    async def fetch(
+        self, source: str | bytes | MediaFile | Sequence[Frame], claim: Claim
     ) -> bytes | tuple[FetchedFrame, ...]:
         """A clip's bytes, or a list's frames. Raises BadRequestError."""
+        if isinstance(source, bytes):
+            return source
         if isinstance(source, str) and (match := _JPEG_FRAMES.match(source)):
             # One part more than there may be tells enough: millions of commas would be gigabytes of parts.
-            parts = source[match.end() :].split(",", self.max_frames)
+            parts = source[match.end() :].split(",", self._max_frames)
             source = tuple(f"data:image/jpeg;base64,{part}" for part in parts)
-        if isinstance(source, str | bytes | MediaFile):
-            return file_from(source, fetcher, Modality.VIDEO)
-        lists = FrameLists(fetcher, max_frames=self.max_frames, at_a_time=self.frames_at_a_time)
-        return lists.fetch(source, param)
+        if isinstance(source, str | MediaFile):
+            return await self._fetcher.fetch(source, modality=Modality.VIDEO, claim=claim)
+        if len(source) > self._max_frames:
+            what = f"the list of frames has {len(source)} frames; the limit is {self._max_frames}"
+            raise BadRequestError(f"{what} (setting --max-video-frames)", code="too_many_frames")
+        return await self._fetch_list(source, claim)
+
+    async def _fetch_list(self, frames: Sequence[Frame], claim: Claim) -> tuple[FetchedFrame, ...]:
+        """In order, as long as they are no larger together than a video. Of those that fail, the first one's error."""
+        limit = self._fetcher.settings.limit(Modality.VIDEO)
+        claim.whole = limit.bytes
+        turns, total = asyncio.Semaphore(self._at_a_time), 0
+
+        async def fetch(place: int, frame: Frame) -> FetchedFrame:
+            nonlocal total
+            try:
+                async with turns:
+                    fetched = await file_from(frame, self._fetcher, claim)
+                total += len(fetched) if isinstance(fetched, bytes) else 0
+                if total > limit.bytes:
+                    for task in tasks:
+                        task.cancel()
+                await claim.take(total)
+                return fetched
+            except BaseException:
+                for later in tasks[place + 1 :]:
+                    later.cancel()
+                raise
+
+        tasks = [asyncio.create_task(fetch(place, frame)) for place, frame in enumerate(frames)]
+        try:
+            return tuple([await task for task in tasks])
+        except asyncio.CancelledError:
+            if total <= limit.bytes:
+                raise
+            what = f"the frames are larger together than {limit.bytes} bytes (setting {limit.setting})"
+            raise BadRequestError(what, code="invalid_media_url") from None
+        finally:
+            await call_off(tasks)
+
+
+async def call_off(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel what is not done, and return when all of it is."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ class CacheStats:
 
 
 class ProcessorCache:
-    """Least recently used goes first. Thread-safe. max_bytes bounds the features held; 0 turns the cache off."""
+    """Least recently used goes first. max_bytes bounds the features held; 0 turns the cache off."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, ProcessedMedium] = OrderedDict()
         self._bytes = 0
         self._hits = 0
@@ -47,30 +45,27 @@ class ProcessorCache:
 
     def get(self, key: bytes) -> ProcessedMedium | None:
         """What was put under `key`, if it is still there."""
-        with self._lock:
-            found = self._entries.get(key)
-            if found is None:
-                self._misses += 1
-                return None
-            self._entries.move_to_end(key)
-            self._hits += 1
-            return found
+        found = self._entries.get(key)
+        if found is None:
+            self._misses += 1
+            return None
+        self._entries.move_to_end(key)
+        self._hits += 1
+        return found
 
     def put(self, key: bytes, medium: ProcessedMedium) -> None:
         """Keep `medium`, at the expense of those not used for longest. One larger than the cache is not kept."""
         if medium.feature.nbytes > self._max_bytes:
             return
-        with self._lock:
-            old = self._entries.pop(key, None)
-            if old is not None:
-                self._bytes -= old.feature.nbytes
-            self._entries[key] = medium
-            self._bytes += medium.feature.nbytes
-            while self._bytes > self._max_bytes:
-                _, evicted = self._entries.popitem(last=False)
-                self._bytes -= evicted.feature.nbytes
+        old = self._entries.pop(key, None)
+        if old is not None:
+            self._bytes -= old.feature.nbytes
+        self._entries[key] = medium
+        self._bytes += medium.feature.nbytes
+        while self._bytes > self._max_bytes:
+            _, evicted = self._entries.popitem(last=False)
+            self._bytes -= evicted.feature.nbytes
 
     def stats(self) -> CacheStats:
         """A snapshot."""
-        with self._lock:
-            return CacheStats(hits=self._hits, misses=self._misses, entries=len(self._entries), bytes=self._bytes)
+        return CacheStats(hits=self._hits, misses=self._misses, entries=len(self._entries), bytes=self._bytes)

@@ -22,7 +22,7 @@ import numpy as np
 
 from processors.families.base import MultimodalProcessor, ProcessedImage
 from processors.knobs import ImageKnobs
-from processors.pool.making import FatalMediumError, closing_error
+from processors.pool.maker import FatalMediumError, closing_error
 from processors.pool.messages import (
     ANSWER_MESSAGES,
     WORK_MESSAGES,

@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 
 from PIL import Image
 
-from processors.fetch.fetching import is_remote
-from processors.fetch.frame_lists import Frame
 from processors.fetch.media_file import MediaFile
+from processors.fetch.sources import Frame
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
 
@@ -45,13 +44,3 @@ class EmbedsRequest:
 
 
 MediaRequest: TypeAlias = ImageRequest | VideoRequest | EmbedsRequest
-
-
-def waits_for_others(request: MediaRequest) -> bool:
-    """Whether what it names lies with others, such as hosts and disks, that may keep a thread waiting."""
-    source = request.source
-    return any(map(_lies_elsewhere, source if isinstance(source, tuple) else (source,)))
-
-
-def _lies_elsewhere(source: object) -> bool:
-    return isinstance(source, MediaFile) or (isinstance(source, str) and is_remote(source))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from processors.families.base import MultimodalProcessor, ProcessedMedium
-from processors.pool.making import DirectMaker, MediaMaker
+from processors.pool.maker import DirectMaker
 from processors.pool.messages import (
     ANSWER_MESSAGES,
     WORK_MESSAGES,
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def run_worker(
     parent: Parent,
     settings: MediaWorkerSettings,
-    make_maker: Callable[[MultimodalProcessor], MediaMaker] = DirectMaker,
+    make_maker: Callable[[MultimodalProcessor], DirectMaker] = DirectMaker,
 ) -> None:
     """Say that it is ready, and process what comes; the process ends with its parent (`process.child`)."""
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def run_worker(
         _answer_next(maker, channel)
 
 
-def _answer_next(maker: MediaMaker, channel: MessageChannel) -> None:
+def _answer_next(maker: DirectMaker, channel: MessageChannel) -> None:
     work = channel.receive()
     channel.send(channel.encode(WorkBegun()))
     answer = _answer(maker, work)
@@ -65,7 +65,7 @@ def _answer_next(maker: MediaMaker, channel: MessageChannel) -> None:
     channel.send(frames)
 
 
-def _answer(maker: MediaMaker, work: MediaWork) -> ProcessedMedium | WorkRefused | WorkFailed:
+def _answer(maker: DirectMaker, work: MediaWork) -> ProcessedMedium | WorkRefused | WorkFailed:
     try:
         return _make(maker, work)
     except BadRequestError as error:
@@ -75,7 +75,7 @@ def _answer(maker: MediaMaker, work: MediaWork) -> ProcessedMedium | WorkRefused
         return WorkFailed(message=f"{type(error).__name__}: {error}")
 
 
-def _make(maker: MediaMaker, work: MediaWork) -> ProcessedMedium:
+def _make(maker: DirectMaker, work: MediaWork) -> ProcessedMedium:
     data = work.data.tobytes()
     if isinstance(work, PictureWork):
         return maker.picture(data, work.knobs)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import threading
 
 import pytest
 
-from processors.fetch.addresses import is_public_address, resolve, system_resolver
+from processors.fetch.addresses import NameLookup, is_public_address, system_resolver
 
 PRIVATE = """
 127.0.0.1 127.8.9.10 0.0.0.0 0.1.2.3 10.0.0.1 10.255.255.255 172.16.0.1 172.31.255.254 192.168.0.1 169.254.169.254
@@ -43,16 +44,26 @@ def test_resolve_asks_once_and_keeps_the_order():
         calls.append((host, port))
         return ["2606:4700:4700::1111", "1.1.1.1"]
 
-    found = resolve(resolver, "media.example", 443, 5)
+    found = asyncio.run(NameLookup(resolver).resolve("media.example", 443))
     assert [str(address) for address in found] == ["2606:4700:4700::1111", "1.1.1.1"]
     assert calls == [("media.example", 443)]
 
 
-def test_resolve_gives_up_in_time():
+def test_so_many_names_at_a_time_are_looked_up_and_no_more():
     release = threading.Event()
+
+    async def scenario():
+        lookup = NameLookup(lambda host, port: release.wait(20) and ["1.1.1.1"], most=2)
+        stuck = [asyncio.create_task(lookup.resolve("media.example", 80)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OSError, match="too many host names"):
+            await lookup.resolve("other.example", 80)
+        release.set()
+        await asyncio.gather(*stuck)
+        assert await lookup.resolve("other.example", 80)
+
     try:
-        with pytest.raises(TimeoutError):
-            resolve(lambda host, port: release.wait() and [], "media.example", 80, 0.05)
+        asyncio.run(scenario())
     finally:
         release.set()
 
@@ -65,11 +76,11 @@ def test_resolve_turns_every_failure_into_oserror(answer):
         return answer
 
     with pytest.raises(OSError, match=r"media\.example|no such host"):
-        resolve(resolver, "media.example", 80, 5)
+        asyncio.run(NameLookup(resolver).resolve("media.example", 80))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "2130706433", "0x7f.0.0.1", "0177.0.0.1", "::1"])
 def test_the_system_knows_loopback_under_many_spellings(host):
-    found = resolve(system_resolver, host, 80, 5)
+    found = asyncio.run(NameLookup(system_resolver).resolve(host, 80))
     assert found
     assert not any(is_public_address(address) for address in found)

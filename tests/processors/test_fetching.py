@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import random
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from processors import fetching
+from processors.fetch import fetching
+from processors.fetch.blocking import BlockingFetcher
 from processors.fetch.fetching import FetchSettings, MediaFetcher
 from tests.processors.web import BODY, TLS, closed_port, serve
 from vlmserve_common.errors import BadRequestError
@@ -36,9 +38,13 @@ def fetcher(**settings):
     return MediaFetcher(FetchSettings(**settings), ssl_context=context, **more)
 
 
+def fetch(url, **settings):
+    return asyncio.run(fetcher(**settings).fetch(url))
+
+
 def refused(url, match, **settings):
     with pytest.raises(BadRequestError, match=match) as caught:
-        fetcher(**settings).fetch(url, param="messages[0].content[1]")
+        asyncio.run(fetcher(**settings).fetch(url, param="messages[0].content[1]"))
     assert caught.value.status == 400
     assert caught.value.param == "messages[0].content[1]"
     assert caught.value.code == "invalid_media_url"
@@ -55,7 +61,7 @@ def b64(data):
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 1000])
 def test_data_url(size):
     data = os.urandom(size)
-    assert fetcher().fetch(f"data:image/png;base64,{b64(data)}") == data
+    assert fetch(f"data:image/png;base64,{b64(data)}") == data
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def test_data_url(size):
     ],
 )
 def test_data_url_spellings(url):
-    assert fetcher().fetch(url) == b"hi?>"
+    assert fetch(url) == b"hi?>"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def test_a_large_data_url_is_decoded_piece_by_piece(monkeypatch, more):
     monkeypatch.setattr(base64, "b64decode", lambda text, **how: sizes.append(len(text)) or decode(text, **how))
     for text in (lines, whole, whole.rstrip("=")):
         sizes.clear()
-        assert fetcher().fetch("data:;base64," + text) == data
+        assert fetch("data:;base64," + text) == data
         assert len(sizes) > 2
         assert max(sizes) <= 256 * 1024
     refused("data:;base64," + b64(data[:196_607]) + whole, "not valid base64")
@@ -116,8 +122,8 @@ def test_percent_encoding_is_decoded_piece_by_piece(monkeypatch, shift):
     sizes = []
     unquote = fetching.unquote_to_bytes
     monkeypatch.setattr(fetching, "unquote_to_bytes", lambda piece: sizes.append(len(piece)) or unquote(piece))
-    assert fetcher().fetch("data:;base64," + escaped) == data
-    assert fetcher().fetch("data:;base64," + text.replace("/", "%2F").replace("+", "%2b")) == data
+    assert fetch("data:;base64," + escaped) == data
+    assert fetch("data:;base64," + text.replace("/", "%2F").replace("+", "%2b")) == data
     assert len(sizes) > 5
     assert max(sizes) <= 256 * 1024
     for broken in ("%", "%4", "%zz", "%%41"):
@@ -126,7 +132,7 @@ def test_percent_encoding_is_decoded_piece_by_piece(monkeypatch, shift):
 
 
 def test_data_url_is_measured_before_it_is_decoded(monkeypatch):
-    assert fetcher(max_bytes=999).fetch("data:;base64," + b64(bytes(999))) == bytes(999)
+    assert fetch("data:;base64," + b64(bytes(999)), max_bytes=999) == bytes(999)
     refused("data:;base64," + b64(bytes(1000)), "the limit is 999 .*--media-max-bytes", max_bytes=999)
     monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("decoded"))
     refused("data:;base64," + b64(bytes(5000)), "the limit is 999", max_bytes=999)
@@ -194,9 +200,9 @@ def test_files_below_the_allowed_folder(tmp_path):
     os.mkfifo(folder / "pipe")
     allowed = {"allowed_local_media_path": str(folder)}
 
-    assert fetcher(**allowed).fetch(f"file://{folder}/a/a/a%20b.png") == BODY
-    assert fetcher(**allowed).fetch(f"file://localhost{folder}/link/../a/./a/a b.png") == BODY
-    assert fetcher(**allowed).fetch(f"file://{folder}/link/a/a b.png") == BODY
+    assert fetch(f"file://{folder}/a/a/a%20b.png", **allowed) == BODY
+    assert fetch(f"file://localhost{folder}/link/../a/./a/a b.png", **allowed) == BODY
+    assert fetch(f"file://{folder}/link/a/a b.png", **allowed) == BODY
     for outside in (f"{folder}/out", f"{folder}/../secret", f"{folder}/%2e%2e/secret", f"{tmp_path}/media2/x", "/",
                     f"{folder}", f"{folder}/", "/etc/hostname"):  # fmt: skip
         refused(f"file://{outside}", "not below the folder", **allowed)
@@ -220,7 +226,7 @@ def test_what_cannot_be_a_path_is_refused(tmp_path, url):
 )
 def test_any_file_url_is_refused_and_nothing_worse(tmp_path, start, rest):
     with pytest.raises(BadRequestError):
-        fetcher(allowed_local_media_path=str(tmp_path)).fetch(start + rest)
+        fetch(start + rest, allowed_local_media_path=str(tmp_path))
 
 
 def test_a_link_slipped_in_after_the_check_is_not_followed(tmp_path, monkeypatch):
@@ -245,8 +251,8 @@ def test_a_link_slipped_in_after_the_check_is_not_followed(tmp_path, monkeypatch
 
 
 def test_http(web):
-    assert fetcher().fetch(web.url("/good")) == BODY
-    assert fetcher().fetch(web.url("/empty")) == b""
+    assert fetch(web.url("/good")) == BODY
+    assert fetch(web.url("/empty")) == b""
     headers = {name.lower(): value for name, value in web.headers[-1].items()}
     assert headers["host"] == f"127.0.0.1:{web.port}"
     assert headers["accept-encoding"] == "identity"
@@ -276,9 +282,9 @@ def test_http_answers_that_are_refused(web, path, match):
 
 
 def test_redirects_are_followed(web):
-    assert fetcher().fetch(web.url("/hops?5")) == BODY
-    assert fetcher().fetch(web.url(f"/to?{web.url('/good')}")) == BODY
-    assert fetcher(max_redirects=0).fetch(web.url("/good")) == BODY
+    assert fetch(web.url("/hops?5")) == BODY
+    assert fetch(web.url(f"/to?{web.url('/good')}")) == BODY
+    assert fetch(web.url("/good"), max_redirects=0) == BODY
     refused(web.url("/hops?1"), "more than 0 redirects", max_redirects=0)
 
 
@@ -287,7 +293,7 @@ def test_a_redirect_loop_ends(web):
 
 
 def test_size_limit(web):
-    assert fetcher(max_bytes=1000).fetch(web.url("/size?1000")) == bytes(1000)
+    assert fetch(web.url("/size?1000"), max_bytes=1000) == bytes(1000)
     refused(web.url("/size?1001"), "1001 bytes, more than the limit of 1000 .*--media-max-bytes", max_bytes=1000)
     refused(web.url("/claims?99999999999"), "99999999999 bytes, more than", max_bytes=1000)
     refused(web.url("/endless"), "more than the limit of 300000 bytes", max_bytes=300_000)
@@ -340,8 +346,8 @@ def test_unreachable_hosts(web):
 
 
 def test_a_dead_address_does_not_hide_a_live_one(web):
-    seen = fetcher(resolver=lambda host, port: ["127.0.0.9", "127.0.0.1"])
-    assert seen.fetch(web.url("/good", host="media.example")) == BODY
+    resolver = lambda host, port: ["127.0.0.9", "127.0.0.1"]  # noqa: E731
+    assert fetch(web.url("/good", host="media.example"), resolver=resolver) == BODY
 
 
 def test_proxies_of_the_environment_are_ignored(web, monkeypatch):
@@ -349,7 +355,7 @@ def test_proxies_of_the_environment_are_ignored(web, monkeypatch):
         monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port()}")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    assert fetcher().fetch(web.url("/good")) == BODY
+    assert fetch(web.url("/good")) == BODY
 
 
 # ---------------------------------------------------------------- where it may go
@@ -379,13 +385,13 @@ def test_one_private_address_among_public_ones_is_refused():
 def connections(web, monkeypatch):
     """Every connection lands on the test server, whatever its address, and is written down."""
     seen = []
-    connect = httpcore2.SyncBackend.connect_tcp
+    connect = httpcore2.AnyIOBackend.connect_tcp
 
-    def connect_tcp(self, host, port, *args, **kwargs):
+    async def connect_tcp(self, host, port, *args, **kwargs):
         seen.append(host)
-        return connect(self, "127.0.0.1", web.port, *args, **kwargs)
+        return await connect(self, "127.0.0.1", web.port, *args, **kwargs)
 
-    monkeypatch.setattr(httpcore2.SyncBackend, "connect_tcp", connect_tcp)
+    monkeypatch.setattr(httpcore2.AnyIOBackend, "connect_tcp", connect_tcp)
     return seen
 
 
@@ -398,12 +404,11 @@ def test_rebinding_a_name_gains_nothing(connections):
         asked.append(host)
         return answers.pop(0) if answers else ["127.0.0.1"]
 
-    safe = fetcher(resolver=resolver, allow_private_media=False)
-    assert safe.fetch("http://rebind.example/good") == BODY
+    safe = {"resolver": resolver, "allow_private_media": False}
+    assert fetch("http://rebind.example/good", **safe) == BODY
     assert asked == ["rebind.example"], "looked up once"
     assert connections == [PUBLIC], "connected to what was checked"
-    with pytest.raises(BadRequestError, match="private or reserved"):
-        safe.fetch("http://rebind.example/good")
+    refused("http://rebind.example/good", "private or reserved", **safe)
     assert connections == [PUBLIC]
 
 
@@ -423,7 +428,7 @@ def test_allowed_domains(connections):
         "resolver": lambda host, port: [PUBLIC],
     }
     for host in ("media.example", "MEDIA.example", "media.example.", "a.cdn.example", "a.b.cdn.example"):
-        assert fetcher(**settings).fetch(f"http://{host}/good") == BODY
+        assert fetch(f"http://{host}/good", **settings) == BODY
     for host in ("cdn.example", "xmedia.example", "media.example.evil.example", "a.media.example"):
         refused(f"http://{host}/good", "--allowed-media-domains", **settings)
     refused("http://media.example/to?http://evil.example/good", "redirected to host 'evil.example'", **settings)
@@ -437,7 +442,7 @@ def test_tls_checks_the_certificate_against_the_name():
     with serve(tls=True) as server:
         trusting = {"resolver": lambda host, port: ["127.0.0.1"], "ssl_context": context}
         url = server.url("/good", host="media.example", scheme="https")
-        assert fetcher(**trusting).fetch(url) == BODY
+        assert fetch(url, **trusting) == BODY
         assert server.server_names == ["media.example"]
         refused(server.url("/good", host="other.example", scheme="https"), "(?i)certificate|hostname", **trusting)
         assert server.server_names[1] == "other.example"
@@ -451,40 +456,96 @@ def test_tls_that_never_shakes_hands(web):
         refused(plain.url("/good", scheme="https"), "cannot fetch|did not deliver", timeout_s=2)
 
 
-# ---------------------------------------------------------------- closing
+# ---------------------------------------------------------------- several at a time
 
 
-def test_close_breaks_off_what_is_under_way(monkeypatch):
-    reading = threading.Event()
-    connect = httpcore2.SyncBackend.connect_tcp
+def test_cancelling_ends_the_transfer():
+    async def scenario():
+        with serve() as server:
+            loading = asyncio.create_task(fetcher(timeout_s=60).fetch(server.url("/until_gone")))
+            assert await asyncio.to_thread(server.stalled.wait, 20)
+            loading.cancel()
+            await asyncio.wait([loading])
+            assert await asyncio.to_thread(server.gone.wait, 20), "the connection is closed"
 
-    def connect_tcp(*args, **kwargs):
-        stream = connect(*args, **kwargs)
-        read = stream.read
+    asyncio.run(scenario())
 
-        def watched_read(*args):
-            reading.set()
-            return read(*args)
 
-        monkeypatch.setattr(stream, "read", watched_read)
-        return stream
+def test_one_host_keeps_nobody_waiting_but_its_own(web):
+    """However many of its URLs there are, and however long it takes."""
 
-    monkeypatch.setattr(httpcore2.SyncBackend, "connect_tcp", connect_tcp)
+    async def scenario():
+        one = fetcher(timeout_s=60, max_per_host=2)
+        with serve() as slow:
+            stuck = [asyncio.create_task(one.fetch(slow.url("/stall"))) for _ in range(40)]
+            assert await asyncio.to_thread(slow.stalled.wait, 20)
+            assert await one.fetch(web.url("/good", host="localhost")) == BODY
+            assert len(slow.paths) <= 2
+            for task in stuck:
+                task.cancel()
+            await asyncio.wait(stuck)
+            slow.release.set()
+            assert await one.fetch(slow.url("/good")) == BODY, "what was cancelled gave its turn back"
+
+    asyncio.run(scenario())
+
+
+def test_names_that_are_not_found_out_keep_nobody_waiting(web):
+    release = threading.Event()
+
+    def resolver(host, port):
+        if host.endswith(".slow.example"):
+            release.wait(20)
+        return ["127.0.0.1"]
+
+    async def scenario():
+        one = fetcher(timeout_s=60, resolver=resolver)
+        stuck = [asyncio.create_task(one.fetch(f"http://{n}.slow.example/")) for n in range(100)]
+        assert await one.fetch(web.url("/good", host="quick.example")) == BODY
+        for task in stuck:
+            task.cancel()
+        await asyncio.wait(stuck)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        release.set()
+
+
+def test_large_bodies_wait_for_memory_and_the_deadline_waits_with_them(web):
+    size = 3 * 2**20
+
+    async def scenario():
+        one = fetcher(memory_mib=4, timeout_s=1.0)
+        with one.claim() as first:
+            assert len(await one.fetch(web.url(f"/size?{size}"), claim=first)) == size
+            with one.claim() as second, one.claim() as small:
+                waits = asyncio.create_task(one.fetch(web.url(f"/size?{size}"), claim=second))
+                done, _ = await asyncio.wait([waits], timeout=1.5)
+                assert not done
+                assert await one.fetch(web.url("/good"), claim=small) == BODY, "little ones do not wait"
+                first.__exit__(None, None, None)
+                assert len(await waits) == size
+
+    asyncio.run(scenario())
+
+
+def test_threads_without_a_loop(web):
+    blocking = BlockingFetcher(FetchSettings(allow_private_media=True, timeout_s=60))
+    assert blocking.fetch(web.url("/good")) == BODY
     failures = []
+
+    def run(url):
+        with pytest.raises(BadRequestError) as caught:
+            blocking.fetch(url)
+        failures.append(caught.value)
+
     with serve() as server:
-        busy = fetcher(timeout_s=60)
-
-        def run():
-            with pytest.raises(BadRequestError) as caught:
-                busy.fetch(server.url("/stall"))
-            failures.append(caught.value)
-
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, args=(server.url("/stall"),))
         thread.start()
-        assert reading.wait(10)
-        busy.close()
-        thread.join(10)
+        assert server.stalled.wait(20)
+        blocking.close()
+        thread.join(20)
         assert not thread.is_alive()
-    assert "cannot fetch" in failures[0].message
-    with pytest.raises(BadRequestError, match="shutting down"):
-        busy.fetch("http://127.0.0.1:1/")
+    run(web.url("/good"))
+    assert ["not fetched" in error.message for error in failures] == [True] * 2

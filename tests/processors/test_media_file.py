@@ -1,15 +1,14 @@
-"""Files of the server's own in the pool: as pictures, videos and rows, read where they hold nobody up."""
+"""Files of the server's own in the pool: as pictures and videos."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
 
 import numpy as np
 import pytest
 
-from processors.fetch.byte_limit import ByteLimit
 from processors.fetch.fetching import FetchSettings, MediaFetcher
-from processors.fetch.media_file import MediaFile
+from processors.fetch.media_file import ByteLimit, MediaFile
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest, VideoRequest
 from tests import hf_env  # noqa: F401
@@ -19,18 +18,16 @@ from vlmserve_common.errors import BadRequestError
 
 
 class File(MediaFile):
-    """Notes the limits it is read with. gate: what it waits for."""
+    """Notes the limits it is read with."""
 
     modality = None
 
-    def __init__(self, data: bytes, gate: threading.Event | None = None) -> None:
+    def __init__(self, data: bytes) -> None:
         self.data = data
-        self.gate = gate
         self.limits: list[ByteLimit] = []
 
     def read(self, limit: ByteLimit) -> bytes:
         self.limits.append(limit)
-        assert self.gate is None or self.gate.wait(20)
         return self.data
 
 
@@ -46,14 +43,14 @@ def pool(tmp_path):
     fetcher = MediaFetcher(FetchSettings(max_bytes=100_000, max_video_bytes=200_000))
     pool = ProcessorPool(tiny_processor(tmp_path, "qwen2_vl"), fetcher, PoolSettings(max_workers=1))
     yield pool
-    pool.close()
+    asyncio.run(pool.close())
 
 
 def test_a_file_is_what_its_bytes_are(pool):
     png, clip = encoded(picture(56, 84)), make_clip(4, width=56, height=56)
     image, video = File(png), File(clip)
-    got = pool.load_sync([ImageRequest(source=image), VideoRequest(source=video)])
-    want = pool.load_sync([ImageRequest(source=png), VideoRequest(source=clip)])
+    got = asyncio.run(pool.load([ImageRequest(source=image), VideoRequest(source=video)]))
+    want = asyncio.run(pool.load([ImageRequest(source=png), VideoRequest(source=clip)]))
     for one, other in zip(got, want, strict=True):
         assert one.digest == other.digest
         assert np.array_equal(one.feature, other.feature)
@@ -64,20 +61,5 @@ def test_a_file_is_what_its_bytes_are(pool):
 @pytest.mark.parametrize("kind", [ImageRequest, VideoRequest])
 def test_a_file_that_is_gone_names_the_request_field(pool, kind):
     with pytest.raises(BadRequestError, match="there is no file") as caught:
-        pool.load_sync([kind(source=Gone(), param="messages[0].content[1]")])
+        asyncio.run(pool.load([kind(source=Gone(), param="messages[0].content[1]")]))
     assert (caught.value.param, caught.value.status) == ("messages[0].content[1]", 404)
-
-
-def test_a_slow_disk_holds_up_nobody(pool):
-    """There is one worker, and it processes another picture while the file is being read."""
-    gate = threading.Event()
-    slow = threading.Thread(target=pool.load_sync, args=([ImageRequest(source=File(encoded(picture(56, 56)), gate))],))
-    slow.start()
-    try:
-        (done,) = pool.load_sync([ImageRequest(source=encoded(picture(84, 84)))])
-        assert done.num_tokens == 9
-        assert slow.is_alive()
-    finally:
-        gate.set()
-        slow.join(20)
-    assert not slow.is_alive()

@@ -17,7 +17,9 @@ from PIL import Image
 from processors.families.base import ImageKnobs, ProcessedImage
 from processors.fetch.fetching import FetchSettings, MediaFetcher
 from processors.fetch.media_file import MediaFile
+from processors.pool import pool as pool_module
 from processors.pool.cache import ProcessorCache
+from processors.pool.maker import FatalMediumError
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest, VideoRequest
 from processors.video.options import VideoKnobs
@@ -46,7 +48,12 @@ def make_pool(processor, tmp_path):
 
     yield make
     for pool in pools:
-        pool.close()
+        asyncio.run(pool.close())
+
+
+def load(pool, *requests):
+    """In an event loop of its own."""
+    return asyncio.run(pool.load(requests))
 
 
 class Gate:
@@ -96,22 +103,20 @@ def test_every_kind_of_source_in_order(make_pool, processor, tmp_path):
         ]
         requests = [ImageRequest(source=source) for source in sources]
         pool = make_pool()
-        loaded = [pool.load_sync(requests), asyncio.run(pool.load(requests))]
-    for results in loaded:
-        assert [result.digest for result in results] == [processor.process_image(image).digest for image in images]
-        assert [result.source_size for result in results] == [image.size for image in images]
+        results = load(pool, *requests)
+    assert [result.digest for result in results] == [processor.process_image(image).digest for image in images]
+    assert [result.source_size for result in results] == [image.size for image in images]
     assert pool.in_pool == 0
 
 
 def test_no_pictures(make_pool):
     assert asyncio.run(make_pool().load([])) == []
-    assert make_pool().load_sync([]) == []
 
 
 def test_knobs_count(make_pool, processor):
     data, knobs = encoded(picture(300, 310)), ImageKnobs(max_pixels=9 * 784)
     requests = [ImageRequest(source=data), ImageRequest(source=data, knobs=knobs), ImageRequest(source=data)]
-    results = make_pool().load_sync(requests)
+    results = load(make_pool(), *requests)
     full, small = processor.num_image_tokens(310, 300), processor.num_image_tokens(310, 300, knobs)
     assert small <= 9 < 40 < full
     assert [result.num_tokens for result in results] == [full, small, full]
@@ -120,7 +125,7 @@ def test_knobs_count(make_pool, processor):
 def test_one_pillow_picture_given_many_times(make_pool):
     """Opened lazily by the caller: two threads must not decode it at once."""
     image = Image.open(io.BytesIO(encoded(picture(400, 400))))
-    results = make_pool(max_workers=4).load_sync([ImageRequest(source=image)] * 12)
+    results = load(make_pool(max_workers=4), *[ImageRequest(source=image)] * 12)
     assert len({result.digest for result in results}) == 1
 
 
@@ -131,12 +136,10 @@ BAD_SOURCES = [b"no picture", data_url(b"no picture"), "data:nonsense", "/etc/ho
 def test_errors_name_the_request_field(make_pool, source):
     pool = make_pool()
     request = ImageRequest(source=source, param="messages[0].content[1]")
-    for load in (pool.load_sync, lambda requests: asyncio.run(pool.load(requests))):
-        with pytest.raises(BadRequestError) as caught:
-            load([ImageRequest(source=encoded(picture(30, 30))), request])
-        assert caught.value.param == "messages[0].content[1]"
-        assert caught.value.status == 400
-    pool.close()  # a worker may have been at the other picture
+    with pytest.raises(BadRequestError) as caught:
+        load(pool, ImageRequest(source=encoded(picture(30, 30))), request)
+    assert caught.value.param == "messages[0].content[1]"
+    assert caught.value.status == 400
     assert pool.in_pool == 0
 
 
@@ -149,10 +152,9 @@ def test_a_failure_calls_off_the_rest(make_pool, processor, monkeypatch):
         rest = [ImageRequest(source=encoded(picture(30, 30, n))) for n in range(5)]
         with pytest.raises(BadRequestError, match="ftp"):
             await pool.load([*rest, bad])
-        assert pool.in_pool <= 1, "the one that a worker may be at"
-        gate.opened.set()
-        await asyncio.to_thread(pool.close)
         assert pool.in_pool == 0
+        gate.opened.set()
+        await pool.close()
 
     asyncio.run(scenario())
     assert gate.calls <= 1, "what was queued was never begun"
@@ -192,9 +194,7 @@ def test_cancelling_frees_the_queue(make_pool, processor, monkeypatch):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert pool.in_pool == 1, "the one that a worker is at, whoever wants it"
-        with pytest.raises(BadRequestError, match="1 pictures and videos are being processed and 8 more came"):
-            await pool.load([ImageRequest(source=b"")] * 8)
+        assert pool.in_pool == 0
         gate.opened.set()
         result = await pool.load([ImageRequest(source=encoded(picture(30, 30, 99)))])
         assert len(result) == 1
@@ -228,67 +228,21 @@ class SlowFile(MediaFile):
 def test_what_was_cancelled_while_it_was_fetched_is_not_decoded(make_pool, processor, monkeypatch):
     gate = Gate(processor, monkeypatch)
     gate.opened.set()
-    file, other = (SlowFile(encoded(picture(30, 30, n))) for n in range(2))
-    other.gate.set()
+    file = SlowFile(encoded(picture(30, 30)))
 
     async def scenario():
-        pool = make_pool(max_downloads=1, max_queued=1)
+        pool = make_pool(max_queued=1)
         task = asyncio.create_task(pool.load([ImageRequest(source=file)]))
         assert await asyncio.to_thread(file.reading.wait, 20)
-        await cancelled(task)
-        assert pool.in_pool == 1, "a thread is still at it"
         with pytest.raises(BadRequestError, match="being processed"):
-            await pool.load([ImageRequest(source=other)])
-        file.gate.set()
-        await asyncio.to_thread(pool.load_sync, [ImageRequest(source=other)])  # in the same thread, after it
+            await pool.load([ImageRequest(source=b"")])
+        await cancelled(task)
         assert pool.in_pool == 0
+        file.gate.set()
+        assert await pool.load([ImageRequest(source=encoded(picture(40, 40)))])
 
     asyncio.run(scenario())
     assert gate.calls == 1
-
-
-def test_what_was_cancelled_is_not_fetched_any_further(make_pool):
-    """With one thread for downloads, which a host that stalls keeps."""
-
-    async def scenario():
-        pool = make_pool(max_downloads=1)
-        with serve() as server:
-            serve_picture(server, picture(30, 30))
-            for stalls in (server.url("/stall"), (server.url("/stall"),) * 2):
-                server.stalled.clear()
-                kind = VideoRequest if isinstance(stalls, tuple) else ImageRequest
-                task = asyncio.create_task(pool.load([kind(source=stalls)]))
-                assert await asyncio.to_thread(server.stalled.wait, 20)
-                await cancelled(task)
-                assert await asyncio.wait_for(pool.load([ImageRequest(source=server.url("/picture"))]), 20)
-                assert pool.in_pool == 0
-
-    asyncio.run(scenario())
-
-
-def test_a_cancelled_download_does_not_wait_for_a_worker(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-    files = [SlowFile(encoded(picture(30, 30, n))) for n in range(2)]
-
-    async def scenario():
-        pool = make_pool(max_workers=1, max_downloads=1)
-        slow = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(40, 40)))]))
-        await gate.someone_arrived()  # the only worker is held
-        task = asyncio.create_task(pool.load([ImageRequest(source=files[0])]))
-        files[0].gate.set()
-        while not pool._workers._work_queue.qsize():
-            await asyncio.sleep(0)
-        await cancelled(task)
-        assert pool.in_pool == 1
-        last = asyncio.create_task(pool.load([ImageRequest(source=files[1])]))
-        assert await asyncio.to_thread(files[1].reading.wait, 20), "the download thread is free again"
-        for event in (files[1].gate, gate.opened):
-            event.set()
-        await asyncio.gather(slow, last)
-        assert pool.in_pool == 0
-
-    asyncio.run(scenario())
-    assert gate.calls == 2
 
 
 def test_the_event_loop_stays_free(make_pool, processor, monkeypatch):
@@ -303,36 +257,68 @@ def test_the_event_loop_stays_free(make_pool, processor, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_hosts_that_stall_do_not_hold_up_others(make_pool):
+def test_what_keeps_others_waiting_keeps_nobody_else(make_pool):
+    """Hosts that stall, lists of their frames, disks; with one worker."""
+
     async def scenario():
-        pool = make_pool(max_workers=1, max_downloads=2)
+        pool, file = make_pool(max_workers=1), SlowFile(b"")
         with serve() as server:
-            stuck = [asyncio.create_task(pool.load([ImageRequest(source=server.url("/stall"))])) for _ in range(4)]
-            assert await asyncio.to_thread(server.stalled.wait, 20)
-            assert await pool.load([ImageRequest(source=encoded(picture(30, 30)))])
+            serve_picture(server, picture(30, 30))
+            url = server.url("/stall")
+            requests = [ImageRequest(source=url), VideoRequest(source=(url,) * 9), ImageRequest(source=file)] * 9
+            stuck = [asyncio.create_task(pool.load([request])) for request in requests]
+            for event in (server.stalled, file.reading):
+                assert await asyncio.to_thread(event.wait, 20)
+            for source in (server.url("/picture", host="localhost"), encoded(picture(30, 30))):
+                assert await asyncio.wait_for(pool.load([ImageRequest(source=source)]), 20)
             for task in stuck:
-                task.cancel()
-            await asyncio.gather(*stuck, return_exceptions=True)
+                await cancelled(task)
+            file.gate.set()
+            assert pool.in_pool == 0
 
     asyncio.run(scenario())
 
 
-def test_close_breaks_off_and_refuses(make_pool):
+def test_what_is_larger_than_the_memory_is_let_in_one_after_the_other(processor):
+    """Two files from a disk of which one fits in: the second one goes on when the first one is processed."""
+    data = encoded(Image.effect_noise((1400, 1400), 99).convert("RGB"))
+    assert len(data) > 2**20
+    one, other = SlowFile(data), SlowFile(data + b"\0")
+    for file in (one, other):
+        file.gate.set()
+    pool = ProcessorPool(processor, MediaFetcher(FetchSettings(memory_mib=1)), PoolSettings())
+    results = load(pool, ImageRequest(source=one), ImageRequest(source=other))
+    assert results[0].digest == results[1].digest
+    asyncio.run(pool.close())
+
+
+def test_close_calls_off_and_refuses(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    data = encoded(picture(60, 60))
+
     async def scenario():
-        pool = make_pool()
+        pool = make_pool(max_workers=1)
         with serve() as server:
-            stuck = asyncio.create_task(pool.load([ImageRequest(source=server.url("/stall"))]))
+            sources = [data, data, encoded(picture(90, 90)), server.url("/stall"), (server.url("/stall"),) * 2]
+            requests = [(VideoRequest if isinstance(one, tuple) else ImageRequest)(source=one) for one in sources]
+            stuck = [asyncio.create_task(pool.load([request])) for request in requests]
             assert await asyncio.to_thread(server.stalled.wait, 20)
-            await asyncio.to_thread(pool.close)
-            with pytest.raises(BadRequestError, match=r"cannot fetch|shutting down"):
-                await stuck
-        for source in ("http://127.0.0.1:1/", encoded(picture(30, 30))):
+            await gate.someone_arrived()
+            closing = asyncio.create_task(pool.close())
+            for task in stuck:
+                with pytest.raises(BadRequestError, match="shutting down") as caught:
+                    await task
+                assert caught.value.status == 503
+            gate.opened.set()
+            await closing
+        for source in ("http://127.0.0.1:1/", data):
             with pytest.raises(BadRequestError, match="shutting down") as caught:
                 await pool.load([ImageRequest(source=source)])
             assert caught.value.status == 503
         assert pool.in_pool == 0
 
     asyncio.run(scenario())
+    assert gate.calls == 1
 
 
 def test_a_bug_is_not_the_clients_fault(make_pool, processor, monkeypatch):
@@ -344,12 +330,12 @@ def test_a_bug_is_not_the_clients_fault(make_pool, processor, monkeypatch):
         serve_picture(server, picture(30, 30))
         for source in (encoded(picture(30, 30)), server.url("/picture")):
             with pytest.raises(RuntimeError, match="a bug"):
-                make_pool().load_sync([ImageRequest(source=source)])
+                load(make_pool(), ImageRequest(source=source))
 
 
 def test_torchs_thread_count_is_left_alone(make_pool):
     before = torch.get_num_threads()
-    make_pool(max_workers=4).load_sync([ImageRequest(source=encoded(picture(300, 200, n))) for n in range(8)])
+    load(make_pool(max_workers=4), *[ImageRequest(source=encoded(picture(300, 200, n))) for n in range(8)])
     assert torch.get_num_threads() == before
 
 
@@ -361,11 +347,11 @@ def test_a_picture_sent_again_is_not_processed_again(make_pool, processor, monke
     gate.opened.set()
     pool = make_pool()
     data = encoded(picture(60, 60))
-    first = pool.load_sync([ImageRequest(source=data)])[0]
-    again = pool.load_sync([ImageRequest(source=data_url(data))])[0]
+    first = load(pool, ImageRequest(source=data))[0]
+    again = load(pool, ImageRequest(source=data_url(data)))[0]
     assert again is first
     assert gate.calls == 1
-    other = pool.load_sync([ImageRequest(source=data, knobs=ImageKnobs(max_pixels=784 * 4))])[0]
+    other = load(pool, ImageRequest(source=data, knobs=ImageKnobs(max_pixels=784 * 4)))[0]
     assert other.grid_thw == first.grid_thw
     assert gate.calls == 2, "other knobs, another entry"
     stats = pool.cache_stats()
@@ -378,7 +364,7 @@ def test_no_cache(make_pool, processor, monkeypatch):
     gate.opened.set()
     pool = make_pool(cache_mib=0)
     for _ in range(2):
-        pool.load_sync([ImageRequest(source=encoded(picture(60, 60)))])
+        load(pool, ImageRequest(source=encoded(picture(60, 60))))
     assert gate.calls == 2
     assert pool.cache_stats().entries == 0
 
@@ -403,122 +389,111 @@ def test_who_waits_for_what_is_being_made_keeps_no_worker(make_pool, processor, 
     data = encoded(picture(60, 60))
 
     async def scenario():
-        pool = make_pool(max_workers=2, max_downloads=1)
+        pool = make_pool(max_workers=2)
         same = asyncio.create_task(pool.load([ImageRequest(source=data)] * 3))
-        file = SlowFile(data)
-        file.gate.set()
-        elsewhere = asyncio.create_task(pool.load([ImageRequest(source=file)]))
         await gate.someone_arrived()
         other = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(90, 90)))]))
         await gate.someone_arrived()
-        last = SlowFile(data)
-        last.gate.set()
-        again = asyncio.create_task(pool.load([ImageRequest(source=last)]))
-        assert await asyncio.to_thread(last.reading.wait, 20), "nor a download thread"
         gate.opened.set()
-        results = [*await same, *await elsewhere, *await again]
-        assert len(set(map(id, results))) == 1
+        assert len(set(map(id, await same))) == 1
         await other
-        assert pool.in_pool == 0
 
     asyncio.run(scenario())
     assert gate.calls == 2
 
 
-async def followed_by(pool, count):
-    """Return when so many wait for what another one has in work."""
-    while sum(map(len, pool._in_flight._followers.values())) < count:
-        await asyncio.sleep(0)
+class SlowMaker:
+    """Makes nothing, as slowly as one likes. answer: what it raises when `gate` is opened."""
+
+    def __init__(self, answer=None):
+        self.answer = answer or BadRequestError("of the medium", code="bad")
+        self.calls = self.called_off = 0
+        self.called, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def picture(self, data, knobs, *, client=""):
+        self.calls += 1
+        self.called.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.called_off += 1
+            raise
+        raise self.answer
+
+    async def close(self):
+        pass
 
 
-def test_who_waits_is_unharmed_when_the_first_one_is_cancelled(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-    request = ImageRequest(source=encoded(picture(60, 60)))
-
-    async def scenario():
-        pool = make_pool()
-        first = asyncio.create_task(pool.load([request]))
-        await gate.someone_arrived()
-        second, third = (asyncio.create_task(pool.load([request])) for _ in range(2))
-        await followed_by(pool, 2)
-        await cancelled(first)
-        await cancelled(third)
-        assert pool.in_pool == 2, "the first one's is still in work; the third waited in nobody's hands"
-        gate.opened.set()
-        assert await second
-        assert pool.in_pool == 0
-
-    asyncio.run(scenario())
-    assert gate.calls == 1
-
-
-def test_who_waits_gets_no_error_of_the_first_one_s(make_pool, processor, monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
-    real, calls = processor.process_image, []
-
-    def fails_once(image, knobs=None):
-        calls.append(image)
-        begun.set()
-        assert go_on.wait(20)
-        if len(calls) == 1:
-            raise BadRequestError("of the first")
-        return real(image, knobs)
-
-    monkeypatch.setattr(processor, "process_image", fails_once)
+async def all_but_one_leave(processor, leave):
+    """Three ask for the same; so many leave, the first one among them. The maker, the pool and who stays."""
+    maker = SlowMaker()
+    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings(), maker)
     data = encoded(picture(60, 60))
+    tasks = [asyncio.create_task(pool.load([ImageRequest(source=data, param=f"p{n}")])) for n in range(3)]
+    await maker.called.wait()
+    for task in tasks[:leave]:
+        await cancelled(task)
+    return maker, pool, tasks[leave:]
 
+
+def test_the_work_is_called_off_when_the_last_one_leaves_and_not_before(processor):
     async def scenario():
-        pool = make_pool(max_workers=2)
-        first = asyncio.create_task(pool.load([ImageRequest(source=data, param="first")]))
-        assert await asyncio.to_thread(begun.wait, 20)
-        others = [asyncio.create_task(pool.load([ImageRequest(source=data)])) for _ in range(3)]
-        await followed_by(pool, 3)
-        go_on.set()
-        with pytest.raises(BadRequestError, match="of the first") as caught:
-            await first
-        assert caught.value.param == "first"
-        assert len({id(medium) for loaded in await asyncio.gather(*others) for medium in loaded}) == 1
-        assert pool.in_pool == 0
-
-    asyncio.run(scenario())
-    assert len(calls) == 2, "made once more, for all others"
-
-
-def test_closing_refuses_what_waits_before_what_is_in_work_is_done(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-    data = encoded(picture(60, 60))
-
-    async def scenario():
-        pool = make_pool(max_workers=2)
-        first = asyncio.create_task(pool.load([ImageRequest(source=data)]))
-        await gate.someone_arrived()
-        second = asyncio.create_task(pool.load([ImageRequest(source=data)]))
-        await followed_by(pool, 1)
-        other = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(40, 40)))]))
-        await gate.someone_arrived()
-        third = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(90, 90)))]))
+        maker, pool, (last,) = await all_but_one_leave(processor, 2)
+        assert (maker.calls, maker.called_off, pool.in_pool) == (1, 0, 1)
+        await cancelled(last)
         await asyncio.sleep(0)
-        closing = asyncio.create_task(asyncio.to_thread(pool.close))
-        for waits in (second, third):
-            with pytest.raises(BadRequestError, match="shutting down") as caught:
-                await waits
-            assert caught.value.status == 503
-        gate.opened.set()
-        await closing
-        assert await first
-        assert await other
-        assert pool.in_pool == 0
+        assert (maker.calls, maker.called_off, pool.in_pool) == (1, 1, 0)
+        again = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(60, 60)), param="again")]))
+        maker.gate.set()
+        with pytest.raises(BadRequestError, match="of the medium"):
+            await again
+        assert maker.calls == 2, "from the start"
+        await pool.close()
 
     asyncio.run(scenario())
-    assert gate.calls == 2
 
 
-def test_a_thread_that_cannot_be_had_is_no_shutdown(make_pool):
-    pool = make_pool()
-    pool._workers.shutdown()
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        pool.load_sync([ImageRequest(source=b"")])
-    assert pool.in_pool == 0
+def test_a_failure_is_everybodys_who_waits_each_with_its_own_place(processor):
+    async def scenario():
+        maker, pool, tasks = await all_but_one_leave(processor, 0)
+        maker.gate.set()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [(error.message, error.code, error.param) for error in errors] == [
+            ("of the medium", "bad", f"p{n}") for n in range(3)
+        ]
+        assert maker.calls == 1
+        with pytest.raises(BadRequestError, match="of the medium"):
+            await pool.load([ImageRequest(source=encoded(picture(60, 60)))])
+        assert maker.calls == 2, "an ordinary failure is not remembered"
+        assert pool.in_pool == 0
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_fatal_media_are_not_tried_again(processor, monkeypatch):
+    monkeypatch.setattr(pool_module, "_MOST_FATAL", 2)
+
+    async def scenario():
+        maker = SlowMaker(FatalMediumError("it broke", code="media_crash", status=400))
+        maker.gate.set()
+        pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings(), maker)
+
+        async def fails(data, match):
+            with pytest.raises(BadRequestError, match=match) as caught:
+                await pool.load([ImageRequest(source=data, param="here")])
+            assert (caught.value.code, caught.value.param) == ("media_crash", "here")
+
+        for data in (b"one", b"two"):
+            await fails(data, "^it broke$")
+            await fails(data, "it broke; it is not tried again")
+        assert maker.calls == 2
+        await fails(b"three", "^it broke$")
+        await fails(b"one", "^it broke$")  # only so many are remembered
+        assert maker.calls == 4
+        await pool.close()
+
+    asyncio.run(scenario())
 
 
 def test_keys_tell_apart_what_is_asked_and_of_what():
@@ -560,28 +535,6 @@ def test_replacing_and_oversized_entries_keep_the_books():
     assert cache.get(b"a").digest == b"\7"
     cache.put(b"b", processed(404))
     assert cache.stats().entries == 1
-
-
-def test_many_threads_keep_the_books():
-    cache = ProcessorCache(4000)
-
-    def work(seed):
-        rng = np.random.default_rng(seed)
-        for _ in range(300):
-            key = bytes([rng.integers(40)])
-            if cache.get(key) is None:
-                cache.put(key, processed(int(rng.integers(1, 100)) * 4))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stats = cache.stats()
-    assert stats.hits + stats.misses == 1800
-    assert stats.bytes <= 4000
-    held = [cache.get(bytes([n])) for n in range(40)]
-    assert sum(image.feature.nbytes for image in held if image) == stats.bytes
 
 
 # ---------------------------------------------------------------- videos
@@ -631,11 +584,11 @@ def test_a_video_sent_again_is_not_decoded_again(make_pool, processor, monkeypat
         VideoRequest(source=frames),
         VideoRequest(source=frames[::-1]),
     ]
-    first = pool.load_sync(asked)
+    first = load(pool, *asked)
     assert len({video.digest for video in first}) == 4
     monkeypatch.setattr(processor, "process_video", None)
     monkeypatch.setattr(processor, "process_frames", None)
-    for before, after in zip(first, pool.load_sync(asked), strict=True):
+    for before, after in zip(first, load(pool, *asked), strict=True):
         assert after is before
 
 
@@ -656,11 +609,10 @@ def test_errors_of_videos_name_the_request_field(make_pool, name):
     source, knobs, match = BAD_VIDEOS[name]
     pool = make_pool()
     request = VideoRequest(source=source, knobs=knobs, param="messages[0].content[1]")
-    for load in (pool.load_sync, lambda requests: asyncio.run(pool.load(requests))):
-        with pytest.raises(BadRequestError, match=match) as caught:
-            load([request])
-        assert caught.value.param == "messages[0].content[1]"
-        assert caught.value.status == 400
+    with pytest.raises(BadRequestError, match=match) as caught:
+        load(pool, request)
+    assert caught.value.param == "messages[0].content[1]"
+    assert caught.value.status == 400
     assert pool.in_pool == 0
 
 
@@ -669,7 +621,7 @@ def test_a_joined_list_of_far_too_many_frames_is_refused_before_it_is_taken_apar
     tracemalloc.start()
     try:
         with pytest.raises(BadRequestError, match=r"769 frames; the limit is 768 \(setting --max-video-frames\)"):
-            pool.load_sync([VideoRequest(source=url)])
+            load(pool, VideoRequest(source=url))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -680,7 +632,7 @@ def test_a_joined_list_may_have_as_many_frames_as_allowed(make_pool, processor):
     most = processor.limits.video.max_frames
     url = "data:video/jpeg;base64," + ",".join(["%%%"] * most)
     with pytest.raises(BadRequestError, match="base64"):  # of a frame, not of their number
-        make_pool().load_sync([VideoRequest(source=url)])
+        load(make_pool(), VideoRequest(source=url))
 
 
 def test_videos_have_a_byte_limit_of_their_own(processor):
@@ -692,26 +644,26 @@ def test_videos_have_a_byte_limit_of_their_own(processor):
         serve_files(server, {"clip": clip, "frame": jpeg(0)})
         url = f"http://127.0.0.1:{server.server_port}/"
         for source in (url + "clip", data_url(clip)):
-            (video,) = pool.load_sync([VideoRequest(source=source)])
+            (video,) = load(pool, VideoRequest(source=source))
             assert video.num_tokens
             with pytest.raises(BadRequestError, match=r"limit (is|of) .*--max-video-bytes"):
-                tight.load_sync([VideoRequest(source=source)])
+                load(tight, VideoRequest(source=source))
         with pytest.raises(BadRequestError, match="--media-max-bytes"):  # a frame is a picture
-            pool.load_sync([VideoRequest(source=(url + "frame",))])
+            load(pool, VideoRequest(source=(url + "frame",)))
         settings = FetchSettings(allow_private_media=True, max_video_bytes=2 * len(jpeg(0)) + 9)
         small = ProcessorPool(processor, MediaFetcher(settings), PoolSettings())
         with pytest.raises(BadRequestError, match=r"larger together than .*--max-video-bytes"):
-            small.load_sync([VideoRequest(source=(url + "frame",) * 3)])
+            load(small, VideoRequest(source=(url + "frame",) * 3))
     for one in (pool, tight, small):
-        one.close()
+        asyncio.run(one.close())
 
 
 def test_addresses_of_videos_are_checked_as_those_of_pictures(processor):
     pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings())
     for source in ("http://127.0.0.1/clip.mp4", "file:///etc/passwd", ("http://127.0.0.1/a.jpg",)):
         with pytest.raises(BadRequestError, match="refused"):
-            pool.load_sync([VideoRequest(source=source)])
-    pool.close()
+            load(pool, VideoRequest(source=source))
+    asyncio.run(pool.close())
 
 
 def test_the_event_loop_runs_while_a_video_is_decoded(make_pool, processor, monkeypatch):

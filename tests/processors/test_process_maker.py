@@ -24,16 +24,17 @@ from PIL import Image
 from processors.families.base import ImageKnobs
 from processors.fetch.fetching import FetchSettings, MediaFetcher
 from processors.pool import process_maker, worker
-from processors.pool.making import FatalMediumError
+from processors.pool.maker import FatalMediumError
 from processors.pool.messages import ANSWER_MESSAGES, WORK_MESSAGES, PictureWork, WorkBegun
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.process_maker import ProcessMaker, ProcessSettings, TimeLimit, WorkerMain
+from processors.pool.process_threads import ProcessThreads
 from processors.pool.requests import ImageRequest, VideoRequest
 from processors.pool.worker_start import start_worker
 from processors.video.options import VideoKnobs
 from tests.processors.clips import jpeg, make_clip
 from tests.processors.fake_media_worker import CRASH, EARLY, EXIT, FAIL, LIE, PAUSE, fake_worker
-from tests.processors.helpers import encoded, picture, tiny_processor
+from tests.processors.helpers import BlockingPool, encoded, picture, tiny_processor
 from tests.vlmserve.server_process import PATIENCE_S, gone
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.server.errors import describe
@@ -64,9 +65,10 @@ class Fakes:
         )
         self.pool = self.make_pool(self.maker)
 
-    def make_pool(self, maker: ProcessMaker | None = None, **more: int) -> ProcessorPool:
+    def make_pool(self, maker: ProcessMaker | None = None, **more: int) -> BlockingPool:
         fetcher = MediaFetcher(FetchSettings())
-        return ProcessorPool(self.processor, fetcher, PoolSettings(max_workers=4, **more), maker)
+        threads = None if maker is None else ProcessThreads(maker, 4)
+        return BlockingPool(ProcessorPool(self.processor, fetcher, PoolSettings(max_workers=4, **more), threads))
 
     def notes(self, name: str) -> list[str]:
         file = self.folder / name
@@ -76,7 +78,7 @@ class Fakes:
         return [int(line) for line in self.notes("pids")]
 
     def load(self, data: bytes) -> object:
-        return self.pool.load_sync([ImageRequest(source=data, param="here")])[0]
+        return self.pool.load(ImageRequest(source=data, param="here"))[0]
 
     def check_works(self) -> None:
         assert bytes(self.maker.picture(GOOD, ImageKnobs()).feature[0, : len(GOOD)]) == GOOD
@@ -114,7 +116,7 @@ def fakes() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[tuple[ProcessorPool, ProcessorPool]]:
+def both() -> Iterator[tuple[BlockingPool, BlockingPool]]:
     """(threads, two processes): pools without caches."""
     one = Fakes(start_worker, count=2)
     threads, processes = one.make_pool(cache_mib=0), one.make_pool(one.maker, cache_mib=0)
@@ -124,10 +126,10 @@ def both() -> Iterator[tuple[ProcessorPool, ProcessorPool]]:
     one.finish()
 
 
-def outcome(pool: ProcessorPool, request: object) -> object:
+def outcome(pool: BlockingPool, request: object) -> object:
     """All that can be said about what becomes of a medium; the bits of patches, too."""
     try:
-        [made] = pool.load_sync([request])
+        [made] = pool.load(request)
     except BadRequestError as error:
         return type(error), error.message, error.code, error.status, error.param
     assert not made.feature.flags.writeable
@@ -173,7 +175,7 @@ def test_threads_and_processes_agree_about_everything(both, name):
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=st.lists(st.sampled_from(sorted(CASES)), min_size=1, max_size=8))
 def test_any_mix_at_once_gives_what_threads_give(both, names):
-    async def play(pool: ProcessorPool) -> list[object]:
+    async def play(pool: BlockingPool) -> list[object]:
         calls = (asyncio.to_thread(outcome, pool, CASES[name]) for name in names)
         return await asyncio.gather(*calls)
 
@@ -182,7 +184,7 @@ def test_any_mix_at_once_gives_what_threads_give(both, names):
 
 
 def test_patches_lie_where_the_worker_wrote_them_and_are_handed_on_as_they_are(both):
-    [made] = both[1].load_sync([CASES["large"]])
+    [made] = both[1].load(CASES["large"])
     assert made.feature.nbytes >= MAPPED_FROM_BYTES
     block = block_of(made.feature)
     assert block is not None
@@ -198,7 +200,8 @@ def test_a_file_that_kills_its_worker_fails_alone_and_once(fakes, caplog):
     good, bad = ImageRequest(source=GOOD), ImageRequest(source=CRASH, param="here")
 
     async def play() -> list[object]:
-        return await asyncio.gather(*(fake.pool.load([one]) for one in (bad, good, bad, bad)), return_exceptions=True)
+        calls = (fake.pool.pool.load([one]) for one in (bad, good, bad, bad))
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     first, fine, *others = asyncio.run(play())
     assert fine[0].digest == GOOD[:9]
@@ -222,7 +225,7 @@ def test_a_worker_that_does_not_come_back_is_killed_while_the_event_loop_goes_on
     fake = fakes(picture_time=TimeLimit(seconds=1.0, setting="--that-one"))
 
     async def play() -> BaseException:
-        loading = asyncio.create_task(fake.pool.load([ImageRequest(source=PAUSE, param="here")]))
+        loading = asyncio.create_task(fake.pool.pool.load([ImageRequest(source=PAUSE, param="here")]))
         turns = 0
         while not loading.done():
             await asyncio.sleep(0)
@@ -250,7 +253,7 @@ HANGING = {
 def test_pictures_and_videos_have_limits_of_their_own(fakes, name, limit):
     fake = fakes(**{limit: TimeLimit(seconds=0.2, setting="--own")})
     with pytest.raises(BadRequestError, match=r"took longer than 0\.2 s, the limit \(setting --own\)"):
-        fake.pool.load_sync([HANGING[name]])
+        fake.pool.load(HANGING[name])
     assert fake.notes("tried") == ["PAUSE"]
     fake.check_works()
     assert len(fake.pids()) == 2
@@ -366,7 +369,7 @@ def test_a_bug_is_not_the_client_s_fault_and_told_to_the_log_alone_as_in_threads
     fake = fakes()
     monkeypatch.setattr(fake.processor, "process_image", broken)
     with contextlib.closing(fake.make_pool()) as threads, pytest.raises(RuntimeError, match="a bug") as in_threads:
-        threads.load_sync([ImageRequest(source=GOOD)])
+        threads.load(ImageRequest(source=GOOD))
     for _ in range(2):  # it may be tried again
         with pytest.raises(Exception, match=log) as in_processes:
             fake.load(order)

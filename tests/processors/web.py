@@ -27,6 +27,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.server_names: list[str | None] = []
         self.stalled = threading.Event()
         self.release = threading.Event()
+        self.gone = threading.Event()
 
     @property
     def port(self) -> int:
@@ -114,6 +115,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def get_stall(self, _: str) -> None:
         self.stall()
+
+    def get_until_gone(self, _: str) -> None:
+        self.server.stalled.set()
+        if not self.connection.recv(1):
+            self.server.gone.set()
+        self.close_connection = True
 
     def get_short(self, _: str) -> None:
         self.answer(200, b"half", Content_Length="8")

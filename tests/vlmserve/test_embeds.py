@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 
 import pytest
@@ -27,7 +28,7 @@ def folder(request, tmp_path_factory):
 
 def our_rows(llm, image):
     """What the engine's own tower makes of a picture: rows, DeepStack ones behind the main ones, and the grid."""
-    (item,) = llm._media.load_sync([ImageRef(source=image, param="p")])
+    (item,) = asyncio.run(llm._media.load([ImageRef(source=image, param="p")]))
     with torch.inference_mode():
         rows = llm._runner.model.visual(torch.from_numpy(values(item)), [item.grid_thw])
     return {"image_embeds": rows.clone(), "image_grid_thw": torch.tensor([item.grid_thw])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,12 @@ def media(tmp_path):
     processor = tiny_processor(tmp_path, "qwen2_vl")
     media = RequestMedia(processor, ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings()))
     yield media
-    media.close()
+    asyncio.run(media.close())
 
 
 def test_a_path_is_read(media, tmp_path):
     (tmp_path / "x.png").write_bytes(encoded(picture(60, 60)))
-    [one] = media.load_sync([ImageRef(source=tmp_path / "x.png", param="here")])
+    [one] = asyncio.run(media.load([ImageRef(source=tmp_path / "x.png", param="here")]))
     assert one.source_size == (60, 60)
 
 
@@ -34,6 +35,6 @@ def test_a_path_is_read(media, tmp_path):
 )
 def test_a_path_that_cannot_be_read_is_the_requests_fault(media, tmp_path, name, why):
     with pytest.raises(BadRequestError, match=f"^cannot read .*{why}") as caught:
-        media.load_sync([ImageRef(source=Path(tmp_path, name), param="here")])
+        asyncio.run(media.load([ImageRef(source=Path(tmp_path, name), param="here")]))
     assert caught.value.param == "here"
     caught.value.message.encode()  # can be printed

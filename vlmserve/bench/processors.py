@@ -25,11 +25,13 @@ import numpy as np
 import torch
 
 from processors.families.base import MultimodalProcessor, ProcessedMedium, data_item
-from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.fetching import FetchSettings, MediaFetcher, decode_data_url
 from processors.image.decoding import decode_image
+from processors.inputs import Modality
 from processors.normalize import normalize, value_width
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.process_maker import ProcessMaker, ProcessSettings
+from processors.pool.process_threads import ProcessThreads
 from processors.pool.requests import ImageRequest
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoLimits
@@ -129,11 +131,11 @@ def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
     for name, values in stalls.items():
         shown = ", ".join(f"{value * 1e3:.1f}" for value in values)
         print(f"{name:12}{statistics.median(values) * 1e3:7.1f}   ({shown})")
-    processor, fetcher = our_processor(args.family, threads=1), MediaFetcher(FetchSettings())
+    processor = our_processor(args.family, threads=1)
     url = "data:image/png;base64," + base64.b64encode(np.random.default_rng(0).bytes(20 * 2**20)).decode()
     holds = {
         "a picture": longest_hold(partial(_picture, processor, pictures[0]), 20),
-        "a data: URL of 20 MiB": longest_hold(partial(fetcher.fetch, url), 20),
+        "a data: URL of 20 MiB": longest_hold(partial(decode_data_url, url, FetchSettings().limit(Modality.IMAGE)), 20),
     }
     print("longest that one step keeps Python's lock, ms of CPU time")
     for name, value in holds.items():
@@ -150,7 +152,7 @@ def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
 
         def by(pool: ProcessorPool) -> None:
             for group in _groups(pictures, args.workers):
-                for medium in pool.load_sync(_requests(group)):
+                for medium in asyncio.run(pool.load(_requests(group))):
                     feature = medium.feature
                     theirs.take(ours.put(feature), feature.dtype, feature.shape)
 
@@ -269,7 +271,7 @@ def _threads(args: argparse.Namespace) -> Iterator[ProcessorPool]:
     try:
         yield pool
     finally:
-        pool.close()
+        asyncio.run(pool.close())
 
 
 @contextmanager
@@ -277,9 +279,9 @@ def _processes(args: argparse.Namespace, folder: Path) -> Iterator[ProcessorPool
     processor = our_processor(args.family, threads=1)
     maker = ProcessMaker(processor, ProcessSettings(count=args.workers, shared_dir=folder))
     settings = PoolSettings(max_workers=args.workers, cache_mib=0)
-    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, maker)
+    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, ProcessThreads(maker, args.workers))
     try:
         maker.wait_ready()
         yield pool
     finally:
-        pool.close()
+        asyncio.run(pool.close())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import uuid
@@ -83,7 +82,7 @@ class LocalCaptioner:
 
     async def close(self) -> None:
         """See `Captioner`."""
-        await asyncio.to_thread(self.llm.close)
+        await self.llm.close()
 
 
 def _no_file(file_id: str) -> Any:

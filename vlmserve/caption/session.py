@@ -19,7 +19,7 @@ from typing import BinaryIO, TextIO
 
 import blake3
 
-from processors.fetch.fetching import MediaFetcher
+from processors.fetch.blocking import BlockingFetcher
 from vlmserve.caption.arguments import CaptionCommand
 from vlmserve.caption.bounds import named_folder, refuse_inputs_as_outputs, words_to_open
 from vlmserve.caption.captioner import Captioner, CaptionStopped
@@ -71,7 +71,7 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
     # Local files are read wherever they are: the user has named them.
     fetch = replace(stage_limits(command.settings).fetch, allowed_local_media_path="/")
     with contextlib.ExitStack() as stack:
-        fetcher = MediaFetcher(fetch)
+        fetcher = BlockingFetcher(fetch)
         stack.callback(fetcher.close)
         inputs = open_inputs(
             words,

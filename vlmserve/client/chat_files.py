@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from processors.fetch.fetching import MediaFetcher
+from processors.fetch.fetching import FetchSettings
 from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from processors.plain_words import first_bytes
@@ -20,14 +20,14 @@ _MODALITIES = {
 }
 
 
-def modality_within_limit(data: bytes, fetcher: MediaFetcher) -> Modality:
-    """Of a file that was read without knowing what it is. Raises BadRequestError if it is larger than the fetcher's
+def modality_within_limit(data: bytes, settings: FetchSettings) -> Modality:
+    """Of a file that was read without knowing what it is. Raises BadRequestError if it is larger than the
     limit, or no medium."""
     modality = modality_of(data[:HEAD_BYTES])
     if modality is None:
         what = f"is neither a picture nor a video of a supported format; it begins with {first_bytes(data)}"
         raise BadRequestError(f"the file {what}", code="unsupported_content")
-    limit = fetcher.limit(modality)
+    limit = settings.limit(modality)
     if len(data) > limit.bytes:
         what = f"the file has {len(data)} bytes, the limit is {limit.bytes} (setting {limit.setting})"
         raise BadRequestError(what, code="invalid_media_url")

@@ -85,13 +85,14 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         return await self._manager.scheduler_stats()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the engine after the step in work, and its processes."""
+        await self._engine.stage.media.close()
         self._put(_STOP)
-        self._thread.join()
+        await asyncio.to_thread(self._thread.join)
         self._wake_up.close()
         self._manager.close()
-        self._engine.stack.close()
+        await asyncio.to_thread(self._engine.stack.close)
 
     def _put(self, message: SchedulerInput | object) -> None:
         self._inbox.put(message)

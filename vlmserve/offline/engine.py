@@ -20,7 +20,7 @@ from vlmserve.tokenizer.stage import StageLimits, TokenizerStage, make_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineEngine:
-    """args: with the model's folder. stack: closes the stage's threads and the processes of media and encoders."""
+    """args: with the model's folder. stack: closes the scheduler and its encoders; `stage.media` is closed before."""
 
     args: EngineArgs
     runner: ModelRunner
@@ -48,7 +48,6 @@ def build_offline_engine(
         scheduler = build_scheduler(args, runner, info, send, encoders=helpers)
         stack.callback(scheduler.close)
         stage = make_tokenizer_stage(args, limits, max_model_len=info.max_req_len, processes=helpers)
-        stack.callback(stage.media.close)
         return OfflineEngine(
             args=args, runner=runner, info=info, scheduler=scheduler, stage=stage, stack=stack.pop_all()
         )

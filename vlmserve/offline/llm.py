@@ -27,6 +27,7 @@ from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, Tex
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve.tokenizer.stage import StageLimits
 from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.process.loop_thread import LoopThread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,9 @@ class LLM:
         self.args, self.info, self._runner = engine.args, engine.info, engine.runner
         self._scheduler, self._stack = engine.scheduler, engine.stack
         self._media, self.builder = engine.stage.media, engine.stage.builder
+        self._loop = LoopThread("media")
+        self._stack.callback(self._loop.close)
+        self._stack.callback(lambda: self._loop.run(self._media.close()))
         self._detokenizer = DetokenizerManager(engine.stage.tokenizer)
         self._pending: dict[str, _Pending] = {}
         args = self.args
@@ -207,7 +211,7 @@ class LLM:
         )
         tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
         self._requests += 1
-        media = self._media.load_sync(tokenized.media)
+        media = self._loop.run(self._media.load(tokenized.media))
         messages = self.builder.build(request, tokenized, self.builder.expand(tokenized, media))
         return messages, self._media.report(tokenized.media, media)
 

@@ -48,3 +48,8 @@ class ApiKeyMiddleware:
 def owner_of(request: Request) -> str:
     """Whose files a request sees: a digest of its API key; without API keys all are the same."""
     return getattr(request.state, "owner", "")
+
+
+def client_of(request: Request) -> str:
+    """With whom a request takes turns: its API key, and the address that it comes from."""
+    return f"{owner_of(request)} {request.client.host if request.client else ''}"

@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from vlmserve.server.answers import AnswerHead, AnswerWriter
-from vlmserve.server.auth import owner_of
+from vlmserve.server.auth import client_of, owner_of
 from vlmserve.server.body import BodyLimits, read_body
 from vlmserve.server.convert import to_generate_request
 from vlmserve.server.errors import JsonResponse, describe
@@ -50,7 +50,7 @@ class ChatEndpoint:
         check_model(chat.model, self._model_names)
         head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
         find_file = self._files.for_owner(owner_of(request))
-        wanted = to_generate_request(chat, head.id, max_n=self._max_n, find_file=find_file)
+        wanted = to_generate_request(chat, head.id, max_n=self._max_n, find_file=find_file, client=client_of(request))
         writer = AnswerWriter(
             head,
             self._manager.builder.tokenizer,

@@ -14,11 +14,12 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def to_generate_request(
-    request: ChatCompletionRequest, request_id: str, *, max_n: int, find_file: FindFile
+    request: ChatCompletionRequest, request_id: str, *, max_n: int, find_file: FindFile, client: str = ""
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
-    max_n: most choices of a request. find_file: finds the uploaded files that the client may use.
+    max_n: most choices of a request. find_file: finds the uploaded files that the client may use. client: who
+    it is.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -41,6 +42,7 @@ def to_generate_request(
         mm_processor_kwargs=request.mm_processor_kwargs or {},
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        client=client,
     )
 
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from processors.fetch.byte_limit import ByteLimit
-from processors.fetch.media_file import MediaFile
+from processors.fetch.media_file import ByteLimit, MediaFile
 from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve_common.errors import BadRequestError, EngineError

@@ -44,7 +44,7 @@ class ApiFrontend:
     async def close(self) -> None:
         """Free threads and connections."""
         self.manager.close()
-        await asyncio.to_thread(self._media.close)
+        await self._media.close()
         await asyncio.to_thread(self._stack.close)
 
 

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from vlmserve.messages import EncodedItem
-from vlmserve.server.auth import owner_of
+from vlmserve.server.auth import client_of, owner_of
 from vlmserve.server.body import BodyLimits, read_body
 from vlmserve.server.chat import check_model
 from vlmserve.server.errors import JsonResponse
@@ -56,6 +56,7 @@ class WarmupEndpoint:
             find_file=self._files.for_owner(owner_of(request)),
             mm_processor_kwargs=body.mm_processor_kwargs or {},
             pin=bool(body.pin),
+            client=client_of(request),
         )
         items = await while_connected(request.receive, self._manager.warm_up(wanted))
         answer = {"id": wanted.request_id, "object": "warmup", "items": [_describe(item) for item in items]}

@@ -55,13 +55,12 @@ class RequestMedia:
                 raise BadRequestError(what, param=ref.param, code="unsupported_content")
         return settle_media(media, self.parse_kwargs(kwargs) if kwargs else None, most)
 
-    async def load(self, media: Sequence[MediaRef]) -> list[ProcessedMedium]:
-        """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request."""
-        return await self._pool.load([self._request(medium) for medium in media])
+    async def load(self, media: Sequence[MediaRef], *, client: str = "") -> list[ProcessedMedium]:
+        """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request.
 
-    def load_sync(self, media: Sequence[MediaRef]) -> list[ProcessedMedium]:
-        """`load` for the offline LLM, where a file may also be named by a `Path`."""
-        return self._pool.load_sync([self._request(medium) for medium in media])
+        client: who asks; clients take turns.
+        """
+        return await self._pool.load([self._request(medium) for medium in media], client=client)
 
     def process(self, prompt_ids: Sequence[int], media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put the media at their placeholders. BadRequestError if they do not match up."""
@@ -77,9 +76,9 @@ class RequestMedia:
         processor = self._processor
         return f"{type(processor).__name__} {processor.config} {processor.limits}"
 
-    def close(self) -> None:
-        """End the pool's threads."""
-        self._pool.close()
+    async def close(self) -> None:
+        """End the pool, in the event loop that it is used in, or in any one if it is in none."""
+        await self._pool.close()
 
     def _request(self, medium: MediaRef) -> MediaRequest:
         try:

@@ -55,6 +55,7 @@ class GenerateReqInput:
     """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
+    client: who asks; clients take turns where media are processed.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class GenerateReqInput:
     n: int = 1
     num_logprobs: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    client: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

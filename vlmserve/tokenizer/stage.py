@@ -9,7 +9,7 @@ from processors.families.base import ContinueText, MultimodalProcessor, Processo
 from processors.families.registry import make_processor
 from processors.fetch.fetching import FetchSettings, MediaFetcher
 from processors.image.decoding import DecodeLimits
-from processors.pool.making import MediaMaker
+from processors.pool.maker import MediaMaker
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.video.options import VideoLimits, VideoOptions
 from vlmserve.config.engine_args import EngineArgs
@@ -101,8 +101,7 @@ def make_request_media(
         folder, read_json(folder / "config.json"), _processor_limits(args, limits, max_model_len), continue_text
     )
     pool = PoolSettings(
-        # a thread waits for each process
-        max_workers=args.max_mm_workers + args.media_processes,
+        max_workers=args.max_mm_workers,
         max_queued=args.max_queued_media,
         cache_mib=args.processor_cache_mib,
     )
@@ -138,6 +137,7 @@ def _start_processes(
     assert processes is not None, "media processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
     from processors.pool.process_maker import ProcessMaker, ProcessSettings, TimeLimit
+    from processors.pool.process_threads import ProcessThreads
 
     maker = ProcessMaker(
         processor,
@@ -156,7 +156,7 @@ def _start_processes(
     except BaseException:
         maker.close()
         raise
-    return maker
+    return ProcessThreads(maker, args.media_processes)
 
 
 def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int) -> ProcessorLimits:

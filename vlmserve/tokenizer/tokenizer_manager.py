@@ -51,7 +51,7 @@ class EngineUnavailableError(EngineError):
 class WarmupInput:
     """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
 
-    find_file, mm_processor_kwargs: as of a `GenerateReqInput`. pin: never evict their embeddings from the disk.
+    find_file, mm_processor_kwargs, client: as of a `GenerateReqInput`. pin: never evict their embeddings from the disk.
     """
 
     request_id: str
@@ -59,6 +59,7 @@ class WarmupInput:
     find_file: FindFile | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pin: bool = False
+    client: str = ""
 
 
 class PreparedMessage(Protocol):
@@ -250,7 +251,7 @@ class TokenizerManager:
                 self.builder.limits.counts,
                 request.find_file,
             )
-            items = tuple(data_item(medium) for medium in await self._media.load(named))
+            items = tuple(data_item(medium) for medium in await self._media.load(named, client=request.client))
             waiter: asyncio.Future[EncodeOutput] = asyncio.get_running_loop().create_future()
 
             def register() -> None:
@@ -304,7 +305,7 @@ class TokenizerManager:
     async def _submit(self, request: GenerateReqInput, state: _Request) -> None:
         seed = secrets.randbits(63)
         prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
-        media = await self._media.load(prompt.media) if prompt.media else []
+        media = await self._media.load(prompt.media, client=request.client) if prompt.media else []
         expanded = await self._in_thread(self.builder.expand, prompt, media)
         messages = self.builder.build(request, prompt, expanded)
         report = self._media.report(prompt.media, media)

@@ -174,7 +174,7 @@ def _run(command: _Command, found: Found) -> int:
 async def _warm_up(
     command: _Command, found: Found, target: Target, tally: Tally, progress: Progress, notes: list[str]
 ) -> None:
-    from processors.fetch.fetching import MediaFetcher
+    from processors.fetch.blocking import BlockingFetcher
     from vlmserve.tokenizer.stage import stage_limits
     from vlmserve.warmup.journal import Journal
     from vlmserve.warmup.requests import SourceReader
@@ -190,7 +190,7 @@ async def _warm_up(
         if command.resume is not None:
             journal = Journal(command.resume, target.settings)
             stack.callback(journal.close)
-        fetcher = MediaFetcher(fetch)
+        fetcher = BlockingFetcher(fetch)
         stack.callback(fetcher.close)
         run = WarmupRun(
             target,

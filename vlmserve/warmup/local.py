@@ -51,7 +51,7 @@ class LocalTarget:
             shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
             helpers = helper_processes(settings, None if shared is None else shared.path)
             self._media = make_request_media(args, limits, max_model_len=max_len, processes=helpers)
-            stack.callback(self._media.close)
+            stack.callback(lambda: asyncio.run(self._media.close()))  # for what fails here
             dtype = dtype_setting(args.dtype)
             tower = outline_tower(folder, dtype=dtype)
             if not args.num_encoders:
@@ -100,4 +100,5 @@ class LocalTarget:
 
     async def close(self) -> None:
         """See `Target`."""
+        await self._media.close()
         await asyncio.to_thread(self._stack.close)

@@ -12,7 +12,7 @@ from typing import Any
 
 import blake3
 
-from processors.fetch.fetching import MediaFetcher
+from processors.fetch.blocking import BlockingFetcher
 from processors.inputs import Modality
 from vlmserve.client.chat_files import Message, modality_within_limit, named_files, with_files
 from vlmserve.client.data_urls import with_data_urls
@@ -49,7 +49,7 @@ class _Content:
 class SourceReader:
     """Thread-safe, blocking. fetcher: may read any local file, for the user has named it."""
 
-    def __init__(self, fetcher: MediaFetcher) -> None:
+    def __init__(self, fetcher: BlockingFetcher) -> None:
         self._fetcher = fetcher
 
     def open(self, source: Source) -> OpenedSource:
@@ -61,7 +61,7 @@ class SourceReader:
 
         def read() -> WarmupBody:
             data = content.read()
-            modality = modality_within_limit(data, self._fetcher)
+            modality = modality_within_limit(data, self._fetcher.settings)
             part = {"type": modality.value, modality.value: data}
             return WarmupBody(messages=[{"role": "user", "content": [part]}], mm_processor_kwargs={})
 

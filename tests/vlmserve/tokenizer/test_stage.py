@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -62,9 +63,9 @@ def test_the_time_that_a_medium_may_take(
     )
     try:
         with pytest.raises(BadRequestError, match=rf"0\.25 s, the limit \(setting --{limit.replace('_', '-')}\)"):
-            media.load_sync([ref])
+            asyncio.run(media.load([ref]))
     finally:
-        media.close()
+        asyncio.run(media.close())
 
 
 def serve(settings: ServerSettings, folder: Path) -> None:
@@ -91,9 +92,9 @@ def test_hosts_that_media_may_come_from(settings: ServerSettings, given: str | N
     why = "cannot fetch from" if allowed else "which is not in"
     try:
         with pytest.raises(BadRequestError, match=why):
-            media.load_sync([ImageRef(source="http://127.0.0.1:9/a.png", param="here")])
+            asyncio.run(media.load([ImageRef(source="http://127.0.0.1:9/a.png", param="here")]))
     finally:
-        media.close()
+        asyncio.run(media.close())
 
 
 @pytest.mark.parametrize("start", [serve, warm_up])

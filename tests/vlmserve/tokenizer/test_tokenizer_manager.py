@@ -48,7 +48,7 @@ class FakeMedia:
         self.loading = asyncio.Event()
         self.cancelled = 0
 
-    async def load(self, images):
+    async def load(self, images, *, client=""):
         self.loading.set()
         try:
             await self.gate.wait()

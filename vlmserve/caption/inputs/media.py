@@ -10,7 +10,7 @@ from typing import Any
 
 import blake3
 
-from processors.fetch.fetching import MediaFetcher
+from processors.fetch.blocking import BlockingFetcher
 from processors.inputs import Modality
 from vlmserve.caption.inputs.source import HTTP, name_fields, path_in, printable
 from vlmserve.caption.item import MediumItem
@@ -41,7 +41,7 @@ class Own:
 class MediaReader:
     """fetcher: may read any local file, for the user has named it."""
 
-    def __init__(self, fetcher: MediaFetcher) -> None:
+    def __init__(self, fetcher: BlockingFetcher) -> None:
         self.fetcher = fetcher
 
     def open(self, address: str, modality: Modality | None = None) -> Content:
@@ -80,7 +80,7 @@ class MediaReader:
 
         def checked() -> bytes:
             data = read()
-            modality_within_limit(data, self.fetcher)
+            modality_within_limit(data, self.fetcher.settings)
             return data
 
         return MediumItem(
@@ -111,13 +111,13 @@ class MediaReader:
     def _fetch(self, url: str, modality: Modality | None) -> bytes:
         data = self.fetcher.fetch(url, modality=modality or Modality.VIDEO)
         if modality is None:
-            modality_within_limit(data, self.fetcher)
+            modality_within_limit(data, self.fetcher.settings)
         return data
 
     def _read_remote(self, address: str, modality: Modality | None) -> bytes:
         from vlmserve.caption.inputs.remote import read_whole
 
-        data = read_whole(address, self.fetcher.limit(modality or Modality.VIDEO))
+        data = read_whole(address, self.fetcher.settings.limit(modality or Modality.VIDEO))
         if modality is None:
-            modality_within_limit(data, self.fetcher)
+            modality_within_limit(data, self.fetcher.settings)
         return data

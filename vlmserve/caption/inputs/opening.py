@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
-from processors.fetch.fetching import MediaFetcher
+from processors.fetch.blocking import BlockingFetcher
 from vlmserve.caption.inputs.braces import check_ranges, expanded, has_range
 from vlmserve.caption.inputs.files import ItemFile, Once
 from vlmserve.caption.inputs.folders import Folder, Pattern, matches
@@ -64,7 +64,7 @@ class Inputs:
 def open_inputs(
     words: Sequence[str],
     *,
-    fetcher: MediaFetcher,
+    fetcher: BlockingFetcher,
     stdin: BinaryIO,
     columns: Columns | None = None,
     input_format: InputFormat | None = None,

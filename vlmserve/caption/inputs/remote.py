@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
-from processors.fetch.byte_limit import ByteLimit
+from processors.fetch.media_file import ByteLimit
 from vlmserve.caption.inputs.packages import need
 from vlmserve.caption.inputs.source import HTTP
 from vlmserve.client.media_names import scheme_of

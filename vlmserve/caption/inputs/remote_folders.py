@@ -95,8 +95,8 @@ class RemoteFiles:
         name, address = info["name"], self._address(info["name"])
 
         def read() -> bytes:
-            data = read_path(self.system, name, address, self.media.fetcher.limit(Modality.VIDEO))
-            modality_within_limit(data, self.media.fetcher)
+            data = read_path(self.system, name, address, self.media.fetcher.settings.limit(Modality.VIDEO))
+            modality_within_limit(data, self.media.fetcher.settings)
             return data
 
         id = printable(address)

@@ -117,7 +117,7 @@ class Tar:
             if size <= _MOST_TEXT_BYTES:
                 _add_field(sample.fields, ending, _exactly(file, size))
             return
-        limit = self.media.fetcher.limit(modality)
+        limit = self.media.fetcher.settings.limit(modality)
         if size > limit.bytes:
             sample.fail(f"{printable(name)} has {size} bytes, the limit is {limit.bytes} (setting {limit.setting})")
             return
@@ -126,7 +126,7 @@ class Tar:
             read = _part_of(self.file.path, offset, size)
         else:
             sample.held_bytes += size
-            most = self.media.fetcher.limit(Modality.VIDEO)
+            most = self.media.fetcher.settings.limit(Modality.VIDEO)
             if sample.held_bytes > most.bytes:
                 sample.fail(f"its files have more than {most.bytes} bytes (setting {most.setting})")
                 return

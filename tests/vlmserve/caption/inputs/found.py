@@ -11,11 +11,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import FetchSettings
 from vlmserve.caption.inputs import Columns, InputFormat, Inputs, open_inputs
 from vlmserve.caption.item import Found, MediumItem, RequestItem, Unreadable
 
-FETCHER = MediaFetcher(FetchSettings(allowed_local_media_path="/", max_bytes=100_000, max_video_bytes=200_000))
+FETCHER = BlockingFetcher(FetchSettings(allowed_local_media_path="/", max_bytes=100_000, max_video_bytes=200_000))
 
 
 def opened(
@@ -23,7 +24,7 @@ def opened(
     stdin: bytes = b"",
     columns: Columns | None = None,
     input_format: InputFormat | None = None,
-    fetcher: MediaFetcher = FETCHER,
+    fetcher: BlockingFetcher = FETCHER,
 ) -> Inputs:
     return open_inputs(
         [str(word) for word in words],

@@ -9,7 +9,8 @@ import tracemalloc
 
 import pytest
 
-from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import FetchSettings
 from tests.vlmserve.caption.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.warmup.media import data_url, png
 from vlmserve.caption.inputs import lines, open_inputs
@@ -105,6 +106,6 @@ def test_urls(here):
         assert items[url].fields == {"id": url, "name": "a b.png", "stem": "a b", "folder": "dir"}
         with pytest.raises(BadRequestError, match="--allow-private-media"):
             items[url].read()
-        fetcher = MediaFetcher(FetchSettings(allow_private_media=True))
+        fetcher = BlockingFetcher(FetchSettings(allow_private_media=True))
         assert media(opened(url, fetcher=fetcher))[url].read() == png(5)
         assert items[str(here / "c.png")].path == here / "c.png"

@@ -215,9 +215,10 @@ def test_packages_that_are_missing(here, monkeypatch, missing, word, message):
 def test_what_needs_no_packages(here):
     code = """
 import io
-from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import FetchSettings
 from vlmserve.caption.inputs import open_inputs
-fetcher = MediaFetcher(FetchSettings(allowed_local_media_path="/"))
+fetcher = BlockingFetcher(FetchSettings(allowed_local_media_path="/"))
 words = ["s-0.tar", "s-1.tar.gz", "list.txt", "items.jsonl", "pics", "pics/*.png", "-"]
 print(len(list(open_inputs(words, fetcher=fetcher, stdin=io.BytesIO(b"big.png")))))
 """

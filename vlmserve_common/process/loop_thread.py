@@ -1,0 +1,49 @@
+"""Coroutines for callers that have no event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """An event loop in a thread of its own. Thread-safe. Close it when done."""
+
+    def __init__(self, name: str) -> None:
+        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        # a daemon: who forgets to close it may end all the same
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=name, daemon=True)
+        self._thread.start()
+        self._loop, self._stop = self._started.result()
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """What the coroutine returns or raises; called off when the caller is interrupted.
+
+        Raises concurrent.futures.CancelledError when the loop is closed meanwhile, RuntimeError when it is already.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Call off what is under way. May be repeated."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    async def _serve(self) -> None:
+        stop = asyncio.Event()
+        self._started.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()
