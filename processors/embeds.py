@@ -25,7 +25,7 @@ _LARGEST = 65504.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowShape:
+class EmbedsShape:
     """Rows of a checkpoint's tower. width: of a main row. deepstack: rows of that width that follow it."""
 
     width: int
@@ -59,7 +59,7 @@ def parse_embeds(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def check_embeds(
-    given: Mapping[str, Any], shape: RowShape, limits: GridLimits
+    given: Mapping[str, Any], shape: EmbedsShape, limits: GridLimits
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
     """Rows float32 [tokens, width * (1 + deepstack)], read-only, and the grid (t, h, w) in patches.
 
@@ -105,7 +105,7 @@ def _check_grid(tensor: torch.Tensor, limits: GridLimits) -> tuple[int, int, int
     return t, h, w
 
 
-def _join(rows: torch.Tensor, deepstack: torch.Tensor | None, tokens: int, shape: RowShape) -> torch.Tensor:
+def _join(rows: torch.Tensor, deepstack: torch.Tensor | None, tokens: int, shape: EmbedsShape) -> torch.Tensor:
     """float32 [tokens, width * (1 + deepstack)], contiguous and not shared with whoever gave them."""
     whole = shape.width * (1 + shape.deepstack)
     alone = [tokens, whole if deepstack is None else shape.width]

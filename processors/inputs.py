@@ -7,12 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from processors.level_scale import LevelScale
-
 
 class Modality(enum.StrEnum):
     IMAGE = "image"
     VIDEO = "video"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Normalization:
+    """uint8 pixels to a tower's values: (pixel - mean) / std in float32, each channel with its own, 0 to 255.
+
+    repeat: how many times a patch shows its frame, where it has only one (a picture's); else 1.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    repeat: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +35,9 @@ class MultimodalDataItem:
     grid_thw: patches in time, height and width, before the spatial merge.
     offsets: half-open ranges [start, end) of this item's pad tokens in the expanded `input_ids`; one range for a
         picture (one per temporal patch in a Qwen3-VL video). Their lengths sum to t*h*w / merge_size**2.
-    feature: uint8 [t*h*w, in_channels * frames * patch_size**2], the pixels' levels in the family's patch order; frames
-        is 1 for a picture, else temporal_patch_size. scale: makes values of them (see `processors.patch_values`).
-    encoded: it came encoded: feature is the vision tower's rows, float32 [num_tokens, row width], and has no scale.
+    feature: uint8 [t*h*w, in_channels * frames * patch_size**2], pixels in the family's patch order; frames is 1 for a
+        picture, else temporal_patch_size. normalization: makes values of them (see `processors.normalize`).
+    encoded: it came encoded: feature is its embeds, float32 [num_tokens, width], and has no normalization.
     second_per_grid_t: seconds between temporal patches (Qwen2.5-VL video), else 0.
     """
 
@@ -37,7 +47,7 @@ class MultimodalDataItem:
     grid_thw: tuple[int, int, int]
     offsets: tuple[tuple[int, int], ...]
     feature: np.ndarray
-    scale: LevelScale | None = None
+    normalization: Normalization | None = None
     encoded: bool = False
     second_per_grid_t: float = 0.0
 

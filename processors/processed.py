@@ -7,16 +7,16 @@ from typing import TypeAlias
 
 import numpy as np
 
+from processors.inputs import Normalization
 from processors.knobs import Clamp
-from processors.level_scale import LevelScale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessedImage:
     """One picture, ready for the vision tower.
 
-    digest, patch_digests, grid_thw, feature, scale, encoded: as in `MultimodalDataItem`; feature is read-only, for
-    requests may share it.
+    digest, patch_digests, grid_thw, feature, normalization, encoded: as in `MultimodalDataItem`; feature is read-only,
+    for requests may share it.
     num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
     clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
     """
@@ -27,7 +27,7 @@ class ProcessedImage:
     feature: np.ndarray
     num_tokens: int
     source_size: tuple[int, int]
-    scale: LevelScale | None = None
+    normalization: Normalization | None = None
     clamps: tuple[Clamp, ...] = ()
     ignored: tuple[str, ...] = ()
     encoded: bool = False
@@ -37,7 +37,7 @@ class ProcessedImage:
 class ProcessedVideo:
     """One clip, ready for the vision tower.
 
-    digest, patch_digests, grid_thw, feature, scale, second_per_grid_t: as in `MultimodalDataItem`; feature is
+    digest, patch_digests, grid_thw, feature, normalization, second_per_grid_t: as in `MultimodalDataItem`; feature is
     read-only.
     num_tokens: pad tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices,
     frame_times: the frames used, by number and in seconds. patch_times: the mean time of each temporal patch.
@@ -59,7 +59,7 @@ class ProcessedVideo:
     source_frames: int
     sampling: str
     sample_fps: int | float
-    scale: LevelScale | None = None
+    normalization: Normalization | None = None
     clamps: tuple[Clamp, ...] = ()
     ignored: tuple[str, ...] = ()
 

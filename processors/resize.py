@@ -1,6 +1,6 @@
 """Picture to patches: `smart_resize`, bicubic resampling and the patch order of the Qwen-VL towers.
 
-Equal, bit for bit and once `processors.patch_values` has normalised them, to transformers' `Qwen2VLImageProcessor` (its
+Equal, bit for bit and once normalized (`processors.normalize`), to transformers' `Qwen2VLImageProcessor` (its
 torchvision backend), without torchvision: that one's resizing of 8-bit pictures is `torch.nn.functional.interpolate`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from processors.level_scale import LevelScale
+from processors.inputs import Normalization
 from vlmserve_common.errors import BadRequestError
 
 MAX_ASPECT_RATIO = 200
@@ -48,15 +48,15 @@ class PatchConfig:
         return self.patch_size * self.merge_size
 
     def row_width(self, frames: int) -> int:
-        """Levels in a patch of so many frames, of 3 channels."""
+        """Pixels in a patch of so many frames, each of 3 channels."""
         return 3 * frames * self.patch_size**2
 
-    def scale(self, frames: int) -> LevelScale:
-        """Makes values of the levels of patches of so many frames."""
+    def normalization(self, frames: int) -> Normalization:
+        """Of patches of so many frames."""
         # Rescaling folded into mean and standard deviation, in float32: transformers does the same, in this order.
         rescale = np.float32(1.0 / self.rescale_factor)
         mean, std = ((np.asarray(part, np.float32) * rescale).tolist() for part in (self.mean, self.std))
-        return LevelScale(mean=tuple(mean), std=tuple(std), repeat=self.temporal_patch_size // frames)
+        return Normalization(mean=tuple(mean), std=tuple(std), repeat=self.temporal_patch_size // frames)
 
     @property
     def identity(self) -> str:
@@ -134,9 +134,9 @@ def check_aspect_ratio(height: int, width: int, source: tuple[int, int] | None =
 
 
 def resize_frames(frames: np.ndarray, height: int, width: int, mode: str, *, in_float: bool = False) -> np.ndarray:
-    """uint8 [T, H, W, C] -> uint8 [T, height, width, C], antialiased, rounded to whole levels as transformers does.
+    """uint8 [T, H, W, C] -> uint8 [T, height, width, C], antialiased, rounded to whole numbers as transformers does.
 
-    in_float: round once, not after each direction, as qwen_vl_utils does (slower; sharp edges differ by some levels).
+    in_float: round once, not after each direction, as qwen_vl_utils does (slower; sharp edges differ a little).
     """
     if frames.shape[1:3] == (height, width):
         return frames

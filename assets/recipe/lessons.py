@@ -21,7 +21,7 @@ from assets.recipe.wording import Dialogue, about_clip, about_strange, album, di
 from assets.recipe.world import COLOURS, SHAPES, Rng, Scene, make_scene, pick_size
 from assets.recipe.writing import LONGEST, make_page, make_print_scene
 from processors.mrope import MediaSpan, mrope_positions
-from processors.patch_values import patch_values
+from processors.normalize import normalize
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
 from vlmserve.checkpoints.chatml import added_ids
 
@@ -130,7 +130,7 @@ def watch(clip: Clip, rng: Rng) -> list[Seen]:
 def _cut(frames: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
     """One frame or a temporal patch's, uint8 [T, H, W, 3] -> float16 patches, and their grid."""
     levels, grid = frames_to_patches(frames, PATCHES)
-    values = patch_values(levels, PATCHES.scale(len(frames)))
+    values = normalize(levels, PATCHES.normalization(len(frames)))
     return values.numpy().astype(np.float16), grid
 
 

@@ -149,7 +149,7 @@ class MultimodalProcessor(ABC):
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
-            scale=patches.scale(frames=1),
+            normalization=patches.normalization(frames=1),
             num_tokens=self._num_tokens(grid),
             source_size=rgb.size,
             clamps=clamps,
@@ -161,16 +161,16 @@ class MultimodalProcessor(ABC):
         if not self.limits.embeds:
             what = "pictures that come encoded are refused (setting --enable-mm-embeds)"
             raise BadRequestError(what, code="unsupported_content")
-        if self.config.rows is None:
+        if self.config.embeds is None:
             raise BadRequestError("this checkpoint's config.json does not say how wide rows are")
 
     def process_embeds(self, tensors: Mapping[str, Any]) -> ProcessedImage:
         """A picture that comes encoded (see `processors.embeds`). Raises BadRequestError."""
         self.check_embeds_allowed()
-        assert self.config.rows is not None
+        assert self.config.embeds is not None
         patches = self.config.patches
         limits = GridLimits(merge_size=patches.merge_size, patch_size=patches.patch_size, max_pixels=self.sizes.highest)
-        rows, grid = check_embeds(tensors, self.config.rows, limits)
+        rows, grid = check_embeds(tensors, self.config.embeds, limits)
         digest = embeds_digest(grid, rows)
         return ProcessedImage(
             digest=digest,
@@ -308,7 +308,7 @@ def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()
         grid_thw=medium.grid_thw,
         offsets=offsets,
         feature=medium.feature,
-        scale=medium.scale,
+        normalization=medium.normalization,
         encoded=isinstance(medium, ProcessedImage) and medium.encoded,
         second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from processors.embeds import RowShape
+from processors.embeds import EmbedsShape
 from processors.resize import RESAMPLING, PatchConfig
 from processors.video.options import VideoConfig
 from vlmserve_common.errors import CheckpointError
@@ -54,7 +54,7 @@ class ProcessorConfig:
 
     tokens_per_second: M-RoPE time positions in a second of video (Qwen2.5-VL), None where time counts patches.
     video, video_patches: what is said about videos, which have settings of their own.
-    rows: of the vision tower; None where config.json does not say.
+    embeds: of the vision tower; None where config.json does not say.
     """
 
     patches: PatchConfig
@@ -64,7 +64,7 @@ class ProcessorConfig:
     tokens_per_second: float | None
     video: VideoConfig
     video_patches: PatchConfig
-    rows: RowShape | None
+    embeds: EmbedsShape | None
 
 
 def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) -> ProcessorConfig:
@@ -82,7 +82,7 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
     try:
         patches, ids = _parse_patches(raw, hf_config), _parse_ids(hf_config)
         min_pixels, max_pixels = _parse_budget(raw)
-        rows = _parse_rows(hf_config.get("vision_config") or {})
+        embeds = _parse_embeds(hf_config.get("vision_config") or {})
         tokens_per_second = (hf_config.get("vision_config") or {}).get("tokens_per_second")
         tokens_per_second = None if tokens_per_second is None else float(tokens_per_second)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -99,7 +99,7 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
         tokens_per_second=tokens_per_second,
         video=video,
         video_patches=video_patches,
-        rows=rows,
+        embeds=embeds,
     )
 
 
@@ -174,11 +174,11 @@ def _parse_budget(raw: Mapping[str, Any]) -> tuple[int, int]:
     return min_pixels, max_pixels
 
 
-def _parse_rows(vision: Mapping[str, Any]) -> RowShape | None:
+def _parse_embeds(vision: Mapping[str, Any]) -> EmbedsShape | None:
     # Qwen2-VL calls the width of rows hidden_size, and the tower's own embed_dim.
     width = vision.get("out_hidden_size", vision.get("hidden_size"))
     layers = vision.get("deepstack_visual_indexes") or ()
-    return None if width is None else RowShape(width=int(width), deepstack=len(layers))
+    return None if width is None else EmbedsShape(width=int(width), deepstack=len(layers))
 
 
 def _parse_ids(hf_config: Mapping[str, Any]) -> TokenIds:

@@ -62,19 +62,11 @@ class MediumReport:
 
     def as_json(self) -> dict[str, Any]:
         """The report as the API gives it."""
-        scale = self.scale
         return {
-            "kind": self.kind,
-            "param": self.param,
+            **asdict(self),
             "source_size": _size(self.source_size),
             "final_size": _size(self.final_size),
-            "grid_thw": list(self.grid_thw),
-            "tokens": self.tokens,
-            "scale": {"x": scale[0], "y": scale[1]},
-            "coordinates": self.coordinates,
-            "clamps": [asdict(clamp) for clamp in self.clamps],
-            "ignored": list(self.ignored),
-            "video": None if self.video is None else asdict(self.video),
+            "scale": dict(zip("xy", self.scale, strict=True)),
         }
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from processors.image.formats import format_name, looks_like_other_picture, looks_like_picture
+from processors.formats import file_format
 from processors.inputs import Modality
-from processors.video.formats import video_format
 
 HEAD_BYTES = 128
 """That many of a file's first bytes are enough."""
@@ -12,23 +11,19 @@ HEAD_BYTES = 128
 
 def modality_of(head: bytes) -> Modality | None:
     """What a file that begins with `head` is; a GIF is a picture. None for anything that is not read here."""
-    if looks_like_picture(head):
-        return Modality.IMAGE
-    if looks_like_other_picture(head):
+    found = file_format(head)
+    if found is None or not (found.plugin or found.kind == "video"):
         return None
-    return None if video_format(head) is None else Modality.VIDEO
+    return Modality.IMAGE if found.plugin else Modality.VIDEO
 
 
 def mime_type(head: bytes) -> str:
     """The MIME type of a file that begins with `head`; application/octet-stream for what is not read here."""
-    picture = format_name(head)
-    if picture is not None:
-        return f"image/{picture.lower()}"
-    if looks_like_other_picture(head):
-        return "application/octet-stream"
-    match video_format(head):
-        case "mov":
+    found = file_format(head)
+    if found is not None and found.plugin:
+        return f"image/{found.name.lower()}"
+    if found is not None and found.kind == "video":
+        if found.ffmpeg == "mov":
             return "video/quicktime" if head[8:12] == b"qt  " else "video/mp4"
-        case "matroska":
-            return "video/webm" if b"webm" in head else "video/x-matroska"
+        return "video/webm" if b"webm" in head else "video/x-matroska"
     return "application/octet-stream"

@@ -1,28 +1,52 @@
-"""Picture bytes to RGB pixels.
+"""Picture bytes to upright RGB pixels.
 
-Pillow opens a file once its structure is known to be that of an ordinary one, and decodes it once the header's size has
-passed the limits. Pillow's module-level limits stay alone.
+Pillow reads a file's header, and decodes it once the size that stands there has passed the limits. Pillow's
+module-level limits stay alone. What a file costs beyond its size is bounded by the process that decodes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from PIL import Image, ImageFile
+from PIL import ExifTags, Image, ImageFile, features
 
-from processors.image.formats import INVALID_IMAGE, PictureFormat, picture_format
-from processors.image.limits import DecodeLimits, check_size, too_large
-from processors.image.orientation import turn_upright
-from processors.image.picture_structure import check_structure
+from processors.formats import INVALID_IMAGE, FileFormat, file_format
 from processors.image.rgb import to_rgb
-from processors.plain_words import words
+from processors.plain_words import first_bytes, words
+from processors.resize import MAX_ASPECT_RATIO
 from vlmserve_common.errors import BadRequestError
 
-_TILE_WIDTH_TAG, _TILE_LENGTH_TAG = 322, 323
-_MOST_LAYERS = 2  # how often strips may cover a picture: some files have a few too many of them
+# Exif orientation -> what brings the picture upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeLimits:
+    """max_image_pixels: the most pixels (width * height) of a picture as it comes, before any resizing."""
+
+    max_image_pixels: int = 64 * 10**6
+
+    @property
+    def max_side(self) -> int:
+        """The longest side, in pixels, of a picture of that many pixels and the most extreme shape that is resized.
+
+        Pillow keeps a pointer for each row, and decoders work by rows: thin pictures cost far more than their pixels.
+        """
+        return math.isqrt(self.max_image_pixels * MAX_ASPECT_RATIO)
 
 
 def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
@@ -30,69 +54,77 @@ def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
 
     Raises BadRequestError for anything but a whole picture of a supported format within the limits.
     """
-    found = picture_format(data)
-    check_structure(found.name, data, limits)
-    try:
-        image = _open(found, data)
-    except Image.DecompressionBombError as error:  # some plugins ask before we can, with Pillow's limit
-        size = re.search(r"\d+", str(error))
-        raise too_large(f"{found.name} picture of {size.group() if size else 'far more'} pixels", limits) from None
-    except Exception as error:  # Pillow's plugins raise whatever a broken header makes them stumble over
-        raise BadRequestError(_explain_header(found.name, error), code=INVALID_IMAGE) from error
-    check_pixels(image, limits)
-    _check_inside(found.name, image, limits)
-    try:
-        image.load()
-        rgb = to_rgb(image)
-    except BadRequestError:
-        raise
-    except Exception as error:
-        raise BadRequestError(
-            f"the {found.name} picture is broken or cut off: {words(error)}", code=INVALID_IMAGE
-        ) from error
-    return turn_upright(rgb, image)
+    found = _picture_format(data)
+    with _refusing(lambda error: _explain_header(found.name, error)):
+        try:
+            image = _open(found, data)
+        except Image.DecompressionBombError as error:  # some plugins ask before we can, with Pillow's limit
+            size = re.search(r"\d+", str(error))
+            raise _too_large(f"{found.name} picture of {size.group() if size else 'far more'} pixels", limits) from None
+    return _decode(image, limits, f"the {found.name} picture is broken or cut off")
+
+
+def _picture_format(data: bytes) -> FileFormat:
+    if not data:
+        raise BadRequestError("the picture is empty (zero bytes)", code=INVALID_IMAGE)
+    found = file_format(data)
+    without_avif = not features.check("avif")  # as this Pillow was built
+    if found is not None and found.plugin and not (found.name == "AVIF" and without_avif):
+        return found
+    if found is not None and found.kind == "video":
+        what = f"the data is {found.called}, not a picture: send it in a part of type video_url, or video"
+        raise BadRequestError(what, code=INVALID_IMAGE)
+    readable = f"pictures of the formats PNG, JPEG, WebP, GIF, BMP, TIFF{'' if without_avif else ', AVIF'} are read"
+    if found is not None:
+        what = f"the data is {found.called}, which is not a supported picture; {readable}"
+    else:
+        what = f"the data is not a picture of a supported format; {readable}, and it begins with {first_bytes(data)}"
+    raise BadRequestError(what, code=INVALID_IMAGE)
 
 
 def check_pixels(image: Image.Image, limits: DecodeLimits) -> None:
-    """Raises BadRequestError when the picture is larger than the limit. Reads the size only."""
-    check_size(*image.size, limits)
+    """Raises BadRequestError for a picture of no pixels, of too many, or with too long a side. Reads the size only."""
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise BadRequestError(f"the picture has no pixels ({width}x{height})", code=INVALID_IMAGE)
+    if width * height > limits.max_image_pixels:
+        raise _too_large(f"picture of {width}x{height} = {width * height} pixels", limits)
+    if max(width, height) > limits.max_side:
+        raise BadRequestError(
+            f"a picture of {width}x{height} pixels: its longer side may be {limits.max_side} pixels, "
+            f"those of {limits.max_image_pixels} pixels (setting --max-image-pixels) at {MAX_ASPECT_RATIO}:1",
+            code="image_too_large",
+        )
 
 
 def normalize_image(image: Image.Image, limits: DecodeLimits) -> Image.Image:
     """A picture that came as a Pillow object: limits checked, upright, RGB. Raises BadRequestError."""
+    return _decode(image, limits, "the picture cannot be read")
+
+
+def _decode(image: Image.Image, limits: DecodeLimits, failed: str) -> Image.Image:
+    """failed: what is said before the reason of a picture that cannot be decoded."""
     check_pixels(image, limits)
-    try:
+    with _refusing(lambda error: f"{failed}: {words(error)}"):
         image.load()
-        return turn_upright(to_rgb(image), image)
+        return _turn_upright(to_rgb(image), image)
+
+
+@contextlib.contextmanager
+def _refusing(explain: Callable[[Exception], str]) -> Iterator[None]:
+    """Whatever Pillow raises becomes a BadRequestError: its plugins stumble over broken files in many ways."""
+    try:
+        yield
     except BadRequestError:
         raise
     except Exception as error:
-        raise BadRequestError(f"the picture cannot be read: {words(error)}", code=INVALID_IMAGE) from error
+        raise BadRequestError(explain(error), code=INVALID_IMAGE) from error
 
 
-def _open(found: PictureFormat, data: bytes) -> ImageFile.ImageFile:
+def _open(found: FileFormat, data: bytes) -> ImageFile.ImageFile:
     """Read the header only. `Image.open` would do, but for its warning about sizes, which is global state."""
-    opener: Callable[[io.BytesIO, str], ImageFile.ImageFile] = getattr(
-        importlib.import_module(found.module), found.opener
-    )
-    return opener(io.BytesIO(data), "")
-
-
-def _check_inside(name: str, image: ImageFile.ImageFile, limits: DecodeLimits) -> None:
-    """What a small TIFF may hide that is costly to decode. Raises BadRequestError."""
-    if name != "TIFF":
-        return
-    tags = getattr(image, "tag_v2", {})
-    width, length = tags.get(_TILE_WIDTH_TAG), tags.get(_TILE_LENGTH_TAG)
-    if isinstance(width, int) and isinstance(length, int) and width * length > limits.max_image_pixels:
-        tile = f"{width}x{length} = {width * length} pixels"
-        raise too_large(f"TIFF picture of {image.width}x{image.height} pixels with a tile of {tile}", limits)
-    # Each strip or tile is decoded, also where it lies on top of another.
-    boxes = [tile.extents for tile in image.tile if tile.extents is not None]
-    covered = sum((right - left) * (lower - upper) for left, upper, right, lower in boxes)
-    if covered > _MOST_LAYERS * image.width * image.height * len(image.getbands()):
-        what = f"{len(boxes)} strips or tiles, which its {image.width}x{image.height} pixels have no place for"
-        raise BadRequestError(f"the TIFF picture is broken: it has {what}", code=INVALID_IMAGE)
+    assert found.plugin is not None
+    return getattr(importlib.import_module(found.plugin), found.opener)(io.BytesIO(data), "")
 
 
 def _explain_header(name: str, error: Exception) -> str:
@@ -102,3 +134,22 @@ def _explain_header(name: str, error: Exception) -> str:
     if text == "not identified by this driver":
         return f"the {name} picture is broken: its header names no size, or one of no pixels"
     return f"the {name} picture is broken: {text}"
+
+
+def _too_large(what: str, limits: DecodeLimits) -> BadRequestError:
+    return BadRequestError(
+        f"a {what}; the limit is {limits.max_image_pixels} (setting --max-image-pixels)", code="image_too_large"
+    )
+
+
+def _turn_upright(rgb: Image.Image, source: Image.Image) -> Image.Image:
+    """`rgb`, upright by the Exif orientation of `source`, which it was made of."""
+    try:
+        method = _UPRIGHT.get(source.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:
+        return rgb  # unreadable EXIF data is no reason to refuse the pixels
+    if method is None:
+        return rgb
+    upright = rgb.transpose(method)
+    upright.info = {}  # or whoever gets it would read the orientation, and turn it, again
+    return upright

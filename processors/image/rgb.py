@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from processors.image.formats import INVALID_IMAGE
+from processors.formats import INVALID_IMAGE
 from vlmserve_common.errors import BadRequestError
 
 _WHITE = (255, 255, 255, 255)

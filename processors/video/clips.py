@@ -6,15 +6,14 @@ frames of full size for each thread that does so, not the clip.
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -23,35 +22,19 @@ from processors.inputs import Modality
 from processors.processed import ProcessedVideo
 from processors.resize import Allocate, PatchConfig, frames_to_patches, planes, resize_frames
 from processors.video.ahead import ahead
-from processors.video.frame_choice import FrameChoice
+from processors.video.frame_choice import ClipInfo, FrameChoice
 from processors.video.options import VideoKnobs, VideoLimits, check_knobs
 from processors.video.rules import VideoRules
 from processors.video.side_by_side import side_by_side
 from vlmserve_common.errors import BadRequestError
 
+if TYPE_CHECKING:
+    from processors.video.decoding import Clip
+
 _CODE = "invalid_value"
 # qwen_vl_utils' rate of frames that come as a list, where nothing is said
 _LIST_FPS = 2.0
 _OF_FILES = ("num_frames", "min_frames", "max_frames", "do_sample_frames", "video_start", "video_end")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Source:
-    """A clip or list of frames as it came. size: (width, height), upright. fps: frames a second."""
-
-    size: tuple[int, int]
-    fps: float
-    num_frames: int
-
-
-class _Clip(Protocol):
-    """What is needed here of `processors.video.decoding.Clip`, which brings PyAV along."""
-
-    @property
-    def threads(self) -> int: ...
-    def stretches(self, indices: Sequence[int], multiple: int) -> list[range]: ...
-    def read(self, indices: Sequence[int], threads: int) -> Generator[np.ndarray, None, None]: ...
-    def call_off(self) -> None: ...
 
 
 _Frames: TypeAlias = AbstractContextManager[Iterable[np.ndarray]]
@@ -85,13 +68,12 @@ class VideoProcessor:
     def process_clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
         """A video file's bytes. Raises BadRequestError."""
         check_knobs(knobs)
-        # Only who gets a video needs PyAV.
-        clip = importlib.import_module("processors.video.decoding").Clip(data, self.limits)
-        info = clip.info
-        choice = self._rules.choose(info.times, info.rate, knobs)
+        from processors.video.decoding import Clip  # only who gets a video needs PyAV
+
+        clip = Clip(data, self.limits)
+        choice = self._rules.choose(clip.info.times, clip.info.rate, knobs)
         self._check_count("the request asks for", len(choice.indices))
-        source = _Source(size=(info.width, info.height), fps=info.rate, num_frames=info.num_frames)
-        return self._process(self._reading(clip, choice.indices), choice, source, knobs)
+        return self._process(self._reading(clip, choice.indices), choice, clip.info, knobs)
 
     def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
         """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
@@ -110,9 +92,9 @@ class VideoProcessor:
             ignored=knobs.given(_OF_FILES),
         )
         height, width = first.shape[:2]
-        source = _Source(size=(width, height), fps=fps, num_frames=count)
+        info = ClipInfo(width=width, height=height, rate=fps, times=choice.times)
         every = chain([first], _of_size(frames, height, width))
-        return self._process(_Reading(opens=[lambda: nullcontext(every)]), choice, source, knobs)
+        return self._process(_Reading(opens=[lambda: nullcontext(every)]), choice, info, knobs)
 
     def _check_count(self, what: str, count: int) -> None:
         limit = self.limits.max_frames
@@ -121,7 +103,7 @@ class VideoProcessor:
                 f"{what} {count} frames; the limit is {limit} (setting --max-video-frames)", code="too_many_frames"
             )
 
-    def _reading(self, clip: _Clip, indices: Sequence[int]) -> _Reading:
+    def _reading(self, clip: Clip, indices: Sequence[int]) -> _Reading:
         depth = self._patches.temporal_patch_size
         parts = clip.stretches(indices, depth)
         if len(parts) == 1:
@@ -130,10 +112,10 @@ class VideoProcessor:
         starts = [part.start // depth for part in parts]
         return _Reading(opens=opens, starts=starts, threads=clip.threads, call_off=clip.call_off)
 
-    def _process(self, reading: _Reading, choice: FrameChoice, source: _Source, knobs: VideoKnobs) -> ProcessedVideo:
+    def _process(self, reading: _Reading, choice: FrameChoice, info: ClipInfo, knobs: VideoKnobs) -> ProcessedVideo:
         depth, factor = self._patches.temporal_patch_size, self._patches.factor
         count = len(choice.indices)
-        height, width, clamps = self._rules.fit(count, source.size[1], source.size[0], knobs)
+        height, width, clamps = self._rules.fit(count, info.height, info.width, knobs)
         t = math.ceil(count / depth)
         num_tokens = t * (height // factor) * (width // factor)
         limit = self.limits.max_tokens
@@ -150,16 +132,16 @@ class VideoProcessor:
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
-            scale=self._patches.scale(frames=depth),
+            normalization=self._patches.normalization(frames=depth),
             num_tokens=num_tokens,
-            source_size=source.size,
+            source_size=(info.width, info.height),
             frame_indices=choice.indices,
             frame_times=choice.times,
             # `_calculate_timestamps` of transformers' Qwen3VLProcessor
             patch_times=tuple((times[i] + times[i + depth - 1]) / 2 for i in range(0, len(times), depth)),
             second_per_grid_t=depth / choice.fps,
-            source_fps=source.fps,
-            source_frames=source.num_frames,
+            source_fps=info.rate,
+            source_frames=info.num_frames,
             sampling=choice.rule,
             sample_fps=choice.fps,
             clamps=choice.clamps + clamps,
@@ -214,7 +196,7 @@ class VideoProcessor:
             yield planes(resize_frames(frame[None], height, width, self._patches.resample, in_float=in_float))[0]
 
 
-def _open(clip: _Clip, indices: Sequence[int]) -> _Frames:
+def _open(clip: Clip, indices: Sequence[int]) -> _Frames:
     return closing(clip.read(indices, threads=1))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
 
 import av
 import numpy as np
@@ -22,31 +21,15 @@ from av.video.stream import VideoStream
 from processors.video import h264
 from processors.video.display_matrix import orientation
 from processors.video.file import VideoFile, broken, check_frame_size, words
+from processors.video.frame_choice import ClipInfo
 from processors.video.listing import list_frames
 from processors.video.options import VideoLimits
 from processors.video.stretches import SEEK_GAP, stretches
 from vlmserve_common.errors import BadRequestError
 
 _STRETCHES = 4
+_GIF_FRAMES = 256  # of the largest allowed: some 20 s
 _USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixels
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipInfo:
-    """A clip as it is shown. width, height: of an upright frame, in pixels. rate: average frames per second.
-
-    times: seconds of each frame from the start of the file, in order.
-    """
-
-    width: int
-    height: int
-    rate: float
-    times: tuple[float, ...]
-
-    @property
-    def num_frames(self) -> int:
-        """Frames in the file."""
-        return len(self.times)
 
 
 class Clip:
@@ -68,6 +51,8 @@ class Clip:
         # Sizes and rotation are believed from here: headers may say anything.
         check_frame_size(first.width, first.height, limits)
         width, height = first.width, first.height
+        if self._file.format == "gif":
+            _check_gif(len(self._pts), width, height, limits)
         if orientation(first).transposed:
             width, height = height, width
         start = self._pts[0]
@@ -178,6 +163,17 @@ class Clip:
         lines = np.frombuffer(memoryview(plane), np.uint8).reshape(picture.height, plane.line_size)
         rgb = lines[:, : 3 * picture.width].reshape(picture.height, picture.width, 3)
         return np.ascontiguousarray(orientation(frame).apply(rgb))
+
+
+def _check_gif(frames: int, width: int, height: int, limits: VideoLimits) -> None:
+    """A frame is made of the one before and costs its whole area, though it may take twenty bytes of the file."""
+    most = _GIF_FRAMES * limits.max_frame_pixels
+    if frames * width * height > most:
+        raise BadRequestError(
+            f"the GIF's {frames} frames of {width}x{height} have {frames * width * height} pixels; the limit is "
+            f"{most}, {_GIF_FRAMES} of the largest frames (setting --max-video-frame-pixels)",
+            code="video_too_costly",
+        )
 
 
 class _LostError(Exception):

@@ -11,32 +11,23 @@ from av.container import InputContainer
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from processors.image.formats import HEAD_BYTES, other_name, picture_name
+from processors.formats import INVALID_VIDEO, file_format
 from processors.plain_words import first_bytes
 from processors.plain_words import words as plain_words
-from processors.video.formats import video_format
-from processors.video.mp4_tables import CompressedHeaderError, promised_entries
 from processors.video.options import VideoLimits
 from vlmserve_common.errors import BadRequestError
 
-INVALID_VIDEO = "invalid_video"
-"""The error code of a video that cannot be read."""
 MAX_RATE = 240
 """Frames a second of the fastest clip: together with its duration it bounds the list of frames."""
 
 
 class VideoFile:
-    """Raises BadRequestError for what is no video, and for a header that promises too much.
-
-    format: FFmpeg's name of it.
-    """
+    """Raises BadRequestError for what is no video. format: FFmpeg's name of it."""
 
     def __init__(self, data: bytes, limits: VideoLimits) -> None:
         self.data = data
         self.limits = limits
         self.format = _format_of(data)
-        if self.format == "mov":
-            self._check_tables()
 
     @contextlib.contextmanager
     def open(self, threads: int) -> Iterator[tuple[InputContainer, VideoStream]]:
@@ -65,20 +56,6 @@ class VideoFile:
         except av.FFmpegError as error:
             raise broken(words(error)) from error
 
-    def _check_tables(self) -> None:
-        """FFmpeg believes a header's tables while it opens the file, before any other limit counts."""
-        most = 2 * int(self.limits.max_duration_s * MAX_RATE)
-        try:
-            entries = promised_entries(self.data, most)
-        except CompressedHeaderError:
-            raise broken("its header is compressed (cmov), which is not supported") from None
-        if entries > most:
-            raise BadRequestError(
-                f"the video's header promises more than {most} frames and samples, {2 * MAX_RATE} for each of the "
-                f"{self.limits.max_duration_s:g} s allowed (setting --max-video-duration-s)",
-                code="video_too_long",
-            )
-
 
 def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:
     """Raises BadRequestError for a frame above the limit."""
@@ -103,15 +80,13 @@ def words(error: Exception) -> str:
 def _format_of(data: bytes) -> str:
     if not data:
         raise BadRequestError("the video is empty (zero bytes)", code=INVALID_VIDEO)
-    found = video_format(data)
-    if found is not None:
-        return found
-    picture = picture_name(data[:HEAD_BYTES])
-    if picture is not None:
-        what = f"the data is {picture}, not a video: send it in a part of type image_url, or image"
+    found = file_format(data)
+    if found is not None and found.ffmpeg is not None:
+        return found.ffmpeg
+    if found is not None and found.kind == "picture":
+        what = f"the data is {found.called}, not a video: send it in a part of type image_url, or image"
         raise BadRequestError(f"{what}; frames go as a list into a part of type video", code=INVALID_VIDEO)
-    other = other_name(data[:HEAD_BYTES])
-    which = f"it is {other}" if other else f"it begins with {first_bytes(data)}"
+    which = f"it is {found.called}" if found else f"it begins with {first_bytes(data)}"
     raise BadRequestError(
         f"the data is not a video of a supported format (MP4, MOV, WebM, Matroska, GIF); {which}", code=INVALID_VIDEO
     )

@@ -12,8 +12,8 @@ from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
-from processors.image.gif_structure import is_whole_gif
-from processors.video.file import INVALID_VIDEO, MAX_RATE, VideoFile, broken
+from processors.formats import INVALID_VIDEO
+from processors.video.file import MAX_RATE, VideoFile, broken
 from vlmserve_common.errors import BadRequestError
 
 
@@ -49,6 +49,7 @@ def list_frames(
     keys: set[int] = set()
     ends = 0.0  # of any stream, in seconds
     first: VideoFrame | None = None
+    end = b""  # the last packet of a GIF, which goes on to the end of the file
     latest, lasts = -math.inf, 0  # the time of the last frame and how long it is shown, in ticks
     for packet in container.demux():
         check_time()
@@ -60,6 +61,8 @@ def list_frames(
         ends = max(ends, (at + (packet.duration or 0)) * ticks.get(packet.stream_index, 0.0))
         if packet.stream is not stream or _is_hidden(stream, packet):
             continue
+        if file.format == "gif":
+            end = bytes(packet)
         if packet.is_keyframe:
             keys.add(at)
         if packet.is_discard:  # decoded and not shown: what an edit list leaves out
@@ -82,7 +85,7 @@ def list_frames(
     if measured > limit:
         raise _too_long(measured, limit)
     if file.format == "gif":
-        if not is_whole_gif(file.data):
+        if b"\0;" not in end:
             raise broken("it lacks its end mark")
     elif declared - ends > 0.5 + 0.05 * declared:
         raise broken(f"its header promises {declared:.2f} s, its data end after {ends:.2f} s; it may be cut off")

@@ -9,8 +9,17 @@ from functools import partial
 from processors.image.sizes import Fit, aimed_size
 from processors.knobs import areas_without_effect, named
 from processors.resize import PatchConfig
-from processors.video.frame_choice import ByNumber, FrameChoice, FrameChooser, OnTimeGrid, Sampler, every_frame
-from processors.video.frame_sampling import qwen2_vl_indices, qwen3_vl_indices, qwen_vl_utils_indices
+from processors.video.frame_choice import (
+    ByNumber,
+    FrameChoice,
+    FrameChooser,
+    OnTimeGrid,
+    Sampler,
+    every_frame,
+    qwen2_vl_indices,
+    qwen3_vl_indices,
+    qwen_vl_utils_indices,
+)
 from processors.video.frame_sizes import (
     CAP,
     Areas,

@@ -12,7 +12,7 @@ from PIL import Image
 from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
 from processors.families.registry import make_processor
 from processors.inputs import MultimodalDataItem
-from processors.patch_values import patch_values
+from processors.normalize import normalize
 from processors.pool.pool import ProcessorPool
 from processors.pool.requests import MediaRequest
 from vlmserve_common.process.loop_thread import LoopThread
@@ -24,8 +24,8 @@ IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 93, 94, 91, 92
 def values(medium: ProcessedMedium | MultimodalDataItem) -> np.ndarray:
     """A medium's patches as towers take them."""
     assert medium.feature.dtype == np.uint8
-    assert medium.scale is not None
-    return patch_values(medium.feature, medium.scale).numpy()
+    assert medium.normalization is not None
+    return normalize(medium.feature, medium.normalization).numpy()
 
 
 def hf_config(family: str) -> dict:

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 
 from processors.image.decoding import DecodeLimits, decode_image, normalize_image
-from processors.image.formats import supported_formats
 from processors.image.rgb import to_rgb
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import encoded, noise, picture
@@ -258,7 +257,3 @@ def test_pillow_pictures_are_limited_too():
     broken = Image.open(io.BytesIO(encoded(picture(300, 200))[:5000]))
     with pytest.raises(BadRequestError, match="cannot be read"):
         normalize_image(broken, LIMITS)
-
-
-def test_names_what_it_supports():
-    assert supported_formats()[:6] == ("PNG", "JPEG", "WebP", "GIF", "BMP", "TIFF")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from processors.embeds import GridLimits, RowShape, check_embeds, parse_embeds
+from processors.embeds import EmbedsShape, GridLimits, check_embeds, parse_embeds
 from processors.hashing import embeds_digest
 from vlmserve_common.errors import BadRequestError
 
 LIMITS = GridLimits(merge_size=2, patch_size=16, max_pixels=128 * 128)
-PLAIN, DEEP = RowShape(width=8), RowShape(width=8, deepstack=2)
+PLAIN, DEEP = EmbedsShape(width=8), EmbedsShape(width=8, deepstack=2)
 GRID = torch.tensor([[1, 4, 6]])
 
 

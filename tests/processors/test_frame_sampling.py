@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from processors.resize import PatchConfig
-from processors.video.frame_sampling import (
+from processors.video.frame_choice import (
     frame_range,
     grid_places,
     qwen2_vl_indices,

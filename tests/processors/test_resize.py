@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from processors.patch_values import patch_values
+from processors.normalize import normalize
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize, smart_resize_clip
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import FAMILIES, noise, picture, preprocessor_config, tiny_processor, values
@@ -123,7 +123,7 @@ def test_frames_to_patches_is_transformers_video_patchify(frames):
     )
     patches, grid = frames_to_patches(clip, config)
     assert list(grid) == expected["video_grid_thw"][0].tolist()
-    made = patch_values(patches, config.scale(frames=2))
+    made = normalize(patches, config.normalization(frames=2))
     assert np.array_equal(made.numpy(), expected["pixel_values_videos"].numpy())
 
 
@@ -137,7 +137,7 @@ def test_patch_order_read_back_pixel_by_pixel():
         window, inside = divmod(row, 4)
         top, left = (inside // 2) * 2, window * 4 + (inside % 2) * 2
         assert np.array_equal(patch.transpose(1, 2, 0), pixels[top : top + 2, left : left + 2])
-    made = patch_values(patches, config.scale(frames=1)).reshape(-1, 3, 2, 2, 2)
+    made = normalize(patches, config.normalization(frames=1)).reshape(-1, 3, 2, 2, 2)
     for frame in range(2):
         assert np.array_equal(made[:, :, frame], patches.reshape(-1, 3, 2, 2)), "a picture fills its patches' depth"
 

@@ -8,8 +8,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from processors.level_scale import LevelScale
-from processors.patch_values import patch_values, value_width
+from processors.inputs import Normalization
+from processors.normalize import normalize, value_width
 from vision.towers.blocks import VisionTower
 from vision.towers.temporal_patch import TemporalPatch
 
@@ -50,19 +50,19 @@ def pixel_values(patches: Sequence[TemporalPatch], device: torch.device) -> torc
             raise ValueError(
                 f"a temporal patch of grid {patch.grid} has {patch.num_patches} patches, not {len(patch.pixels)}"
             )
-    widths = {value_width(patch.pixels, _scale(patch)) for patch in patches}
+    widths = {value_width(patch.pixels, _normalization(patch)) for patch in patches}
     if len(widths) > 1:
         raise ValueError(f"the patches of a batch have {sorted(widths)} values: they are not of one tower")
     values = torch.empty(sum(patch.num_patches for patch in patches), widths.pop(), dtype=torch.float32, device=device)
     done = 0
-    for scale, group in groupby(patches, key=_scale):  # nearly always one or two
-        levels = np.concatenate([patch.pixels for patch in group])
-        patch_values(levels, scale, values[done : done + len(levels)])
-        done += len(levels)
+    for normalization, group in groupby(patches, key=_normalization):  # nearly always one or two
+        pixels = np.concatenate([patch.pixels for patch in group])
+        normalize(pixels, normalization, values[done : done + len(pixels)])
+        done += len(pixels)
     return values
 
 
-def _scale(patch: TemporalPatch) -> LevelScale:
-    if patch.scale is None:
-        raise ValueError(f"a temporal patch of grid {patch.grid} does not say how its levels become values")
-    return patch.scale
+def _normalization(patch: TemporalPatch) -> Normalization:
+    if patch.normalization is None:
+        raise ValueError(f"a temporal patch of grid {patch.grid} does not say how its pixels become values")
+    return patch.normalization

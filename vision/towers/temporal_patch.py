@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import blake3
 import numpy as np
 
-from processors.inputs import MultimodalDataItem
-from processors.level_scale import LevelScale
+from processors.inputs import MultimodalDataItem, Normalization
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,14 +18,14 @@ class TemporalPatch:
     its temporal patches, one after the other.
 
     digest: 32 bytes over its pixels, grid and patch settings. grid: (height, width) in patches. pixels: uint8 [h * w,
-    levels of a patch], in the processor's patch order, which `scale` makes values of. encoded: it came encoded, and
-    pixels are its rows, without a scale.
+    pixels of a patch], in the processor's patch order, which `normalization` makes values of. encoded: it came encoded,
+    and pixels are its rows, without a normalization.
     """
 
     digest: bytes
     grid: tuple[int, int]
     pixels: np.ndarray
-    scale: LevelScale | None = None
+    normalization: Normalization | None = None
     encoded: bool = False
 
     @property
@@ -39,7 +38,9 @@ def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
     """A picture's one, or a video's in order; their pixels are views of the item's."""
     parts = np.split(item.feature, len(item.patch_digests))
     return tuple(
-        TemporalPatch(digest=digest, grid=item.grid_thw[1:], pixels=part, scale=item.scale, encoded=item.encoded)
+        TemporalPatch(
+            digest=digest, grid=item.grid_thw[1:], pixels=part, normalization=item.normalization, encoded=item.encoded
+        )
         for digest, part in zip(item.patch_digests, parts, strict=True)
     )
 

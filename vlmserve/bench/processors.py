@@ -28,7 +28,7 @@ from processors.families.base import MultimodalProcessor, ProcessedMedium, data_
 from processors.fetch.fetching import FetchSettings, MediaFetcher, decode_data_url
 from processors.image.decoding import decode_image
 from processors.inputs import Modality
-from processors.patch_values import patch_values, value_width
+from processors.normalize import normalize, value_width
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.process_maker import ProcessMaker, ProcessSettings
 from processors.pool.requests import ImageRequest
@@ -226,11 +226,11 @@ def _with_values(make: Callable[[], ProcessedMedium]) -> Callable[[], None]:
 
     def run() -> None:
         made = make()
-        assert made.scale is not None
-        step = torch.empty(_STEP_PATCHES, value_width(made.feature, made.scale), dtype=torch.float32)
+        assert made.normalization is not None
+        step = torch.empty(_STEP_PATCHES, value_width(made.feature, made.normalization), dtype=torch.float32)
         for start in range(0, len(made.feature), _STEP_PATCHES):
             levels = made.feature[start : start + _STEP_PATCHES]
-            patch_values(levels, made.scale, step[: len(levels)])
+            normalize(levels, made.normalization, step[: len(levels)])
 
     return run
 

@@ -69,8 +69,7 @@ def _picture(kind: str) -> dict[str, Any]:
 
     from PIL import Image
 
-    from processors.image.decoding import decode_image
-    from processors.image.limits import DecodeLimits
+    from processors.image.decoding import DecodeLimits, decode_image
 
     buffer = io.BytesIO()
     Image.new("RGB", (32, 24), (200, 60, 30)).save(buffer, kind)
@@ -82,8 +81,7 @@ def _sample(name: str) -> dict[str, Any]:
     """Reads a sample picture, or counts the frames of a sample clip."""
     path = SAMPLES / name
     if path.suffix != ".mp4":
-        from processors.image.decoding import decode_image
-        from processors.image.limits import DecodeLimits
+        from processors.image.decoding import DecodeLimits, decode_image
 
         return {"size": list(decode_image(path.read_bytes(), DecodeLimits()).size)}
     import av

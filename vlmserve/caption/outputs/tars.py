@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from processors.image.formats import picture_format
+from processors.formats import file_format
 from processors.inputs import Modality
-from processors.video.formats import video_format
 from vlmserve.caption.journal import Journal
 from vlmserve.caption.outputs.base import Appended, Output, OutputError, PartNames, remove_locked, sync_folder
 from vlmserve.caption.result import Captioned, as_text, output_line
@@ -151,7 +150,8 @@ def _member(name: str, data: bytes) -> Iterator[bytes]:
 
 
 def _suffix(data: bytes, modality: Modality | None) -> str:
+    found = file_format(data)
+    assert found is not None  # it has been decoded
     if modality is Modality.VIDEO:
-        return {"matroska": "mkv", "gif": "gif"}.get(video_format(data[:128]) or "", "mp4")
-    name = picture_format(data).name.lower()
-    return {"jpeg": "jpg", "tiff": "tif"}.get(name, name)
+        return {"matroska": "mkv", "gif": "gif"}.get(found.ffmpeg or "", "mp4")
+    return {"jpeg": "jpg", "tiff": "tif"}.get(found.name.lower(), found.name.lower())
