@@ -88,7 +88,7 @@ MakeFrontend: TypeAlias = Callable[[FrontendInputs], Frontend]
 
 def run_scheduler_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     """The scheduler process."""
-    from vlmserve.scheduler.process import run_scheduler
+    from vlmserve.engine.process import run_scheduler
 
     run_scheduler(args, channels, start, ready)
 

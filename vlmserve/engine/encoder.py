@@ -13,7 +13,7 @@ import torch
 from vision.cache.disk_tier import DiskTier
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.cache.store import EmbeddingStore
-from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
 from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.runner import TowerRunner
@@ -48,9 +48,9 @@ def resolve_warmup_patches(args: EngineArgs, device: torch.device) -> int:
     return min(resolve_max_patches(args, device), _WARMUP_PATCHES) * max(1, 2 * args.num_encoders)
 
 
-def row_shape(tower: VisionTower, dtype: torch.dtype) -> RowShape:
-    """Of the rows that a tower makes."""
-    return RowShape(
+def embed_shape(tower: VisionTower, dtype: torch.dtype) -> EmbedShape:
+    """Of the embeddings that a tower makes."""
+    return EmbedShape(
         merge=tower.spatial_merge_size,
         width=tower.out_hidden_size * (1 + tower.num_deepstack_layers),
         dtype=dtype,
@@ -73,7 +73,7 @@ def build_encoder_pool(
     `--embedding-cache-dir` says. Raises EngineError.
     """
     hf_config = read_hf_config(Path(args.model))
-    shape = row_shape(tower, dtype)
+    shape = embed_shape(tower, dtype)
     space_bytes = args.encoder_cache_mib * 2**20
     with ExitStack() as stack:
         backend: EncoderBackend
@@ -90,7 +90,7 @@ def build_encoder_pool(
             backend,
             make_cache(device, device_bytes=space_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
             fingerprint=fingerprint,
-            row_shape=shape,
+            embed_shape=shape,
             limits=PoolLimits(
                 max_patches=resolve_max_patches(args, device),
                 space_bytes=space_bytes,
@@ -110,7 +110,7 @@ def make_cache(device: torch.device, *, device_bytes: int, host_bytes: int) -> E
     )
 
 
-def open_store(args: EngineArgs, fingerprint: bytes, shape: RowShape, hf_config: Mapping[str, Any]) -> EmbeddingStore:
+def open_store(args: EngineArgs, fingerprint: bytes, shape: EmbedShape, hf_config: Mapping[str, Any]) -> EmbeddingStore:
     """The folder of `--embedding-cache-dir`, for the embeddings of one tower. EngineError if it cannot be used."""
     assert args.embedding_cache_dir is not None
     return EmbeddingStore(

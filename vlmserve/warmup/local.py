@@ -93,7 +93,7 @@ class LocalTarget:
 
     def notes(self) -> list[str]:
         """See `Target`."""
-        evictions = self._store.tier_stats().evictions
+        evictions = self._store.stats().evictions
         if not evictions:
             return []
         return [f"{evictions} entries gave way to others: the cache is full (settings --embedding-cache-gib, --pin)"]

@@ -73,7 +73,7 @@ def test_a_small_table_keeps_everything():
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_media_that_differ_in_one_field_share_nothing_from_there_on(other, page_size):
     allocator = TokenToKVPoolAllocator(64, page_size)
-    cache, table = RadixCache(allocator, page_size), MediaKeyTable()
+    cache, table = RadixCache(allocator), MediaKeyTable()
     first = radix_key(PROMPT, inputs(ITEM), table)
     assert cache.insert(first, allocator.alloc_extend(0, len(first), -1)) == 0
     same = radix_key(PROMPT, inputs(replace(ITEM, feature=np.ones((32, 4), dtype=np.float32))), table)

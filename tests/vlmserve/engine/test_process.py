@@ -11,9 +11,9 @@ from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
 from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.start import StartSettings
-from vlmserve.scheduler import process
 
 
 class StartedError(Exception):
