@@ -13,19 +13,20 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.ipc.ready import Ready, ReadyInfo
-from vlmserve.ipc.start import StartSettings
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.listening import listen
 from vlmserve_common.logs import configure_logging
@@ -41,8 +42,6 @@ from vlmserve_common.transport.shm import SPARE_BYTES
 
 if TYPE_CHECKING:
     import uvicorn
-
-    from vlmserve.ipc.sockets import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -68,22 +67,8 @@ class Frontend(Protocol):
     async def close(self) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrontendInputs:
-    """What a frontend is made from. settings.engine.model is a folder; model_name is what clients call it.
-
-    shared_dir: the private directory for large arrays that `send` and `prepare` use.
-    """
-
-    settings: ServerSettings
-    info: ReadyInfo
-    model_name: str
-    send: Callable[[SchedulerInput], None]
-    prepare: Callable[[SchedulerInput], Prepared]
-    shared_dir: Path
-
-
-MakeFrontend: TypeAlias = Callable[[FrontendInputs], Frontend]
+MakeFrontend: TypeAlias = Callable[..., Frontend]
+"""Called as `vlmserve.server.frontend.make_frontend` is."""
 
 
 def run_scheduler_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
@@ -123,7 +108,12 @@ def launch_server(
             runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
             shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
             channels = Channels.in_directories(runtime_dir, shared_dir)
-            start = StartSettings.from_now(log_level=settings.log_level, startup_timeout_s=settings.startup_timeout_s)
+            start = StartSettings(
+                shared_dir=shared_dir,
+                log_level=settings.log_level,
+                startup_timeout_s=settings.startup_timeout_s,
+                ready_by=time.monotonic() + settings.startup_timeout_s,
+            )
             children: list[ChildProcess] = []
             for name, main in (("scheduler", scheduler), ("detokenizer", detokenizer)):
                 with stop_signals_held():  # until it is sure that the child will be stopped
@@ -136,7 +126,7 @@ def launch_server(
             # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
             grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
             reports = wait_until_ready(children, start, grace_s=grace_s)
-            serving = _Serving(settings, model_name, channels, children, listener)
+            serving = _Serving(settings, model_name, channels, start, children, listener)
             return asyncio.run(serving.run(reports["scheduler"], make_frontend))
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
@@ -153,12 +143,14 @@ class _Serving:
         settings: ServerSettings,
         model_name: str,
         channels: Channels,
+        start: StartSettings,
         children: Sequence[ChildProcess],
         listener: socket.socket,
     ) -> None:
         self._settings = settings
         self._model_name = model_name
         self._channels = channels
+        self._start = start
         self._children = children
         self._listener = listener
         self._failure: str | None = None
@@ -174,14 +166,12 @@ class _Serving:
             receiver = AsyncReceiver(self._channels.api, get_args(TokenizerManagerInput))
             stack.callback(receiver.close)
             frontend = make_frontend(
-                FrontendInputs(
-                    settings=self._settings,
-                    info=info,
-                    model_name=self._model_name,
-                    send=sender.send,
-                    prepare=sender.prepare,
-                    shared_dir=shared.directory,
-                )
+                self._settings,
+                max_model_len=info.max_model_len,
+                model_name=self._model_name,
+                send=sender.send,
+                prepare=sender.prepare,
+                start=self._start,
             )
             stack.push_async_callback(frontend.close)
             server = self._make_server(frontend.app)
@@ -284,14 +274,7 @@ def _http_frontend() -> MakeFrontend:
     """The real frontend's maker. Importing it takes seconds, best spent while the scheduler loads the model."""
     from vlmserve.server.frontend import make_frontend
 
-    return lambda inputs: make_frontend(
-        inputs.settings,
-        max_model_len=inputs.info.max_model_len,
-        model_name=inputs.model_name,
-        send=inputs.send,
-        prepare=inputs.prepare,
-        shared_dir=inputs.shared_dir,
-    )
+    return make_frontend
 
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:

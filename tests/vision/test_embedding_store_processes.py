@@ -42,7 +42,7 @@ def test_a_killed_writer_loses_nothing_that_it_confirmed(tmp_path, caplog):
         assert seen == list(range(first, first + len(seen)))
         confirmed += [(number, form) for number in seen]
         cut_off += len(temporary_files(tmp_path))
-        store = open_store(tmp_path)
+        store = open_store(tmp_path, clock=lambda: time.time() + 1000)
         assert temporary_files(tmp_path) == []
         assert all(holds(store, number, **form) for number in seen)
         holds(store, first + len(seen), **form)  # there or not, but not wrong

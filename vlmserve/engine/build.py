@@ -11,8 +11,8 @@ import torch
 
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
-from vlmserve.engine.helper_processes import HelperProcesses
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache
@@ -121,11 +121,11 @@ def build_scheduler(
     info: EngineInfo,
     send: Callable[[SchedulerOutput], None],
     *,
-    encoders: HelperProcesses | None = None,
+    start: StartSettings | None = None,
 ) -> Scheduler:
     """A scheduler over a runner in this process; `send` gets every step's outputs.
 
-    encoders: needed where `args` asks for encoder processes.
+    start: needed where `args` asks for encoder processes.
     """
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
     cache = RadixCache(allocator, disabled=args.disable_radix_cache)
@@ -145,7 +145,7 @@ def build_scheduler(
         kv=kv,
         worker=runner,
         encoder=build_encoder_pool(
-            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, processes=encoders
+            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, start=start
         ),
         policy=SchedulePolicy(
             args.schedule_policy,

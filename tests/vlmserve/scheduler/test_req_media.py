@@ -198,11 +198,11 @@ def test_older_requests_and_earlier_parts_of_one_go_first():
     rig.media.hold_from(9)
     older = ReqMedia(media(item(["o"], (0, 1))), rig.pool, order=3)
     rig.media.hold_from(0)
-    older.want(0)
+    older.hold_from(0)
     rig.pool.advance()
     assert [chr(digest[0]) for digest in rig.backend.encoded()] == ["o"]
     rig.backend.finish()
     rig.pool.advance()
-    older.want_nothing()
+    older.release()
     rig.pool.advance()
     assert [chr(digest[0]) for digest in rig.backend.encoded()] == ["o", "a"]
