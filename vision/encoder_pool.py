@@ -202,12 +202,11 @@ class EncoderPool:
         """Where embeddings are kept on disk; None if they are not."""
         return None if self._disk is None else self._disk.store
 
-    def save(self, keys: Iterable[bytes], *, pin: bool = False) -> None:
-        """Have the embeddings of held keys that are ready on the disk, whatever waits to be written. Needs a disk
+    def save(self, key: bytes, *, pin: bool = False) -> None:
+        """Have the embeddings of a held key that are ready on the disk, whatever waits to be written. Needs a disk
         tier, and embeddings that were made here: those that came encoded are somebody's own."""
-        for key in keys:
-            assert not self._entries[key].patch.encoded, "embeddings that came from outside are not kept"
-            self._save(self._entries[key], self.cache.embeds(key), insist=True, pin=pin)
+        assert not self._entries[key].patch.encoded, "embeddings that came from outside are not kept"
+        self._save(self._entries[key], self.cache.embeds(key), insist=True, pin=pin)
 
     def is_saved(self, key: bytes) -> bool | None:
         """Whether a held key's embeddings are known to be on disk, as the last `save` was to have them. None: that is

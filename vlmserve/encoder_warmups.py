@@ -142,7 +142,7 @@ class EncoderWarmups:
             if pool.is_saving(key):  # on the pool's own accord
                 return None
         if pool.is_ready(key):  # they may have been given up for others meanwhile
-            pool.save([key], pin=warmup.pin)
+            pool.save(key, pin=warmup.pin)
             held.asked = True
         return None
 

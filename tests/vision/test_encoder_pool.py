@@ -681,7 +681,8 @@ def test_saving_to_order_is_insisted_on_and_what_was_saved_of_itself_is_no_answe
     pool.advance()
     disk.finish_all()
     pool.advance()
-    pool.save(keys, pin=True)
+    for key in keys:
+        pool.save(key, pin=True)
     assert [(insist, pin) for _, _, _, insist, pin in disk.saves] == [(False, False), (True, True)]
     disk.broken = True
     disk.finish_save()
@@ -692,7 +693,8 @@ def test_saving_to_order_is_insisted_on_and_what_was_saved_of_itself_is_no_answe
     pool.advance()
     assert pool.is_saved(keys[0]) is True
     assert disk.pinned == set(keys)
-    pool.save(keys)
+    for key in keys:
+        pool.save(key)
     assert pool.is_saved(keys[0]) is None
     disk.broken = True
     disk.finish_all()
@@ -708,7 +710,8 @@ def test_what_is_saved_of_itself_and_then_pinned_is_counted_once():
     pool.advance()
     disk.finish_all()
     pool.advance()
-    pool.save(keys, pin=True)
+    for key in keys:
+        pool.save(key, pin=True)
     disk.finish_all()
     pool.advance()
     assert disk.pinned == set(keys)
@@ -721,7 +724,7 @@ def test_rows_that_came_encoded_are_never_written():
     keys = pool.submit([came_encoded("a")], order=0)
     pool.advance()
     with pytest.raises(AssertionError, match="came from outside"):
-        pool.save(keys, pin=True)
+        pool.save(keys[0], pin=True)
     assert (list(disk.saves), list(disk.loads), disk.saving) == ([], [], 0)
 
 
@@ -749,7 +752,8 @@ def test_a_write_that_outlives_its_entry():
         pool.advance()
         disk.finish_load() if disk.loads else None
         pool.advance()
-        pool.save(keys)
+        for key in keys:
+            pool.save(key)
         pool.release(keys, order=0)
     keys = pool.submit(contents("a"), order=0)
     disk.finish_all()
@@ -763,7 +767,7 @@ def test_saving_needs_a_disk():
     keys = pool.submit(contents("a"), order=0)
     pool.advance()
     with pytest.raises(AssertionError, match="no disk tier"):
-        pool.save(keys)
+        pool.save(keys[0])
 
 
 def test_handles_are_those_of_the_workers_and_the_disk():

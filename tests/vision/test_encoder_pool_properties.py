@@ -202,7 +202,8 @@ class PoolMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.requests))
         wanted = zip(request.keys, request.patches[request.start :], strict=True)
         keys = [key for key, patch in wanted if self.pool.is_ready(key) and not patch.encoded]
-        self.pool.save(keys, pin=pin)
+        for key in keys:
+            self.pool.save(key, pin=pin)
         assert all(self.pool.is_saved(key) is None for key in keys)
 
     # ------------------------------------------------------------ what always holds

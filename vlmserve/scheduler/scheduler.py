@@ -92,7 +92,6 @@ class Scheduler:
         self._send = send
         self._steps = 0
         self._decode_is_due = False
-        self._trim_media_keys_at = media_keys.max_keys
         self._urgent: bytes | None = None
         self._prompt_tokens = self._cached_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
@@ -122,7 +121,7 @@ class Scheduler:
             arrival=self.arrivals,
         )
         self.arrivals += 1
-        if len(self._media_keys) > self._trim_media_keys_at:
+        if self._media_keys.is_large:
             self._trim_media_keys(req)
         self._prompt_tokens += req.prompt_len
         req.media.hold_from(self.kv.matched_len(req))
@@ -417,12 +416,11 @@ class Scheduler:
         return [*self.waiting_queue, *self.running_batch.reqs, *self.chunked_reqs]
 
     def _trim_media_keys(self, newcomer: Req) -> None:
-        """Forget media that neither a cached prefix nor a request holds. Seldom enough to cost next to nothing."""
+        """Forget media that neither a cached prefix nor a request holds."""
         live = self.kv.prefix_cache.live_keys()
         for req in [newcomer, *self._requests()]:
             live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
         self._media_keys.retain(live)
-        self._trim_media_keys_at = max(self._media_keys.max_keys, 2 * len(self._media_keys))
 
     def flush_cache(self) -> None:
         """Forget every cached prefix that no request uses."""
