@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import build
+from vlmserve.engine import build as engine
 from vlmserve.memory import sizing
 from vlmserve.offline.llm import LLM
 from vlmserve_common.errors import EngineError
@@ -58,7 +58,7 @@ def test_no_room(free: pytest.MonkeyPatch, to_come: int, settings: dict[str, int
 
 def test_weights_that_do_not_fit_are_not_loaded(free: pytest.MonkeyPatch) -> None:
     loaded: list[object] = []
-    free.setattr(build, "load_model", lambda *args, **kwargs: loaded.append(args))
+    free.setattr(engine, "load_model", lambda *args, **kwargs: loaded.append(args))
     free.setattr(sizing, "free_memory", lambda device: (2**20, 2**20))
     with pytest.raises(EngineError, match=r"the weights of .* take .* MiB in float32, and 1 MiB .* --dtype bfloat16"):
         LLM(dtype="float32")
