@@ -272,7 +272,7 @@ def test_a_tower_of_another_width_is_refused(tmp_path):
     folder = make_checkpoint("qwen3_vl", tmp_path)
     hf_config = json.loads((folder / "config.json").read_text())
     edit_config(folder, vision_config=hf_config["vision_config"] | {"out_hidden_size": 60})
-    with pytest.raises(CheckpointError, match="rows have 60 elements, the decoder's hidden_size is 64"):
+    with pytest.raises(CheckpointError, match="embeddings have 60 elements, the decoder's hidden_size is 64"):
         load_model(folder)
 
 

@@ -78,14 +78,14 @@ class Pair:
         """Final hidden states of a batch of whole prompts."""
         batch = make_batch(backend, [p.ids for p in prompts], [p.positions for p in prompts], [0] * len(prompts))
         parts = [self.embeds(prompt) for prompt in prompts]
-        starts = torch.tensor([0, *batch.seq_lens]).cumsum(0).tolist()
+        starts = torch.tensor([0, *batch.extend_lens]).cumsum(0).tolist()
         rows = torch.cat([rows + start for (_, rows, _), start in zip(parts, starts, strict=False)])
         deepstack = [part for _, _, part in parts if part is not None]
         return self.model(
             torch.cat([embeds for embeds, _, _ in parts]),
             batch.positions,
             batch,
-            deepstack_rows=rows,
+            deepstack_index=rows,
             deepstack_embeds=torch.cat(deepstack, dim=1) if deepstack else None,
         )
 
