@@ -1,14 +1,14 @@
-"""Everything between a request's temporal patches and their rows: who waits, what is found, what is encoded where.
+"""Everything between temporal patches and their embeddings: who waits, what is found, what is encoded where.
 
-A temporal patch is known by its embedding key. Whoever needs its rows holds the key (`submit`) until they are used or
-given up (`release`); identical content is found, loaded or encoded once for all who hold it. On the way an entry is
+A temporal patch is known by its embedding key. Whoever needs its embeddings holds the key (`submit`) until they are
+used or given up (`release`); identical content is found, loaded or encoded once for all who hold it. An entry is
 
     QUEUED -> LOADING (from disk) -> WAITING (for a worker) -> ENCODING -> READY
        `-> READY (in memory)`-> READY   ^---- once more and alone ----'`-> FAILED
 
 Two budgets: a batch has `max_patches` patches (compute; one larger picture goes alone), and all that has left the queue
-has rows of `space_bytes` together (space; one larger goes when nothing else is there). Entries leave the queue in the
-order of their requests and their places in them. None overtakes one that has no room, and rows that wait for younger
+takes `space_bytes` together (space; one larger goes when nothing else is there). Entries leave the queue in the order
+of their requests and their places in them. None overtakes one that has no room, and those that wait for younger
 requests make room for an older one's, so the oldest request always gets on. Not thread-safe, never blocks.
 """
 
@@ -26,9 +26,10 @@ from typing import TypeAlias
 
 import torch
 
-from vision.cache.disk_tier import DiskTier, Loaded, Saved, Store
+from vision.cache.disk_tier import DiskTier, Loaded, Saved
 from vision.cache.embedding_cache import EmbeddingCache
 from vision.cache.stats import PoolStats
+from vision.cache.store import EmbeddingStore
 from vision.towers.temporal_patch import TemporalPatch, embedding_key
 from vision.workers.backend import EncodeBatch, EncoderBackend, EncodeResult
 
@@ -39,7 +40,7 @@ MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
-    """max_patches: in a batch. space_bytes: of rows held or under way. batches_ahead: given to a worker at a time."""
+    """max_patches: in a batch. space_bytes: held or under way. batches_ahead: given to a worker at a time."""
 
     max_patches: int
     space_bytes: int
@@ -47,20 +48,20 @@ class PoolLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowShape:
-    """Of a tower's rows. merge: patches a side that become a row. width: elements of a row, DeepStack's included."""
+class EmbedShape:
+    """Of a tower's embeddings. merge: patches a side that become one. width: elements of one, DeepStack's included."""
 
     merge: int
     width: int
     dtype: torch.dtype
 
     def of(self, patch: TemporalPatch) -> tuple[int, int]:
-        """Shape of a temporal patch's rows."""
+        """Shape of a temporal patch's embeddings: [n, width]."""
         h, w = patch.grid
         return h * w // self.merge**2, self.width
 
     def nbytes(self, patch: TemporalPatch) -> int:
-        """Bytes of a temporal patch's rows."""
+        """Bytes of a temporal patch's embeddings."""
         return math.prod(self.of(patch)) * self.dtype.itemsize
 
 
@@ -116,7 +117,7 @@ class _Worker:
 
 
 class EncoderPool:
-    """See above. cache: where rows are kept; disk: behind it, if any. fingerprint: of tower, settings and dtype."""
+    """See above. cache, disk: where embeddings are kept. fingerprint: of tower, settings and dtype."""
 
     def __init__(
         self,
@@ -124,14 +125,14 @@ class EncoderPool:
         cache: EmbeddingCache,
         *,
         fingerprint: bytes,
-        row_shape: RowShape,
+        embed_shape: EmbedShape,
         limits: PoolLimits,
         disk: DiskTier | None = None,
     ) -> None:
         self.cache = cache
         self._backend = backend
         self.fingerprint = fingerprint
-        self._row_shape = row_shape
+        self._embed_shape = embed_shape
         self._limits = limits
         self._disk = disk
         self._entries: dict[bytes, _Entry] = {}
@@ -143,14 +144,14 @@ class EncoderPool:
         self._new_failures: dict[bytes, str] = {}
         self._counts = Counter[str]()
 
-    # ------------------------------------------------------------ for those who need rows
+    # ------------------------------------------------------------ for those who need embeddings
 
     def key(self, patch: TemporalPatch) -> bytes:
-        """What a temporal patch's rows are known by."""
+        """What a temporal patch's embeddings are known by."""
         return patch.digest if patch.encoded else embedding_key(self.fingerprint, patch)
 
     def submit(self, patches: Sequence[TemporalPatch], *, order: int, place: int = 0) -> list[bytes]:
-        """Hold the rows of some temporal patches and see to it that they come, with `advance`; their keys.
+        """Hold the embeddings of some temporal patches and see to it that they come, with `advance`; their keys.
 
         order: lower goes first. place: of the first of them among all of the same order; the others follow it.
         """
@@ -160,7 +161,7 @@ class EncoderPool:
             if entry is not None:
                 self._join(entry, (order, number))
                 continue
-            entry = _Entry(key=key, patch=patch, nbytes=self._row_shape.nbytes(patch), holders=[(order, number)])
+            entry = _Entry(key=key, patch=patch, nbytes=self._embed_shape.nbytes(patch), holders=[(order, number)])
             self._entries[key] = entry
             self._enqueue(entry)
         return keys
@@ -174,16 +175,20 @@ class EncoderPool:
             self._forget_if_free(entry)
 
     def is_ready(self, key: bytes) -> bool:
-        """Whether the rows of a held key can be used, until the next `advance`."""
+        """Whether the embeddings of a held key can be used, until the next `advance`."""
         return self._entries[key].state is State.READY
 
     def was_encoded(self, key: bytes) -> bool:
-        """Whether the rows of a held key were computed while it was held, and not found."""
+        """Whether the embeddings of a held key were computed while it was held, and not found."""
         return self._entries[key].encoded
 
-    def rows(self, key: bytes) -> torch.Tensor:
-        """Rows [n, width] of a held key that is ready, on the cache's device."""
-        return self.cache.rows(key)
+    def embeds(self, key: bytes) -> torch.Tensor:
+        """Embeddings [n, width] of a held key that is ready, on the cache's device."""
+        return self.cache.embeds(key)
+
+    def error(self, key: bytes) -> str:
+        """Why a held key has failed; "" if it has not."""
+        return self._entries[key].error
 
     def take_failures(self) -> dict[bytes, str]:
         """Keys that have failed since the last call, and why. They stay failed for as long as somebody holds them."""
@@ -193,31 +198,30 @@ class EncoderPool:
     # ------------------------------------------------------------ saving
 
     @property
-    def store(self) -> Store | None:
-        """Where rows are kept on disk; None if they are not."""
+    def store(self) -> EmbeddingStore | None:
+        """Where embeddings are kept on disk; None if they are not."""
         return None if self._disk is None else self._disk.store
 
-    def save(self, keys: Iterable[bytes], *, pin: bool = False) -> None:
-        """Have the rows of held keys that are ready on the disk, whatever waits to be written. Needs a disk tier, and
-        rows that were made here: those that came encoded are somebody's own."""
-        for key in keys:
-            assert not self._entries[key].patch.encoded, "rows that came encoded are not kept"
-            self._save(self._entries[key], self.cache.rows(key), insist=True, pin=pin)
+    def save(self, key: bytes, *, pin: bool = False) -> None:
+        """Have the embeddings of a held key that are ready on the disk, whatever waits to be written. Needs a disk
+        tier, and embeddings that were made here: those that came encoded are somebody's own."""
+        assert not self._entries[key].patch.encoded, "embeddings that came from outside are not kept"
+        self._save(self._entries[key], self.cache.embeds(key), insist=True, pin=pin)
 
     def is_saved(self, key: bytes) -> bool | None:
-        """Whether a held key's rows are known to be on the disk, as the last `save` was to have them. None: that is not
-        known yet, or nobody asked."""
+        """Whether a held key's embeddings are known to be on disk, as the last `save` was to have them. None: that is
+        not known yet, or nobody asked."""
         return self._entries[key].saved
 
     def is_saving(self, key: bytes) -> bool:
-        """Whether a held key's rows are being written: what is encoded is, unless too much waits for the disk."""
+        """Whether a held key's embeddings are being written: what is encoded is, unless too much waits for the disk."""
         entry = self._entries[key]
         return entry.last_save is not None and entry.saved is None
 
-    def _save(self, entry: _Entry, rows: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
+    def _save(self, entry: _Entry, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
         assert self._disk is not None, "there is no disk tier"
         entry.saved = None
-        entry.last_save = self._disk.save(entry.key, rows, insist=insist, pin=pin)
+        entry.last_save = self._disk.save(entry.key, embeds, insist=insist, pin=pin)
 
     # ------------------------------------------------------------ work
 
@@ -228,12 +232,12 @@ class EncoderPool:
 
     @property
     def working(self) -> bool:
-        """Whether rows are under way."""
+        """Whether embeddings are under way."""
         return any(entry.state in UNDER_WAY for entry in self._admitted.values())
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way that `advance` will hear of: rows, or writes to the disk."""
+        """Whether something is under way that `advance` will hear of: embeddings, or writes to the disk."""
         return self.working or (self._disk is not None and self._disk.saving > 0)
 
     def wait_handles(self) -> list[int]:
@@ -245,7 +249,7 @@ class EncoderPool:
         """Take what has come and start what there is room for; whether anything changed. An inline backend encodes one
         batch here.
 
-        urgent: a held key without whose rows no request gets on. It goes first, whether or not there is room.
+        urgent: a held key without whose embeddings no request gets on. It goes first, whether or not there is room.
         """
         changed = self._take_all()
         changed |= self._admit(urgent)
@@ -280,7 +284,7 @@ class EncoderPool:
         done = self._disk.collect() if self._disk is not None else []
         for one in done:
             if isinstance(one, Loaded):
-                self._take_loaded(self._entries[one.key], one.rows)
+                self._take_loaded(self._entries[one.key], one.embeds)
             else:
                 self._take_saved(one)
         results = self._backend.collect()
@@ -288,11 +292,11 @@ class EncoderPool:
             self._take_result(result)
         return bool(done or results)
 
-    def _take_loaded(self, entry: _Entry, rows: torch.Tensor | None) -> None:
-        shape = self._row_shape
-        if rows is not None and rows.shape == shape.of(entry.patch) and rows.dtype == shape.dtype:
+    def _take_loaded(self, entry: _Entry, embeds: torch.Tensor | None) -> None:
+        shape = self._embed_shape
+        if embeds is not None and embeds.shape == shape.of(entry.patch) and embeds.dtype == shape.dtype:
             entry.saved = True
-            self._make_ready(entry, rows)
+            self._make_ready(entry, embeds)
         else:
             entry.state = State.WAITING
             self._forget_if_free(entry)
@@ -308,16 +312,16 @@ class EncoderPool:
         worker = next(worker for worker in self._workers.values() if result.number in worker.batches)
         entries = worker.batches.pop(result.number)
         worker.alone = False
-        if result.rows is None:
+        if result.embeds is None:
             self._take_failure(entries, result.error, result.untried)
             return
-        for entry, rows in zip(entries, result.rows, strict=True):
+        for entry, embeds in zip(entries, result.embeds, strict=True):
             self._counts["encoded"] += 1
             self._counts["patches_encoded"] += entry.patch.num_patches
             entry.encoded = True
             if self._disk is not None:
-                self._save(entry, rows)
-            self._make_ready(entry, rows)
+                self._save(entry, embeds)
+            self._make_ready(entry, embeds)
 
     def _take_failure(self, entries: list[_Entry], error: str, untried: bool) -> None:
         log.warning("%d temporal patches could not be encoded: %s", len(entries), error)
@@ -330,9 +334,9 @@ class EncoderPool:
             else:
                 self._fail(entry, error)
 
-    def _make_ready(self, entry: _Entry, rows: torch.Tensor) -> None:
+    def _make_ready(self, entry: _Entry, embeds: torch.Tensor) -> None:
         entry.state = State.READY
-        self.cache.add(entry.key, rows)
+        self.cache.add(entry.key, embeds)
         self._forget_if_free(entry)
 
     def _fail(self, entry: _Entry, error: str) -> None:
@@ -360,7 +364,7 @@ class EncoderPool:
         return admitted
 
     def _make_room(self, entry: _Entry) -> bool:
-        """Whether there is room for an entry: if need be, that of rows that wait for younger requests, the youngest
+        """Whether there is room for an entry: if need be, that of what waits for younger requests, the youngest
         first. Where even that is not enough they keep it."""
         used, space = self._used_bytes, self._limits.space_bytes
         if not used or used + entry.nbytes <= space:
@@ -387,7 +391,7 @@ class EncoderPool:
         self.cache.hold(entry.key)
         if entry.patch.encoded:
             # a copy, for the request's own array may be read-only memory
-            self.cache.add(entry.key, torch.tensor(entry.patch.pixels, dtype=self._row_shape.dtype))
+            self.cache.add(entry.key, torch.tensor(entry.patch.pixels, dtype=self._embed_shape.dtype))
             entry.state = State.READY
         elif self.cache.find(entry.key):
             entry.state = State.READY

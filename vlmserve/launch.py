@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 from processors.pool.forks import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.ipc.ready import Ready, ReadyInfo
-from vlmserve.ipc.start import StartSettings
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.listening import listen
 from vlmserve_common.logs import configure_logging
@@ -42,8 +43,6 @@ from vlmserve_common.transport.shm import SPARE_BYTES
 
 if TYPE_CHECKING:
     import uvicorn
-
-    from vlmserve.ipc.sockets import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -69,27 +68,13 @@ class Frontend(Protocol):
     async def close(self) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrontendInputs:
-    """What a frontend is made from. settings.engine.model is a folder; model_name is what clients call it.
-
-    shared_dir: the private directory for large arrays that `send` and `prepare` use.
-    """
-
-    settings: ServerSettings
-    info: ReadyInfo
-    model_name: str
-    send: Callable[[SchedulerInput], None]
-    prepare: Callable[[SchedulerInput], Prepared]
-    shared_dir: Path
-
-
-MakeFrontend: TypeAlias = Callable[[FrontendInputs], Frontend]
+MakeFrontend: TypeAlias = Callable[..., Frontend]
+"""Called as `vlmserve.server.frontend.make_frontend` is."""
 
 
 def run_scheduler_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     """The scheduler process."""
-    from vlmserve.scheduler.process import run_scheduler
+    from vlmserve.engine.process import run_scheduler
 
     run_scheduler(args, channels, start, ready)
 
@@ -124,7 +109,12 @@ def launch_server(
             runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
             shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
             channels = Channels.in_directories(runtime_dir, shared_dir)
-            start = StartSettings.from_now(log_level=settings.log_level, startup_timeout_s=settings.startup_timeout_s)
+            start = StartSettings(
+                shared_dir=shared_dir,
+                log_level=settings.log_level,
+                startup_timeout_s=settings.startup_timeout_s,
+                ready_by=time.monotonic() + settings.startup_timeout_s,
+            )
             children: list[ChildProcess] = []
             for name, main in (("scheduler", scheduler), ("detokenizer", detokenizer)):
                 with stop_signals_held():  # until it is sure that the child will be stopped
@@ -139,7 +129,14 @@ def launch_server(
             # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
             grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
             reports = wait_until_ready(children, start, grace_s=grace_s)
-            serving = _Serving(settings, model_name, channels, children, listener)
+            serving = _Serving(
+                settings=settings,
+                model_name=model_name,
+                channels=channels,
+                start=start,
+                children=children,
+                listener=listener,
+            )
             return asyncio.run(serving.run(reports["scheduler"], make_frontend))
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
@@ -148,63 +145,58 @@ def launch_server(
             ignore_stop_signals()  # from here on everything is short, and must be done
 
 
+@dataclass(kw_only=True)
 class _Serving:
-    """The time between readiness and the end: HTTP, the way back from the detokenizer, and a watch on the children."""
+    """The time between readiness and the end: HTTP, the way back from the detokenizer, and a watch on the children.
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        model_name: str,
-        channels: Channels,
-        children: Sequence[ChildProcess],
-        listener: socket.socket,
-    ) -> None:
-        self._settings = settings
-        self._model_name = model_name
-        self._channels = channels
-        self._children = children
-        self._listener = listener
-        self._failure: str | None = None
+    failure: why it ends, if it has to.
+    """
+
+    settings: ServerSettings
+    model_name: str
+    channels: Channels
+    start: StartSettings
+    children: Sequence[ChildProcess]
+    listener: socket.socket
+    failure: str | None = None
 
     async def run(self, info: ReadyInfo, make_frontend: MakeFrontend) -> int:
         from vlmserve.ipc.sockets import AsyncReceiver, Sender
 
-        shared = self._channels.shared_arrays(spare_bytes=SPARE_BYTES)
+        shared = self.channels.shared_arrays(spare_bytes=SPARE_BYTES)
         loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
-            sender = Sender(self._channels.scheduler, get_args(SchedulerInput), shared=shared, linger_ms=200)
+            sender = Sender(self.channels.scheduler, get_args(SchedulerInput), shared=shared, linger_ms=200)
             stack.callback(sender.close)
-            receiver = AsyncReceiver(self._channels.api, get_args(TokenizerManagerInput))
+            receiver = AsyncReceiver(self.channels.api, get_args(TokenizerManagerInput))
             stack.callback(receiver.close)
             frontend = make_frontend(
-                FrontendInputs(
-                    settings=self._settings,
-                    info=info,
-                    model_name=self._model_name,
-                    send=sender.send,
-                    prepare=sender.prepare,
-                    shared_dir=shared.directory,
-                )
+                self.settings,
+                max_model_len=info.max_model_len,
+                model_name=self.model_name,
+                send=sender.send,
+                prepare=sender.prepare,
+                start=self.start,
             )
             stack.push_async_callback(frontend.close)
             server = self._make_server(frontend.app)
             for number in STOP_SIGNALS:
                 loop.add_signal_handler(number, self._on_signal, server, frontend, number)
-            for child in self._children:
+            for child in self.children:
                 loop.add_reader(child.sentinel, self._on_death, child, frontend, server)
             receiving = asyncio.create_task(self._receive(receiver, frontend))
             receiving.add_done_callback(lambda task: self._on_receiving_ended(task, frontend, server))
             try:
-                await server.serve(sockets=[self._listener])
+                await server.serve(sockets=[self.listener])
             finally:
-                for child in self._children:
+                for child in self.children:
                     loop.remove_reader(child.sentinel)
                 receiving.cancel()
                 await asyncio.wait([receiving])
-            if self._failure is None:
+            if self.failure is None:
                 logger.info("stopped")
                 return 0
-            logger.error("stopped: %s", self._failure)
+            logger.error("stopped: %s", self.failure)
             return 1
 
     def _make_server(self, app: Any) -> uvicorn.Server:
@@ -235,14 +227,14 @@ class _Serving:
         return Server(config)
 
     def _announce(self) -> None:
-        host, port = self._listener.getsockname()[:2]
-        if self._settings.port_file:
-            _write_whole(Path(self._settings.port_file), f"{port}\n")
+        host, port = self.listener.getsockname()[:2]
+        if self.settings.port_file:
+            _write_whole(Path(self.settings.port_file), f"{port}\n")
         shown = f"[{host}]" if ":" in host else host
-        logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self._model_name)
+        logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
 
     def _on_signal(self, server: uvicorn.Server, frontend: Frontend, number: int) -> None:
-        name, patience_s = signal.Signals(number).name, self._settings.shutdown_timeout_s
+        name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
         if server.should_exit:
             logger.info("%s again: not waiting any longer", name)
             self._cut_short(server, frontend)
@@ -261,9 +253,9 @@ class _Serving:
         self._fail(child.how_it_died(), frontend, server)
 
     def _fail(self, failure: str, frontend: Frontend, server: uvicorn.Server) -> None:
-        if self._failure is not None:
+        if self.failure is not None:
             return
-        self._failure = failure
+        self.failure = failure
         logger.error("%s: pending requests are answered 503", failure)
         frontend.fail_all(f"the engine is gone ({failure})")
         loop = asyncio.get_running_loop()
@@ -287,14 +279,7 @@ def _http_frontend() -> MakeFrontend:
     """The real frontend's maker. Importing it takes seconds, best spent while the scheduler loads the model."""
     from vlmserve.server.frontend import make_frontend
 
-    return lambda inputs: make_frontend(
-        inputs.settings,
-        max_model_len=inputs.info.max_model_len,
-        model_name=inputs.model_name,
-        send=inputs.send,
-        prepare=inputs.prepare,
-        shared_dir=inputs.shared_dir,
-    )
+    return make_frontend
 
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:

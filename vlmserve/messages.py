@@ -66,7 +66,7 @@ class BatchTokenizedGenerateReqInput:
 class EncodeReqInput:
     """Media to encode ahead of time, for prompts to come; they stand in none, and have no offsets.
 
-    pin: their rows are never evicted from the disk.
+    pin: their embeddings are never evicted from the disk.
     """
 
     rid: str
@@ -203,13 +203,12 @@ class SchedulerStats:
 
     num_running_reqs: int
     num_waiting_reqs: int
-    num_warmups: int
     kv_total_tokens: int
     kv_free_tokens: int
     kv_cached_tokens: int
     kv_locked_tokens: int
-    req_rows_total: int
-    req_rows_free: int
+    req_pool_total: int
+    req_pool_free: int
     prompt_tokens_total: int
     cached_tokens_total: int
     generation_tokens_total: int
@@ -218,6 +217,7 @@ class SchedulerStats:
     aborted_total: int
     retracted_total: int
     forward_steps_total: int
+    num_warmups: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,7 +43,7 @@ def check(llm: LLM, asked: Asked) -> None:
             assert_equal_answers(got, want, TOLERANCE)
     stats = llm.stats()
     assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
-    assert stats.req_rows_free == stats.req_rows_total
+    assert stats.req_pool_free == stats.req_pool_total
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.workers.backend import InlineBackend
 from vlmserve.bench.vision_subject import PLENTY, settle, take_rows
-from vlmserve.engine.encoder import row_shape
+from vlmserve.engine.encoder import embed_shape
 
 FINGERPRINT = bytes(32)
 
@@ -43,7 +43,7 @@ def pool(
             MemoryTier(device_bytes, device), MemoryTier(host_bytes, torch.device("cpu")) if host_bytes else None
         ),
         fingerprint=FINGERPRINT,
-        row_shape=row_shape(tower, torch.float32),
+        embed_shape=embed_shape(tower, torch.float32),
         limits=PoolLimits(max_patches=1000, space_bytes=PLENTY),
         disk=None if store is None else DiskTier(store),
     )

@@ -46,7 +46,7 @@ def counters() -> set[str]:
 def encode(backend: ProcessBackend, number: int, patches: list) -> tuple[torch.Tensor, ...] | None:
     backend.start(0, EncodeBatch(number=number, patches=tuple(patches)))
     [result] = collect(backend, 1)
-    return result.rows
+    return result.embeds
 
 
 def test_rows_are_those_of_this_process(folder, device, backend):

@@ -8,11 +8,11 @@ import torch
 
 from tests.vision.fake_disk import FakeDisk
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
-from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.temporal_patch import TemporalPatch
 from vision.workers.backend import EncodeBatch, EncodeResult
 
-ROW_SHAPE = RowShape(merge=2, width=2, dtype=torch.int32)
+EMBED_SHAPE = EmbedShape(merge=2, width=2, dtype=torch.int32)
 ROW_BYTES = 8
 
 
@@ -55,15 +55,15 @@ class FakeBackend:
         for digest in poisoned:
             self.fail[digest] -= 1
         if poisoned:
-            self.results.append(EncodeResult(number=batch.number, rows=None, error="RuntimeError: poisoned"))
+            self.results.append(EncodeResult(number=batch.number, embeds=None, error="RuntimeError: poisoned"))
         else:
             rows = tuple(rows_of(patch) for patch in batch.patches)
-            self.results.append(EncodeResult(number=batch.number, rows=rows))
+            self.results.append(EncodeResult(number=batch.number, embeds=rows))
 
     def die(self, worker: int) -> None:
         """The first batch is the one it dies of."""
         for place, batch in enumerate(self.queues[worker]):
-            self.results.append(EncodeResult(number=batch.number, rows=None, error="died", untried=place > 0))
+            self.results.append(EncodeResult(number=batch.number, embeds=None, error="died", untried=place > 0))
         self.queues[worker].clear()
 
     def collect(self) -> list[EncodeResult]:
@@ -100,4 +100,4 @@ def make_pool(
         max_patches=max_patches, space_bytes=space_rows * ROW_BYTES, batches_ahead=1 if backend.inline else 2
     )
     cache = EmbeddingCache(device, host)
-    return EncoderPool(backend, cache, fingerprint=b"tower", row_shape=ROW_SHAPE, limits=limits, disk=disk)
+    return EncoderPool(backend, cache, fingerprint=b"tower", embed_shape=EMBED_SHAPE, limits=limits, disk=disk)

@@ -35,7 +35,7 @@ class FakeDisk:
 
     def finish_load(self) -> None:
         key = self.loads.popleft()
-        self._done.append(Loaded(key=key, rows=self.rows.get(key)))
+        self._done.append(Loaded(key=key, embeds=self.rows.get(key)))
 
     def finish_save(self) -> None:
         number, key, rows, _, pin = self.saves.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import traceback
 from collections.abc import Iterator
@@ -52,7 +53,11 @@ def put_for_ever(connection: Connection, folder: Path, first: int, width: int) -
 
 
 def use(connection: Connection, folder: Path, seed: int, limit: int, numbers: int, times: int) -> None:
-    """Look for entries and put those that are missing; sends what it counted."""
+    """Look for entries and put those that are missing; sends what it counted, and what it warned of."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("vision").addHandler(handler)
     store = open_store(folder, limit=limit)
     random = Random(seed)
     connection.send("ready")
@@ -62,6 +67,8 @@ def use(connection: Connection, folder: Path, seed: int, limit: int, numbers: in
         if not holds(store, number):
             assert store.put(key(number), rows(number), pin=number < 3)
     connection.send(store.stats())
+    for text in warnings:
+        connection.send(text)
 
 
 def put_with_file_limit(connection: Connection, folder: Path) -> None:

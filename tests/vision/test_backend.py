@@ -71,7 +71,7 @@ def test_batches_are_run_one_by_one_in_order(small):
     for number, patch in enumerate(patches):
         [result] = backend.collect()
         assert (result.number, result.error, result.untried) == (number, "", False)
-        torch.testing.assert_close(result.rows[0], directly(small, patch), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result.embeds[0], directly(small, patch), rtol=1e-5, atol=1e-5)
     assert backend.collect() == []
     backend.start(0, EncodeBatch(number=9, patches=(patches[0],)))
     backend.close()
@@ -93,9 +93,9 @@ def test_a_failure_is_the_result_of_its_batch_alone(small, patches, message):
     backend.start(0, EncodeBatch(number=1, patches=tuple(patches)))
     backend.start(0, EncodeBatch(number=2, patches=(good,)))
     [failed], [done] = backend.collect(), backend.collect()
-    assert (failed.number, failed.rows) == (1, None)
+    assert (failed.number, failed.embeds) == (1, None)
     assert re.match(message, failed.error)
-    assert torch.equal(done.rows[0], directly(small, good))
+    assert torch.equal(done.embeds[0], directly(small, good))
 
 
 def test_pixels_of_another_grid_are_refused_though_the_batch_has_as_many_as_it_should(small):

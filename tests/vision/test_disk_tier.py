@@ -41,7 +41,7 @@ class Store:
         self.kept[key] = rows
         return not self.refuses
 
-    def tier_stats(self) -> TierStats:
+    def stats(self) -> TierStats:
         return TierStats(entries=len(self.kept))
 
 
@@ -82,10 +82,10 @@ def test_a_load_wakes_who_waits_and_brings_the_rows_or_none(store, disk):
     assert disk.collect() == []
     disk.load(b"a")
     [found] = wait_for(disk, 1)
-    assert (found.key, found.rows is store.kept[b"a"]) == (b"a", True)
+    assert (found.key, found.embeds is store.kept[b"a"]) == (b"a", True)
     assert not is_awake(disk), "all is collected"
     disk.load(b"b")
-    assert wait_for(disk, 1) == [Loaded(key=b"b", rows=None)]
+    assert wait_for(disk, 1) == [Loaded(key=b"b", embeds=None)]
 
 
 def test_a_save_wakes_who_waits_and_says_which_it_was_and_how_it_went(store, disk):
@@ -144,7 +144,7 @@ def test_one_larger_than_the_backlog_is_saved_when_nothing_else_waits(store, dis
 def test_a_store_that_raises_is_a_miss_and_a_failed_save_and_is_logged(store, disk, caplog):
     store.broken = True
     disk.load(b"a")
-    assert wait_for(disk, 1) == [Loaded(key=b"a", rows=None)]
+    assert wait_for(disk, 1) == [Loaded(key=b"a", embeds=None)]
     assert "could not be read" in caplog.text
     number = disk.save(b"a", rows(4))
     assert wait_for(disk, 1) == [Saved(number=number, key=b"a", ok=False)]
@@ -158,7 +158,7 @@ def test_a_store_that_raises_is_a_miss_and_a_failed_save_and_is_logged(store, di
 def test_more_wake_ups_than_the_pipe_holds_are_no_trouble(store, disk):
     count = 70_000
     for _ in range(count):
-        disk._finish(Loaded(key=b"a", rows=None))
+        disk._finish(Loaded(key=b"a", embeds=None))
     assert is_awake(disk)
     assert len(disk.collect()) == count
     assert not is_awake(disk)

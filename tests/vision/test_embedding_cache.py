@@ -43,7 +43,7 @@ def test_the_least_recently_used_goes_first_and_only_what_must():
     assert names(made.put(key("e"), rows("e", 2))) == "bc"
     assert [key(name) in made for name in "abcde"] == [True, False, False, True, True]
     assert (len(made), made.bytes) == (3, 32)
-    made.rows(key("d"))  # is no use in this sense
+    made.embeds(key("d"))  # is no use in this sense
     assert names(made.put(key("f"), rows("f"))) == "d"
     assert made.stats().evictions == 3
 
@@ -98,9 +98,9 @@ def test_what_is_taken_out_while_it_is_held_is_held_when_it_comes_back():
 def test_looking_counts_and_reading_does_not():
     made = tier(2, a=1)
     assert (made.touch(key("a")), made.touch(key("b"))) == (True, False)
-    made.rows(key("a"))
+    made.embeds(key("a"))
     with pytest.raises(KeyError):
-        made.rows(key("b"))
+        made.embeds(key("b"))
     stats = made.stats()
     assert (stats.hits, stats.misses, stats.evictions, stats.entries, stats.bytes) == (1, 1, 0, 1, 8)
 
@@ -123,7 +123,7 @@ def test_what_the_device_gives_up_goes_to_the_host_and_comes_back_when_it_is_loo
     assert (key("a") in cache.device, key("a") in cache.host) == (False, True)
     cache.hold(key("a"))
     assert cache.find(key("a"))
-    assert torch.equal(cache.rows(key("a")), rows("a"))
+    assert torch.equal(cache.embeds(key("a")), rows("a"))
     assert (key("a") in cache.host, key("b") in cache.host) == (False, True)
     assert not cache.find(key("x"))
     assert (cache.device.stats().hits, cache.device.stats().misses) == (0, 2)
@@ -133,7 +133,7 @@ def test_what_the_device_gives_up_goes_to_the_host_and_comes_back_when_it_is_loo
 def test_rows_for_a_device_of_its_own_are_brought_there():
     cache = EmbeddingCache(MemoryTier(100, torch.device("meta")))
     cache.add(key("a"), rows("a"))
-    assert cache.rows(key("a")).device.type == "meta"
+    assert cache.embeds(key("a")).device.type == "meta"
 
 
 def test_rows_of_the_device_come_to_the_hosts_memory():
@@ -145,8 +145,8 @@ def test_rows_of_the_device_come_to_the_hosts_memory():
 
     cache = EmbeddingCache(MemoryTier(0, CPU), MemoryTier(100, CPU))
     cache.add(key("a"), torch.zeros(1, 1).as_subclass(OfTheDevice))
-    assert type(cache.host.rows(key("a"))) is torch.Tensor
-    assert cache.host.rows(key("a")).tolist() == [[1.0]]
+    assert type(cache.host.embeds(key("a"))) is torch.Tensor
+    assert cache.host.embeds(key("a")).tolist() == [[1.0]]
 
 
 def test_letting_go_of_what_is_too_large_hands_it_to_the_host_and_dropping_keeps_it_nowhere():
@@ -230,7 +230,7 @@ def test_two_tiers_are_as_told(limit, host_limit, acts):
                 assert not model.entries
                 continue
             assert {key(name) for name in model.entries} == {key(name) for name in sizes if key(name) in tier}
-            assert all(torch.equal(tier.rows(key(name)), rows(name, sizes[name])) for name in model.entries)
+            assert all(torch.equal(tier.embeds(key(name)), rows(name, sizes[name])) for name in model.entries)
             assert (tier.bytes, len(tier)) == (model.bytes(), len(model.entries))
         assert cache.device.held_bytes == device.bytes(held_only=True)
         assert cache.device.bytes <= max(cache.device.limit_bytes, cache.device.held_bytes)

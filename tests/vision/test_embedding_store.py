@@ -91,7 +91,7 @@ def test_what_is_counted(tmp_path):
     file_of(tmp_path, 1).write_bytes(b"")
     assert not holds(store, 1)
     stats = store.stats()
-    assert (stats.hits, stats.misses, stats.corrupt, stats.puts, stats.put_failures) == (1, 2, 1, 2, 0)
+    assert (stats.hits, stats.misses) == (1, 2)
     assert (stats.entries, stats.evictions, stats.bytes) == (2, 0, 2 * SIZE)  # of which it removed a damaged one
     assert open_store(tmp_path).stats().bytes == SIZE == bytes_on_disk(tmp_path)
 
@@ -177,7 +177,7 @@ def test_what_are_no_rows_cannot_be_put(tmp_path, wrong, complaint):
 
 def test_keys_have_32_bytes(tmp_path):
     store = open_store(tmp_path)
-    for call in (store.get, store.pin, store.unpin, store.__contains__, lambda short: store.put(short, rows(0))):
+    for call in (store.get, store.__contains__, lambda short: store.put(short, rows(0))):
         with pytest.raises(ValueError, match="a key of 31 bytes; 32 are expected"):
             call(bytes(31))
     with pytest.raises(ValueError, match="32 are expected"):
@@ -234,7 +234,6 @@ def test_an_entry_larger_than_the_limit_is_not_written(tmp_path, clock, caplog):
     for number in (1, 2):
         assert not store.put(key(number), rows(number, width=65))
     assert kept(tmp_path, 0, 1, 2) == {0}
-    assert store.stats().put_failures == 2
     assert len(warnings(caplog)) == 1
     assert f"takes no entry of {HEADER + 8 * 65 * 2} bytes: its limit is {SIZE}" in warnings(caplog)[0]
     fill(store, clock, 3)
@@ -285,14 +284,12 @@ def test_times_in_the_future_count_as_now(tmp_path, clock):
 def test_pinned_entries_stay(tmp_path, clock):
     store = open_store(tmp_path, limit=10 * SIZE, clock=clock)
     fill(store, clock, *range(3))
-    assert store.pin(key(0))
-    assert store.pin(key(0))
+    assert store.put(key(0), rows(0), pin=True)
     assert store.put(key(1), rows(1), pin=True)
     assert store.put(key(50), rows(50), pin=True)
     fill(open_store(tmp_path, limit=10 * SIZE, clock=clock), clock, *range(3, 30))
     assert kept(tmp_path, 0, 1, 2, 50) == {0, 1, 50}
-    store.unpin(key(0))
-    store.unpin(key(0))
+    EmbeddingFolder(tmp_path).unpin(file_of(tmp_path, 0))
     fill(store, clock, *range(30, 50))
     assert kept(tmp_path, 0, 1, 50) == {1, 50}
     assert holds(store, 50)
@@ -300,7 +297,6 @@ def test_pinned_entries_stay(tmp_path, clock):
 
 def test_what_is_not_there_cannot_be_pinned(tmp_path, clock):
     store = open_store(tmp_path, limit=5 * SIZE, clock=clock)
-    assert not store.pin(key(0))
     assert not store.put(key(0), rows(0, width=1024), pin=True)  # too large
     fill(store, clock, *range(20))
     assert kept(tmp_path, 0) == set()
@@ -322,26 +318,6 @@ def test_pinned_entries_may_fill_it(tmp_path, clock, caplog, monkeypatch):
     assert len(looks) == seen  # nor looked at for each
     assert len(warnings(caplog)) == 1
     assert f"pinned entries leave no {HEADER + 3072} bytes under {5 * SIZE}" in warnings(caplog)[0]
-    store.unpin(key(0))
-    store.unpin(key(1))
-    assert store.put(key(5), rows(5, count=24))
-    assert bytes_on_disk(tmp_path) <= 5 * SIZE
-
-
-def test_a_pin_that_comes_too_late_is_none(tmp_path, clock, monkeypatch):
-    store = open_store(tmp_path, limit=5 * SIZE, clock=clock)
-    fill(store, clock, 0)
-    real = EmbeddingFolder.pin
-
-    def evicted_before(folder, path):
-        path.unlink()
-        return real(folder, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(EmbeddingFolder, "pin", evicted_before)
-        assert not store.pin(key(0))
-    fill(store, clock, *range(20))
-    assert kept(tmp_path, 0) == set()
 
 
 # --- threads
@@ -395,7 +371,6 @@ def test_a_full_disk_is_lived_with(tmp_path, clock, caplog, monkeypatch):
         assert not holds(store, number)
     assert holds(store, 0)
     assert store.put(key(0), rows(0))
-    assert store.stats().put_failures == 3
     assert len(warnings(caplog)) == 1
     assert "No space left" in warnings(caplog)[0]
     assert temporary_files(tmp_path) == []
@@ -460,10 +435,9 @@ def test_a_folder_that_can_only_be_read_is_read(tmp_path, clock, caplog, read_on
     assert holds(store, 0) == known
     assert not holds(store, 1)
     assert not store.put(key(2), rows(2))
-    assert not store.pin(key(0))
-    store.unpin(key(0))
+    assert not store.put(key(0), rows(0), pin=True)
     assert len(warnings(caplog)) == 1
-    assert (store.stats().entries, store.stats().put_failures) == (2, 1)
+    assert store.stats().entries == 2
     assert len(entry_files(tmp_path)) == 2
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.vision.fake_backend import ROW_BYTES, ROW_SHAPE, FakeBackend, make_pool, rows_of
+from tests.vision.fake_backend import EMBED_SHAPE, ROW_BYTES, FakeBackend, make_pool, rows_of
 from tests.vision.fake_disk import FakeDisk
 from vision.towers.temporal_patch import TemporalPatch
 
@@ -50,8 +50,8 @@ class CountingBackend(FakeBackend):
         results = super().collect()
         patches = {batch.number: batch.patches for _, batch in self.batches}
         for result in results:
-            if result.rows is not None:
-                self.done += len(result.rows)
+            if result.embeds is not None:
+                self.done += len(result.embeds)
             elif not result.untried:
                 self.tried.update(patch.digest for patch in patches[result.number])
         return results
@@ -202,7 +202,8 @@ class PoolMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.requests))
         wanted = zip(request.keys, request.patches[request.start :], strict=True)
         keys = [key for key, patch in wanted if self.pool.is_ready(key) and not patch.encoded]
-        self.pool.save(keys, pin=pin)
+        for key in keys:
+            self.pool.save(key, pin=pin)
         assert all(self.pool.is_saved(key) is None for key in keys)
 
     # ------------------------------------------------------------ what always holds
@@ -212,7 +213,7 @@ class PoolMachine(RuleBasedStateMachine):
         for request in getattr(self, "requests", ()):
             for patch, key in zip(request.patches[request.start :], request.keys, strict=True):
                 if self.pool.is_ready(key):
-                    rows = self.pool.rows(key)
+                    rows = self.pool.embeds(key)
                     want = torch.full((2, 2), 7, dtype=torch.int32) if patch.encoded else rows_of(patch)
                     assert torch.equal(rows, want)
 
@@ -228,7 +229,7 @@ class PoolMachine(RuleBasedStateMachine):
         loading = set(self.disk.loads) if self.disk else set()
         held = {key for request in self.requests for key in request.keys if self.pool.is_ready(key)}
         used = [
-            ROW_SHAPE.nbytes(patch)
+            EMBED_SHAPE.nbytes(patch)
             for patch in CONTENTS
             if (key := self.pool.key(patch)) in held | loading or patch.digest in under_way
             if key not in self.forced
@@ -243,7 +244,7 @@ class PoolMachine(RuleBasedStateMachine):
         stats = self.pool.stats()
         ready = {key for request in self.requests for key in request.keys if self.pool.is_ready(key)}
         patches = {self.pool.key(patch): patch for patch in CONTENTS}
-        assert stats.device.held_bytes == sum(ROW_SHAPE.nbytes(patches[key]) for key in ready)
+        assert stats.device.held_bytes == sum(EMBED_SHAPE.nbytes(patches[key]) for key in ready)
         assert stats.encoded == self.backend.done
         if not self.requests:
             assert stats.queued == 0

@@ -17,7 +17,7 @@ from tests.vision.fake_worker import DIE, PAUSE
 from tests.vision.patches import make_patch
 from tests.vlmserve.server_process import gone
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
-from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.temporal_patch import TemporalPatch
 from vision.workers.backend import EncodeBatch
 from vision.workers.process_backend import ProcessBackend
@@ -110,7 +110,7 @@ def test_a_worker_that_hangs_is_ended_and_started_again_and_its_batches_fail(ben
     bench.backend.start(0, batch(2))
     assert bench.later(1)
     results = collect(bench.backend, 2)
-    assert [(one.number, one.rows, one.error, one.untried) for one in results] == [
+    assert [(one.number, one.embeds, one.error, one.untried) for one in results] == [
         (1, None, REASON, False),
         (2, None, REASON, True),
     ]
@@ -172,7 +172,7 @@ def test_in_the_pool_what_hangs_is_retried_alone_and_fails_those_who_hold_it_onl
         bench.backend,
         cache,
         fingerprint=b"tower",
-        row_shape=RowShape(merge=1, width=1, dtype=torch.float32),
+        embed_shape=EmbedShape(merge=1, width=1, dtype=torch.float32),
         limits=PoolLimits(max_patches=64, space_bytes=2**20),
     )
     keys = pool.submit([patch(1, first_pixel=PAUSE), patch(2)], order=0)
@@ -191,4 +191,4 @@ def test_in_the_pool_what_hangs_is_retried_alone_and_fails_those_who_hold_it_onl
     advance_until(lambda: pool.is_ready(keys[1]))
     assert pool.take_failures() == {keys[0]: REASON}
     assert [len(one.patches) for one in started] == [2, 1, 1]
-    assert pool.rows(keys[1]).tolist() == patch(2).pixels.tolist()
+    assert pool.embeds(keys[1]).tolist() == patch(2).pixels.tolist()

@@ -84,7 +84,7 @@ class Store:
         self.kept[key] = rows
         return True
 
-    def tier_stats(self) -> TierStats:
+    def stats(self) -> TierStats:
         return TierStats()
 
 

@@ -76,7 +76,7 @@ def batch(number: int, order: float | None = None) -> EncodeBatch:
 
 def assert_done(result: EncodeResult, of: EncodeBatch) -> None:
     assert (result.number, result.error, result.untried) == (of.number, "", False)
-    for rows, patch in zip(result.rows, of.patches, strict=True):
+    for rows, patch in zip(result.embeds, of.patches, strict=True):
         np.testing.assert_array_equal(rows.numpy(), patch.pixels)
 
 
@@ -99,7 +99,7 @@ def test_a_copy_that_fails_fails_its_batch_alone_and_its_rows_are_given_back(len
 
     lending.borrower.before = fail
     failed = lending.encode(batch(0))
-    assert (failed.rows, failed.error, failed.untried) == (None, "RuntimeError: no such memory", False)
+    assert (failed.embeds, failed.error, failed.untried) == (None, "RuntimeError: no such memory", False)
     seen = []
     lending.borrower.before = lambda handle: seen.append(lending.kept())
     assert_done(lending.encode(batch(1)), batch(1))
@@ -110,7 +110,7 @@ def test_rows_of_a_worker_that_dies_while_they_are_copied_do_not_count_and_other
     first = lending.encode(batch(0))
     lending.borrower.before = lambda handle: kill(owner(handle))
     lost = lending.encode(batch(1))
-    assert (lost.rows, lost.untried) == (None, True)
+    assert (lost.embeds, lost.untried) == (None, True)
     assert lost.error == "the encoder worker on cuda:1 died before its rows were copied"
     assert_done(first, batch(0))
     lending.borrower.before = None
@@ -124,7 +124,7 @@ def test_a_worker_that_dies_whenever_its_rows_are_copied_is_given_up(lending):
     for number in range(1, 9):
         if not lending.backend.workers():
             break
-        assert lending.encode(batch(number)).rows is None
+        assert lending.encode(batch(number)).embeds is None
     assert not lending.backend.workers()
 
 

@@ -78,7 +78,7 @@ def batch(number: int, *grids: tuple[int, int], order: float | None = None, widt
 
 def assert_done(result, of: EncodeBatch) -> None:
     assert (result.number, result.error, result.untried) == (of.number, "", False)
-    for rows, patch in zip(result.rows, of.patches, strict=True):
+    for rows, patch in zip(result.embeds, of.patches, strict=True):
         np.testing.assert_array_equal(rows.numpy(), patch.pixels)
 
 
@@ -100,7 +100,7 @@ def test_batches_come_back_in_order_each_from_its_worker(fakes):
         assert [r.number for r in results if r.number % 2 == worker] == list(range(worker, 12, 2))
     for result in results:
         assert_done(result, sent[result.number])
-        for rows in result.rows:
+        for rows in result.embeds:
             assert rows.untyped_storage().nbytes() == rows.nbytes, "memory of its own"
     assert list(fake.backend.workers()) == [0, 1]
     assert len(fake.pids()) == 2
@@ -139,7 +139,7 @@ def test_a_failure_in_the_worker_is_that_of_its_batch_alone(fakes):
     first, failed, last = collect(fake.backend, 3)
     assert_done(first, sent[0])
     assert_done(last, sent[2])
-    assert (failed.number, failed.rows, failed.error, failed.untried) == (1, None, "ValueError: asked for", False)
+    assert (failed.number, failed.embeds, failed.error, failed.untried) == (1, None, "ValueError: asked for", False)
     assert len(fake.pids()) == 1
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_sent_fails_alone(fakes):
     wrong = TemporalPatch(digest=b"", grid=(2, 2), pixels=np.full((4, 3), None))
     fake.backend.start(0, EncodeBatch(number=5, patches=(make_patch((2, 2), 3), wrong)))
     [failed] = collect(fake.backend, 1)
-    assert (failed.number, failed.rows) == (5, None)
+    assert (failed.number, failed.embeds) == (5, None)
     assert "cannot send an array of object" in failed.error
     assert_works(fake)
 
@@ -164,7 +164,7 @@ def test_a_worker_that_dies_in_work_fails_its_batches_and_is_started_again(fakes
     results = collect(fake.backend, 3)
     assert [result.number for result in results] == [0, 1, 2]
     assert {result.error for result in results} == {f"the encoder worker on cuda:0 {how}"}
-    assert [result.rows for result in results] == [None] * 3
+    assert [result.embeds for result in results] == [None] * 3
     assert [result.untried for result in results] == [False, True, True]
     assert list(fake.shared_dir.iterdir()) == []
     assert list(fake.backend.workers()) == [0]
@@ -184,7 +184,7 @@ def test_a_worker_killed_while_idle_is_started_again(fakes, caplog):
         one = batch(worker)
         fake.backend.start(worker, one)
         [result] = collect(fake.backend, 1)
-        if result.rows is None:  # it was given to the worker before its death was known
+        if result.embeds is None:  # it was given to the worker before its death was known
             assert result.error == f"the encoder worker on cuda:{worker} was killed by SIGKILL"
             fake.backend.start(worker, one)
             [result] = collect(fake.backend, 1)
@@ -198,7 +198,7 @@ def test_a_worker_killed_while_it_starts_is_started_again_and_waiting_tells(fake
     with pytest.raises(EngineError, match=r"cuda:0 was killed by SIGKILL while starting, as the kernel"):
         fake.backend.wait_ready()
     [result] = collect(fake.backend, 1)
-    assert (result.rows, result.untried) == (None, True)
+    assert (result.embeds, result.untried) == (None, True)
     assert_works(fake)
 
 
@@ -365,7 +365,7 @@ def test_a_worker_that_finds_other_weights_than_at_first_is_not_used(fakes):
     while 0 in fake.backend.workers():
         fake.backend.start(0, batch(next(numbers)))
         [result] = collect(fake.backend, 1)
-        assert (result.error, result.rows) == (reason, None)
+        assert (result.error, result.embeds) == (reason, None)
 
 
 def test_workers_that_find_different_weights_are_refused(fakes):

@@ -18,7 +18,7 @@ from tests.processors.clips import make_clip
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
-from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
 from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.loading import load_tower
@@ -39,9 +39,9 @@ class House:
     tower: VisionTower
 
     @property
-    def shape(self) -> RowShape:
+    def shape(self) -> EmbedShape:
         width = self.tower.out_hidden_size * (1 + self.tower.num_deepstack_layers)
-        return RowShape(merge=2, width=width, dtype=torch.float32)
+        return EmbedShape(merge=2, width=width, dtype=torch.float32)
 
     def fingerprint(self, **changes: object) -> bytes:
         return tower_fingerprint(self.tower, read_json(self.folder, "config.json")["vision_config"] | changes)
@@ -51,7 +51,7 @@ class House:
             InlineBackend(TowerRunner(self.tower, CPU)),
             EmbeddingCache(MemoryTier(2**30, CPU)),
             fingerprint=self.fingerprint(),
-            row_shape=self.shape,
+            embed_shape=self.shape,
             limits=PoolLimits(max_patches=10**6, space_bytes=2**30, batches_ahead=1),
         )
 
@@ -70,7 +70,7 @@ def patches_of(medium: ProcessedMedium) -> tuple[TemporalPatch, ...]:
 def rows_of(pool: EncoderPool, keys: list[bytes]) -> torch.Tensor:
     while pool.advance():
         pass
-    return torch.cat([pool.rows(key) for key in keys])
+    return torch.cat([pool.embeds(key) for key in keys])
 
 
 @torch.inference_mode()

@@ -58,13 +58,13 @@ def test_rows_alone_packed_and_of_a_video_by_two_workers(tmp_path, shared_dir, f
         results = {result.number: result for result in collect(backend, len(batches))}
     expected = [directly(tower, [patch]) for patch in patches]
     for number, rows in enumerate(expected):
-        torch.testing.assert_close(results[0].rows[number], rows, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(results[2 + number].rows[0], rows, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[0].embeds[number], rows, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[2 + number].embeds[0], rows, rtol=1e-5, atol=1e-5)
     whole = directly(tower, video)
     assert whole.shape[1] == tower.out_hidden_size * (1 + tower.num_deepstack_layers)
-    torch.testing.assert_close(torch.cat(results[20].rows), whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat(results[21].rows + results[22].rows), whole, rtol=1e-5, atol=1e-5)
-    assert results[1].rows is None
+    torch.testing.assert_close(torch.cat(results[20].embeds), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(results[21].embeds + results[22].embeds), whole, rtol=1e-5, atol=1e-5)
+    assert results[1].embeds is None
     assert results[1].error == "ValueError: grid (1, 3, 4): t must be 1 or more, h and w positive multiples of 2"
     assert not any(result.untried for result in results.values())
 
@@ -77,8 +77,8 @@ def test_rows_in_bfloat16(tmp_path, shared_dir):
     with contextlib.closing(ProcessBackend(settings)) as backend:
         backend.start(0, EncodeBatch(number=0, patches=(patch,)))
         [result] = collect(backend, 1)
-    assert result.rows[0].dtype == torch.bfloat16
-    torch.testing.assert_close(result.rows[0], directly(tower, [patch]))
+    assert result.embeds[0].dtype == torch.bfloat16
+    torch.testing.assert_close(result.embeds[0], directly(tower, [patch]))
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_told_in_its_own_words(tmp_path, shared_dir):

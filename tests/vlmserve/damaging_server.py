@@ -15,10 +15,10 @@ from pathlib import Path
 from vlmserve import launch
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Sender
-from vlmserve.ipc.start import StartSettings
 from vlmserve_common.transport.wire import Frame
 
 

@@ -21,11 +21,11 @@ import numpy as np
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.ipc.start import StartSettings
-from vlmserve.launch import FrontendInputs, launch_server
+from vlmserve.launch import launch_server
 from vlmserve.messages import (
     BatchTextOutput,
     BatchTokenOutput,
@@ -58,7 +58,7 @@ def fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, r
     sender = Sender(channels.detokenizer, get_args(DetokenizerInput))
     postponed: list[BatchTokenOutput] = []
     signal.signal(signal.SIGUSR1, lambda *_: [sender.send(message) for message in postponed])
-    ready(ReadyInfo(max_model_len=123, max_total_tokens=4567))
+    ready(ReadyInfo(max_model_len=123))
     while True:
         message = receiver.recv()
         if not isinstance(message, TokenizedGenerateReqInput):
@@ -113,8 +113,9 @@ def fake_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings,
 class FakeFrontend:
     """The API process's half: an ASGI application without a framework."""
 
-    def __init__(self, inputs: FrontendInputs) -> None:
-        self.inputs = inputs
+    def __init__(self, settings: object, *, max_model_len: int, model_name: str, send: Any, **_: object) -> None:
+        self.info = [max_model_len, model_name]
+        self.send = send
         self.waiting: dict[str, asyncio.Future[str]] = {}
         self.failure: str | None = None
         self.requests = 0
@@ -142,13 +143,12 @@ class FakeFrontend:
         if self.failure is not None:
             return 503, self.failure
         if path == "info":
-            info = self.inputs.info
-            return 200, json.dumps([info.max_model_len, info.max_total_tokens, self.inputs.model_name])
+            return 200, json.dumps(self.info)
         self.requests += 1
         rid = str(self.requests)
         future = self.waiting[rid] = asyncio.get_running_loop().create_future()
         ids = np.frombuffer(path.encode(), dtype=np.uint8).astype(np.int64)
-        self.inputs.send(TokenizedGenerateReqInput(rid=rid, input_ids=ids, sampling_params=SamplingParams()))
+        self.send(TokenizedGenerateReqInput(rid=rid, input_ids=ids, sampling_params=SamplingParams()))
         try:
             return 200, await future
         except RuntimeError as error:

@@ -28,7 +28,7 @@ def check(llm, asked, wanted):
         assert_equal_answers(got, want)
     stats = llm.stats()  # the pools balanced when the scheduler went idle, or it would have raised
     assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
-    assert stats.req_rows_free == stats.req_rows_total
+    assert stats.req_pool_free == stats.req_pool_total
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_serves_and_stops_in_order(start, tmp_path) -> None:
     assert server.get("hello") == (200, "hello")
     assert int(port_file.read_text()) == server.port()
     status, text = server.get("info")
-    assert (status, json.loads(text)) == (200, [123, 4567, "fake"])
+    assert (status, json.loads(text)) == (200, [123, "fake"])
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(server.get, map(str, range(32)))) == [(200, str(i)) for i in range(32)]
     children = server.children()

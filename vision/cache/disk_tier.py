@@ -7,42 +7,29 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from vision.cache.host_copy import HostCopy
 from vision.cache.stats import TierStats
+from vision.cache.store import EmbeddingStore
 from vlmserve_common.process.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
 
-class Store(Protocol):
-    """Rows on disk; see `vision.cache.store.EmbeddingStore`. Thread-safe."""
-
-    trouble: str
-
-    def __contains__(self, key: bytes) -> bool: ...
-
-    def get(self, key: bytes) -> torch.Tensor | None: ...
-
-    def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool: ...
-
-    def tier_stats(self) -> TierStats: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """rows: on the CPU; None if the disk does not have them."""
+    """embeds: on the CPU; None if the disk does not have them."""
 
     key: bytes
-    rows: torch.Tensor | None
+    embeds: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """number: of the save. ok: the rows are on the disk and stay there through a crash. new: they were not before."""
+    """number: of the save. ok: the embeddings are on disk and stay there through a crash. new: they were not before."""
 
     number: int
     key: bytes
@@ -56,12 +43,12 @@ Done: TypeAlias = Loaded | Saved
 class DiskTier:
     """Loads and saves beside the caller, who collects what is done. For one thread.
 
-    backlog_bytes: of rows that may wait to be written, on their device until their turn comes; above it, those that
-    nobody insists on are not saved.
+    backlog_bytes: of embeddings that may wait to be written, on their device until their turn comes; above it, those
+    that nobody insists on are not saved.
     saving: how many saves have been begun whose end was not collected yet.
     """
 
-    def __init__(self, store: Store, *, backlog_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, store: EmbeddingStore, *, backlog_bytes: int = 256 * 2**20) -> None:
         self.store = store
         self._backlog_limit = backlog_bytes
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="embedding-reader")
@@ -78,18 +65,18 @@ class DiskTier:
         """Begin to read; a `Loaded` follows."""
         self._readers.submit(self._load, key)
 
-    def save(self, key: bytes, rows: torch.Tensor, *, insist: bool = False, pin: bool = False) -> int:
-        """Begin to write rows from any device; its number, unlike that of any other, which a `Saved` with it follows.
-        insist: whatever the backlog."""
+    def save(self, key: bytes, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> int:
+        """Begin to write embeddings from any device; its number, unlike that of any other, which a `Saved` with it
+        follows. insist: whatever the backlog."""
         self.saving += 1
         self._saves += 1
         with self._lock:
-            fits = not self._waiting_bytes or self._waiting_bytes + rows.nbytes <= self._backlog_limit
+            fits = not self._waiting_bytes or self._waiting_bytes + embeds.nbytes <= self._backlog_limit
             if fits or insist:
-                self._waiting_bytes += rows.nbytes
+                self._waiting_bytes += embeds.nbytes
                 self._waiting += 1
         if fits or insist:
-            self._writer.submit(self._save, self._saves, key, HostCopy(rows), pin)
+            self._writer.submit(self._save, self._saves, key, HostCopy(embeds), pin)
         else:
             self._finish(Saved(number=self._saves, key=key, ok=False))
         return self._saves
@@ -109,10 +96,10 @@ class DiskTier:
 
     def stats(self) -> TierStats:
         """Plain figures."""
-        return self.store.tier_stats()
+        return self.store.stats()
 
     def flush(self, timeout_s: float) -> int:
-        """Block until all that waits to be written now is, for so long at most; how many rows still wait then. From any
+        """Block until all that waits to be written now is, for so long at most; how many still wait then. From any
         thread, before `close`."""
         try:
             self._writer.submit(int).result(timeout_s)  # behind them all
@@ -131,22 +118,22 @@ class DiskTier:
         self._wake_up.close()
 
     def _load(self, key: bytes) -> None:
-        rows = None
+        embeds = None
         try:
-            rows = self.store.get(key)
+            embeds = self.store.get(key)
         except Exception:
             log.exception("an embedding could not be read")
-        self._finish(Loaded(key=key, rows=rows))
+        self._finish(Loaded(key=key, embeds=embeds))
 
-    def _save(self, number: int, key: bytes, rows: HostCopy, pin: bool) -> None:
+    def _save(self, number: int, key: bytes, embeds: HostCopy, pin: bool) -> None:
         ok = new = False
         try:
             new = key not in self.store
-            ok = self.store.put(key, rows.take(), pin=pin)
+            ok = self.store.put(key, embeds.take(), pin=pin)
         except Exception:
             log.exception("an embedding could not be written")
         with self._lock:
-            self._waiting_bytes -= rows.nbytes
+            self._waiting_bytes -= embeds.nbytes
             self._waiting -= 1
         self._finish(Saved(number=number, key=key, ok=ok, new=new and ok))
 

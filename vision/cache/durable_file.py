@@ -1,8 +1,8 @@
 """Files that are there whole or not at all, also after a crash, in folders that several processes write to.
 
-Order: a temporary file beside the final one grows and is flushed to disk -> it is renamed -> the folder is flushed. The
-writer holds a lock on the temporary file, which goes with its process. A temporary name tells the running kernel too,
-since other hosts of a shared file system may not see each other's locks: there age decides.
+Order: a temporary file beside the final one grows and is flushed to disk -> it is renamed -> the folder is flushed. A
+temporary file that did not grow for some minutes is taken for a dead writer's; should its writer be only slow, on this
+host or another one of a shared file system, its call fails.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
-_TEMPORARY = re.compile(r".+\.([0-9a-f]{8})-\d+-[0-9a-f]{8}\.part")
-_ABANDONED_AFTER_S = 3600.0
+_TEMPORARY = ".part"
+_ABANDONED_AFTER_S = 600.0
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], *, time_s: float) -> None:
@@ -26,19 +24,18 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], *, time_s: float
 
     time_s: its modification time, seconds since 1970. Raises OSError, and then leaves nothing behind.
     """
-    fd, temporary = _create_locked(path)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_TEMPORARY}")
     try:
-        for part in parts:
-            _write_all(fd, memoryview(part))
-        os.utime(fd, (time_s, time_s))
-        os.fsync(fd)
+        with temporary.open("xb", buffering=0) as file:
+            for part in parts:
+                _write_all(file.fileno(), memoryview(part))
+            os.utime(file.fileno(), (time_s, time_s))
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    finally:
-        os.close(fd)
     flush_folder(path.parent)
 
 
@@ -66,30 +63,15 @@ def flush_folder(path: Path) -> None:
 
 def is_temporary(name: str) -> bool:
     """Whether a file's name is one that `write_file` uses before a file is whole."""
-    return _TEMPORARY.fullmatch(name) is not None
+    return name.endswith(_TEMPORARY)
 
 
-def remove_abandoned(temporary: Path, *, now_s: float) -> bool:
-    """Remove a temporary file whose writer is gone; whether it was. now_s: seconds since 1970."""
-    match = _TEMPORARY.fullmatch(temporary.name)
-    assert match, temporary
-    try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)  # network file systems lock only what may be written
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def remove_abandoned(temporary: Path, *, now_s: float) -> None:
+    """Remove a temporary file whose writer is gone. now_s: seconds since 1970."""
+    with contextlib.suppress(OSError):
         # either way: a clock that was set back must not keep it for ever
-        old = abs(now_s - os.fstat(fd).st_mtime) > _ABANDONED_AFTER_S
-        if match.group(1) != _running_kernel() and not old:
-            return False
-        temporary.unlink()
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(fd)
+        if abs(now_s - temporary.stat().st_mtime) > _ABANDONED_AFTER_S:
+            temporary.unlink()
 
 
 @contextlib.contextmanager
@@ -110,28 +92,6 @@ def locked_file(path: Path, *, wait: bool) -> Iterator[bool]:
         os.close(fd)
 
 
-def _create_locked(path: Path) -> tuple[int, Path]:
-    while True:
-        temporary = path.with_name(f"{path.name}.{_running_kernel()}-{os.getpid()}-{secrets.token_hex(4)}.part")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:
-                return fd, temporary
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            os.close(fd)
-            raise
-        os.close(fd)  # it was taken for abandoned before it was locked
-
-
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data) :]
-
-
-@cache
-def _running_kernel() -> str:
-    """Eight hexadecimal digits unlike those of other hosts and of this one before it was started again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]

@@ -1,6 +1,6 @@
-"""Rows of temporal patches in memory, by key: on the device, and behind it in host memory.
+"""Embeddings of temporal patches in memory, by key: on the device, and behind it in host memory.
 
-A tier is an LRU under a byte limit whose entries may be held: held rows are in use, or about to be, and stay. What the
+A tier is an LRU under a byte limit whose entries may be held: held ones are in use, or about to be, and stay. What the
 device gives up goes to the host; what is found there comes back. On a CPU both are the same memory, and one tier does.
 """
 
@@ -14,7 +14,7 @@ from vision.cache.stats import TierStats
 
 
 class MemoryTier:
-    """key -> rows [n, width]. Holds `limit_bytes` at the most, or what is held if that is more."""
+    """key -> embeddings [n, width]. Holds `limit_bytes` at the most, or what is held if that is more."""
 
     def __init__(self, limit_bytes: int, device: torch.device) -> None:
         self.limit_bytes = limit_bytes
@@ -31,7 +31,7 @@ class MemoryTier:
         return len(self._entries)
 
     def touch(self, key: bytes) -> bool:
-        """Whether the rows are here, now the most recently used. Counts."""
+        """Whether the embeddings are here, now the most recently used. Counts."""
         if key not in self._entries:
             self._misses += 1
             return False
@@ -39,37 +39,37 @@ class MemoryTier:
         self._entries.move_to_end(key)
         return True
 
-    def rows(self, key: bytes) -> torch.Tensor:
-        """Rows that are here, without counting. KeyError if they are not."""
+    def embeds(self, key: bytes) -> torch.Tensor:
+        """Embeddings that are here, without counting. KeyError if they are not."""
         return self._entries[key]
 
-    def put(self, key: bytes, rows: torch.Tensor) -> list[tuple[bytes, torch.Tensor]]:
-        """Add rows that are not here; returns what had to go for them. They go first themselves if they are larger than
-        the limit."""
+    def put(self, key: bytes, embeds: torch.Tensor) -> list[tuple[bytes, torch.Tensor]]:
+        """Add embeddings that are not here; returns what had to go for them. They go first themselves if they are
+        larger than the limit."""
         assert key not in self._entries, key.hex()
-        self._entries[key] = rows
-        self.bytes += rows.nbytes
+        self._entries[key] = embeds
+        self.bytes += embeds.nbytes
         if key in self._held:
-            self.held_bytes += rows.nbytes
+            self.held_bytes += embeds.nbytes
         return self._trim(key)
 
     def pop(self, key: bytes) -> torch.Tensor:
-        """Take out rows that are here, held or not."""
-        rows = self._entries.pop(key)
-        self.bytes -= rows.nbytes
+        """Take out embeddings that are here, held or not."""
+        embeds = self._entries.pop(key)
+        self.bytes -= embeds.nbytes
         if key in self._held:
-            self.held_bytes -= rows.nbytes
-        return rows
+            self.held_bytes -= embeds.nbytes
+        return embeds
 
     def hold(self, key: bytes) -> None:
-        """Keep the rows until `let_go`, whether they are here now or come later."""
+        """Keep the embeddings until `let_go`, whether they are here now or come later."""
         assert key not in self._held, key.hex()
         self._held.add(key)
         if key in self._entries:
             self.held_bytes += self._entries[key].nbytes
 
     def let_go(self, key: bytes) -> list[tuple[bytes, torch.Tensor]]:
-        """Undo `hold`; returns what goes now that it may. The rows count as just used. KeyError without a `hold`."""
+        """Undo `hold`; returns what goes now that it may. They count as just used. KeyError without a `hold`."""
         self._held.remove(key)
         if key not in self._entries:
             return []
@@ -96,12 +96,12 @@ class MemoryTier:
             gone.append(newest)
         else:
             excess = self.bytes - self.limit_bytes
-            for key, rows in self._entries.items():
+            for key, embeds in self._entries.items():
                 if excess <= 0:
                     break
                 if key not in self._held:
                     gone.append(key)
-                    excess -= rows.nbytes
+                    excess -= embeds.nbytes
         self._evictions += len(gone)
         return [(key, self.pop(key)) for key in gone]
 
@@ -114,7 +114,7 @@ class EmbeddingCache:
         self.host = host
 
     def find(self, key: bytes) -> bool:
-        """Whether there are rows of a held key; from now on they are on the device."""
+        """Whether there are embeddings of a held key; from now on they are on the device."""
         if self.device.touch(key):
             return True
         if self.host is None or not self.host.touch(key):
@@ -122,16 +122,16 @@ class EmbeddingCache:
         self.add(key, self.host.pop(key))
         return True
 
-    def add(self, key: bytes, rows: torch.Tensor) -> None:
-        """Keep rows from any device; there must be none of `key` yet."""
-        self._pass_on(self.device.put(key, rows.to(self.device.device, non_blocking=True)))
+    def add(self, key: bytes, embeds: torch.Tensor) -> None:
+        """Keep embeddings from any device; there must be none of `key` yet."""
+        self._pass_on(self.device.put(key, embeds.to(self.device.device, non_blocking=True)))
 
-    def rows(self, key: bytes) -> torch.Tensor:
-        """Rows that are on the device. KeyError otherwise."""
-        return self.device.rows(key)
+    def embeds(self, key: bytes) -> torch.Tensor:
+        """Embeddings that are on the device. KeyError otherwise."""
+        return self.device.embeds(key)
 
     def hold(self, key: bytes) -> None:
-        """Rows of `key` stay on the device, once they are there, until `let_go` or `drop`."""
+        """Embeddings of `key` stay on the device, once they are there, until `let_go` or `drop`."""
         self.device.hold(key)
 
     def let_go(self, key: bytes) -> None:
@@ -139,11 +139,11 @@ class EmbeddingCache:
         self._pass_on(self.device.let_go(key))
 
     def drop(self, key: bytes) -> None:
-        """Undo `hold`, and keep the rows nowhere."""
+        """Undo `hold`, and keep them nowhere."""
         self.device.pop(key)
         self.device.let_go(key)
 
     def _pass_on(self, gone: list[tuple[bytes, torch.Tensor]]) -> None:
         if self.host is not None:
-            for key, rows in gone:
-                self.host.put(key, rows.cpu())
+            for key, embeds in gone:
+                self.host.put(key, embeds.cpu())

@@ -1,6 +1,6 @@
-"""The file of one entry of the embedding store: rows as safetensors, in the one form that its content allows.
+"""The file of one entry of the embedding store: embeddings as safetensors, in the one form that its content allows.
 
-512 bytes of header, then the rows. The header follows from the key, the dtype, the shape and every byte of the rows (by
+512 bytes of header, then the matrix. The header follows from the key, the dtype, the shape and every byte of it (by
 a BLAKE3 checksum), so a reader makes it again from what it read and compares: where one byte differs, the file is
 torn, altered or another key's.
 """
@@ -24,7 +24,7 @@ class DamagedEntryError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowsFormat:
+class EmbedsFormat:
     """dtype: a key of `ITEM_BYTES`. rows, width: of the matrix, 1 or more."""
 
     dtype: str
@@ -36,8 +36,8 @@ class RowsFormat:
         return self.rows * self.width * ITEM_BYTES[self.dtype]
 
 
-def entry_header(key: bytes, form: RowsFormat, data: memoryview) -> bytes:
-    """The 512 bytes before `data` (the rows' bytes, little-endian, row after row) in the file of a key (32 bytes)."""
+def entry_header(key: bytes, form: EmbedsFormat, data: memoryview) -> bytes:
+    """The 512 bytes before `data` (the matrix, little-endian, row after row) in the file of a key (32 bytes)."""
     checksum = blake3(f"{key.hex()} {form.dtype} {form.rows} {form.width}\n".encode())
     checksum.update(data)
     header = {
@@ -48,16 +48,16 @@ def entry_header(key: bytes, form: RowsFormat, data: memoryview) -> bytes:
     return length.to_bytes(8, "little") + json.dumps(header).encode().ljust(length)
 
 
-def read_format(file: FileIO) -> RowsFormat:
-    """What a file says of its rows, from its start; only its length is held against that.
+def read_format(file: FileIO) -> EmbedsFormat:
+    """What a file says of its embeddings, from its start; only its length is held against that.
 
     Raises DamagedEntryError, and OSError where the file cannot be read.
     """
     return _parsed(file, _read(file, HEADER_BYTES).tobytes())
 
 
-def read_entry(file: FileIO, key: bytes) -> tuple[RowsFormat, np.ndarray]:
-    """The rows in the file of a key, from its start: their bytes, uint8 [nbytes], every one of them checked.
+def read_entry(file: FileIO, key: bytes) -> tuple[EmbedsFormat, np.ndarray]:
+    """The embeddings in the file of a key, from its start: their bytes, uint8 [nbytes], every one of them checked.
 
     Raises DamagedEntryError when they are not what was written for that key, and OSError where it cannot be read.
     """
@@ -69,11 +69,11 @@ def read_entry(file: FileIO, key: bytes) -> tuple[RowsFormat, np.ndarray]:
     return form, data
 
 
-def _parsed(file: FileIO, header: bytes) -> RowsFormat:
+def _parsed(file: FileIO, header: bytes) -> EmbedsFormat:
     try:
         entry = json.loads(header[8:])["rows"]
         rows, width = entry["shape"]
-        form = RowsFormat(dtype=entry["dtype"], rows=rows, width=width)
+        form = EmbedsFormat(dtype=entry["dtype"], rows=rows, width=width)
         sound = form.dtype in ITEM_BYTES and all(type(size) is int and size > 0 for size in (rows, width))
     except (ValueError, LookupError, TypeError, RecursionError):
         sound = False

@@ -54,10 +54,6 @@ class FolderLimit:
         self.bytes += size
         self._room -= size
 
-    def unpinned(self) -> None:
-        """There may be room where there was none."""
-        self._refuse_until = 0.0
-
     def look(self) -> list[StoredEntry]:
         """All entries. Raises OSError."""
         entries = list(self._folder.entries(now_s=self._clock()))

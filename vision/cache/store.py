@@ -1,4 +1,4 @@
-"""The disk tier of the embedding cache: rows by key, in plain files that outlive the server.
+"""The disk tier of the embedding cache: embeddings by key, in plain files that outlive the server.
 
 It is a cache: whatever is wrong with a file, the folder or the disk costs the entry and never the request. Several
 processes use one folder without knowing of each other; `EmbeddingFolder` says what lies where.
@@ -13,14 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
 import torch
 
 from vision.cache.durable_file import flush_folder, make_folder, write_file
-from vision.cache.file import KEY_BYTES, DamagedEntryError, RowsFormat, entry_header, read_entry
+from vision.cache.file import KEY_BYTES, DamagedEntryError, EmbedsFormat, entry_header, read_entry
 from vision.cache.folder import EmbeddingFolder, remove_damaged
 from vision.cache.limit import FolderLimit
 from vision.cache.stats import TierStats
@@ -33,24 +32,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _MARK_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddingStoreStats:
-    """What this process did, and what the folder held (bytes, entries) when it last looked, with what it wrote since.
-
-    misses: `get`s that gave nothing; corrupt: those for which a damaged file was found. puts: entries written.
-    put_failures: `put`s that gave False. evictions: entries removed to make room.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    puts: int = 0
-    put_failures: int = 0
-    evictions: int = 0
-    bytes: int = 0
-    entries: int = 0
 
 
 class EmbeddingStore:
@@ -83,15 +64,15 @@ class EmbeddingStore:
         self._about = dict(about)
         self._clock = clock
         self._read_only = False
-        self._lock = threading.Lock()  # of the next two
-        self._stats = EmbeddingStoreStats()
+        self._lock = threading.Lock()  # of the next three
+        self._hits = self._misses = 0
         self._warned: set[str] = set()
         self._writing = threading.Lock()  # one thread at a time; of the next one
         self._limit = FolderLimit(self._folder, limit_bytes, clock)
         self._open(folder)
 
     def get(self, key: bytes) -> torch.Tensor | None:
-        """The rows [n, width] as they were put, on the CPU, in memory of their own; None if they are not here.
+        """The embeddings [n, width] as they were put, on the CPU, in memory of their own; None if they are not here.
 
         A damaged file is removed.
         """
@@ -107,77 +88,43 @@ class EmbeddingStore:
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
                 self._complain("read", error)
-            self._count(misses=1)
+            self._count(hit=False)
             return None
         self._mark(path, status.st_mtime)
-        self._count(hits=1)
+        self._count(hit=True)
         return torch.from_numpy(data).view(_DTYPES[form.dtype]).view(form.rows, form.width)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether there is a file of this key, which may yet turn out damaged."""
         return os.path.exists(self._path(key))
 
-    def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool:
-        """Keep rows [n, width] (bfloat16, float16 or float32) and, with `pin`, never evict them.
+    def put(self, key: bytes, embeds: torch.Tensor, *, pin: bool = False) -> bool:
+        """Keep embeddings [n, width] (bfloat16, float16 or float32) and, with `pin`, never evict them.
 
         True: they are on disk, whoever wrote them. False: they are not, since there is no room or the folder cannot be
         written. Takes as long as the disk does.
         """
         path = self._path(key)
-        form, data = _packed(rows)
+        form, data = _packed(embeds)
         try:
             with self._writing:
-                stored = self._put(key, path, form, data, pin)
+                return self._put(key, path, form, data, pin)
         except OSError as error:
             self._complain("written", error)
-            stored = False
-        if not stored:
-            self._count(put_failures=1)
-        return stored
+            return False
 
-    def pin(self, key: bytes) -> bool:
-        """Never evict an entry; False if it is not here, or the folder cannot be written."""
-        path = self._path(key)
-        try:
-            if self._read_only or not path.exists():
-                return False
-            new = self._folder.pin(path)
-            if path.exists():
-                return True
-            if new:
-                self._folder.unpin(path)  # it was evicted before
-        except OSError as error:
-            self._complain("written", error)
-        return False
-
-    def unpin(self, key: bytes) -> None:
-        """Let an entry be evicted again, if it is here."""
-        path = self._path(key)
-        if self._read_only:
-            return
-        try:
-            self._folder.unpin(path)
-        except OSError as error:
-            self._complain("written", error)
-        with self._writing:
-            self._limit.unpinned()
-
-    def stats(self) -> EmbeddingStoreStats:
-        """What was counted so far."""
+    def stats(self) -> TierStats:
+        """What this process did, and what the folder held (bytes, entries) when it last looked, with what it wrote
+        since."""
         limit = self._limit
         with self._lock:
-            return replace(self._stats, evictions=limit.evictions, bytes=limit.bytes, entries=limit.entries)
-
-    def tier_stats(self) -> TierStats:
-        """The same as other tiers tell it."""
-        stats = self.stats()
-        return TierStats(
-            hits=stats.hits,
-            misses=stats.misses,
-            evictions=stats.evictions,
-            bytes=stats.bytes,
-            entries=stats.entries,
-        )
+            return TierStats(
+                hits=self._hits,
+                misses=self._misses,
+                evictions=limit.evictions,
+                bytes=limit.bytes,
+                entries=limit.entries,
+            )
 
     def _open(self, folder: Path) -> None:
         try:
@@ -212,7 +159,7 @@ class EmbeddingStore:
     def _path(self, key: bytes) -> Path:
         return self._folder.path(self._fingerprint, _checked(key))
 
-    def _put(self, key: bytes, path: Path, form: RowsFormat, data: memoryview, pin: bool) -> bool:
+    def _put(self, key: bytes, path: Path, form: EmbedsFormat, data: memoryview, pin: bool) -> bool:
         if self._read_only:
             return not pin and _is_good(path, key)
         if not path.parent.is_dir():
@@ -237,11 +184,10 @@ class EmbeddingStore:
             return False
         write_file(path, [header, data], time_s=self._clock())
         self._limit.wrote(size)
-        self._count(puts=1)
         return True
 
     def _remove_damaged(self, path: Path, file: FileIO, error: DamagedEntryError) -> None:
-        self._count(misses=1, corrupt=1)
+        self._count(hit=False)
         if self._read_only:
             return
         try:
@@ -257,10 +203,10 @@ class EmbeddingStore:
             with contextlib.suppress(OSError):  # evicted, or not ours to write
                 os.utime(path, (now, now))
 
-    def _count(self, **more: int) -> None:
+    def _count(self, *, hit: bool) -> None:
         with self._lock:
-            sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
-            self._stats = replace(self._stats, **sums)
+            self._hits += hit
+            self._misses += not hit
 
     def _complain(self, done: str, error: OSError) -> None:
         self._warn_once(f"{done} {error.errno}", f"cannot be {done}, going on without: {error}")
@@ -281,11 +227,11 @@ def _checked(key: bytes) -> bytes:
     return key
 
 
-def _packed(rows: torch.Tensor) -> tuple[RowsFormat, memoryview]:
-    if rows.dim() != 2 or not rows.numel() or rows.dtype not in _NAMES:
-        raise ValueError(f"rows of shape {list(rows.shape)} in {rows.dtype} cannot be stored")
-    data = rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    return RowsFormat(dtype=_NAMES[rows.dtype], rows=rows.shape[0], width=rows.shape[1]), data
+def _packed(embeds: torch.Tensor) -> tuple[EmbedsFormat, memoryview]:
+    if embeds.dim() != 2 or not embeds.numel() or embeds.dtype not in _NAMES:
+        raise ValueError(f"embeddings of shape {list(embeds.shape)} in {embeds.dtype} cannot be stored")
+    data = embeds.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return EmbedsFormat(dtype=_NAMES[embeds.dtype], rows=embeds.shape[0], width=embeds.shape[1]), data
 
 
 def _is_good(path: Path, key: bytes) -> bool:

@@ -29,8 +29,8 @@ def row_tiles(x: torch.Tensor) -> list[slice]:
 class VisionTower(nn.Module):
     """What the encoder knows of a tower.
 
-    spatial_merge_size: patches merged per side. out_hidden_size: width of the main rows. num_deepstack_layers: rows of
-    that width that follow the main row in every output row, one per tapped layer.
+    spatial_merge_size: patches merged per side. out_hidden_size: width of the main embeddings. num_deepstack_layers:
+    embeddings of that width that follow the main one, one per tapped layer.
     """
 
     spatial_merge_size: int
@@ -38,10 +38,10 @@ class VisionTower(nn.Module):
     num_deepstack_layers: int = 0
 
     def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
-        """Encode a packed batch: every row depends on its own temporal patch only.
+        """Encode a packed batch: every embedding depends on its own temporal patch only.
 
         pixel_values float32 [P, channels * frames * patch**2], all items' patches in the processor's order; grid_thw:
-        patches of every item in time, height and width. Returns rows [P / merge**2, out_hidden_size * (1 +
+        patches of every item in time, height and width. Returns embeddings [P / merge**2, out_hidden_size * (1 +
         num_deepstack_layers)] in the tower's dtype. Raises ValueError when grids and pixels do not fit.
         """
         raise NotImplementedError
@@ -134,7 +134,7 @@ class VisionBlock(nn.Module):
 
 
 class QwenPatchMerger(nn.Module):
-    """merge x merge neighbouring tokens -> one row (Qwen2-VL, Qwen2.5-VL)."""
+    """merge x merge neighbouring tokens -> one embedding (Qwen2-VL, Qwen2.5-VL)."""
 
     def __init__(self, norm: nn.Module, merged_size: int, out_size: int, act: Activation) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from vlmserve_common.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class TowerConfig:
-    """kernel: (channels, frames, height, width) of a patch. size: the tower's width; out_size: of the rows it makes."""
+    """kernel: (channels, frames, height, width) of a patch. size: the tower's width; out_size: of its embeddings."""
 
     depth: int
     size: int

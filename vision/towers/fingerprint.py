@@ -1,4 +1,4 @@
-"""The identity of a tower: of equal fingerprints and equal pixels come equal rows, up to rounding."""
+"""The identity of a tower: of equal fingerprints and equal pixels come equal embeddings, up to rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from processors.hashing import digest_fields
 from vision.towers.blocks import VisionTower
 from vlmserve_common.compute.cpus import available_cpus
 
-# To be changed with whatever changes the rows that our towers make of the same weights.
+# To be changed with whatever changes the embeddings that our towers make of the same weights.
 _VERSION = b"vlmserve tower 1"
 
 

@@ -1,7 +1,7 @@
 """What a tower must know of the grids it encodes: positions, attention segments, windows.
 
 Patches of an item come frame by frame, and within a frame in blocks of merge x merge (rows of blocks, blocks of a row,
-rows of a block, patches of a row), so that the patches of one output row lie side by side. All tensors are on the CPU.
+rows of a block, patches of a row), so that the patches of one embedding lie side by side. All tensors are on the CPU.
 """
 
 from __future__ import annotations

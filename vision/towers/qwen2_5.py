@@ -68,5 +68,5 @@ class Qwen2_5VisionTower(VisionTower):
         windows = group_segments(window_lengths, x.device)
         for index, block in enumerate(self.blocks):
             x = block(x, rotary, frames if index in self._full_attention else windows)
-        rows = self.merger(x)
-        return torch.empty_like(rows).index_copy_(0, order.to(x.device), rows)
+        embeds = self.merger(x)
+        return torch.empty_like(embeds).index_copy_(0, order.to(x.device), embeds)

@@ -1,4 +1,4 @@
-"""Qwen3-VL's tower: learned positions, interpolated to the grid, and DeepStack rows from inner layers."""
+"""Qwen3-VL's tower: learned positions, interpolated to the grid, and DeepStack embeddings from inner layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vlmserve_common.errors import CheckpointError
 
 
 class Qwen3PatchMerger(nn.Module):
-    """merge x merge neighbouring tokens -> one row; normalised before or (DeepStack) after they are joined."""
+    """merge x merge neighbouring tokens -> one embedding; normalised before or (DeepStack) after they are joined."""
 
     def __init__(self, config: TowerConfig, *, norm_joined: bool) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Qwen3VisionTower(VisionTower):
         self._rotary = AxialRotary(config.head_dim, config.rope_theta)
 
     def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
-        """See `VisionTower.forward`. DeepStack rows follow the main ones in layer order."""
+        """See `VisionTower.forward`. DeepStack embeddings follow the main ones in layer order."""
         merge = self.spatial_merge_size
         check_grids(grid_thw, len(pixel_values), merge)
         x = self.patch_embed(pixel_values)

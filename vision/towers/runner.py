@@ -1,4 +1,4 @@
-"""Runs a tower on its device: temporal patches in, rows out. Keeps nothing."""
+"""Runs a tower on its device: temporal patches in, embeddings out. Keeps nothing."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class TowerRunner:
         self._device = device
 
     def encode(self, patches: Sequence[TemporalPatch]) -> tuple[torch.Tensor, ...]:
-        """Rows of each temporal patch [h * w / merge**2, row width] in the tower's dtype, from one call of the tower.
+        """Embeddings of each temporal patch [h * w / merge**2, width] in the tower's dtype, from one call of the tower.
 
         Each has memory of its own, so that dropping one frees it. Raises as `encode_packed` does.
         """
         packed = self.encode_packed(patches)
         if len(patches) == 1:
             return (packed,)
-        return tuple(rows.clone() for rows in packed.split(self.row_counts(patches)))
+        return tuple(embeds.clone() for embeds in packed.split(self.row_counts(patches)))
 
     @torch.inference_mode()
     def encode_packed(self, patches: Sequence[TemporalPatch]) -> torch.Tensor:
-        """Rows of temporal patches (one at least), one behind the other: [sum of h * w / merge**2, row width] on the
+        """Embeddings of temporal patches (one at least), one behind the other: [sum of h * w / merge**2, width] on the
         tower's device. ValueError as `pixel_values` and `VisionTower.forward` raise it."""
         return self._tower(pixel_values(patches, self._device), [(1, *patch.grid) for patch in patches])
 
     def row_counts(self, patches: Sequence[TemporalPatch]) -> list[int]:
-        """How many rows temporal patches have."""
+        """How many embeddings temporal patches have."""
         return [patch.num_patches // self._tower.spatial_merge_size**2 for patch in patches]
 
 

@@ -14,12 +14,12 @@ from processors.inputs import MultimodalDataItem, Normalization
 class TemporalPatch:
     """What towers encode and caches hold: a picture, or one temporal patch of a video.
 
-    Attention, windows, position embeddings and DeepStack never cross a temporal patch, so a video's rows are those of
-    its temporal patches, one after the other.
+    Attention, windows, position embeddings and DeepStack never cross a temporal patch, so a video's embeddings are
+    those of its temporal patches, one after the other.
 
     digest: 32 bytes over its pixels, grid and patch settings. grid: (height, width) in patches. pixels: uint8 [h * w,
     pixels of a patch], in the processor's patch order, which `normalization` makes values of. encoded: it came encoded,
-    and pixels are its rows, without a normalization.
+    and pixels are its embeddings, without a normalization.
     """
 
     digest: bytes
@@ -46,5 +46,5 @@ def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
 
 
 def embedding_key(fingerprint: bytes, patch: TemporalPatch) -> bytes:
-    """32 bytes that stand for a temporal patch's rows: what made them (`towers.fingerprint`), and of what."""
+    """32 bytes that stand for a temporal patch's embeddings: what made them (`towers.fingerprint`), and of what."""
     return blake3.blake3(fingerprint + patch.digest).digest()

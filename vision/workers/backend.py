@@ -25,14 +25,14 @@ class EncodeBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeResult:
-    """rows: of each temporal patch in order, [h * w / merge**2, row width] in the tower's dtype, each with memory of
+    """embeds: of each temporal patch in order, [h * w / merge**2, width] in the tower's dtype, each with memory of
     its own; None: error says why not.
 
     untried: the worker was gone before it came to this batch, which therefore cannot be what ended it.
     """
 
     number: int
-    rows: tuple[torch.Tensor, ...] | None
+    embeds: tuple[torch.Tensor, ...] | None
     error: str = ""
     untried: bool = False
 
@@ -82,8 +82,8 @@ class InlineBackend:
         if not self._started:
             return []
         batch = self._started.popleft()
-        rows, error = attempt(lambda: self._runner.encode(batch.patches))
-        return [EncodeResult(number=batch.number, rows=rows, error=error)]
+        embeds, error = attempt(lambda: self._runner.encode(batch.patches))
+        return [EncodeResult(number=batch.number, embeds=embeds, error=error)]
 
     def wait_handles(self) -> Sequence[int]:
         """None: see `EncoderBackend`."""

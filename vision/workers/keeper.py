@@ -103,7 +103,7 @@ class WorkerKeeper:
                 self._unsent.append(batch)
                 self._changed.notify_all()
                 return
-        self._deliver(EncodeResult(number=batch.number, rows=None, error=self._given_up, untried=True))
+        self._deliver(EncodeResult(number=batch.number, embeds=None, error=self._given_up, untried=True))
 
     def begin_close(self) -> None:
         """Tell the worker to end."""
@@ -158,7 +158,7 @@ class WorkerKeeper:
             self._channel.discard(frames)
         first = next(iter(sent), None)
         for number in (*sent, *unsent):
-            self._deliver(EncodeResult(number=number, rows=None, error=reason, untried=number != first))
+            self._deliver(EncodeResult(number=number, embeds=None, error=reason, untried=number != first))
 
     def _help(self, what: str, run: Callable[..., None], *args: object) -> None:
         """In a thread that ends when the process is let go of."""
@@ -179,21 +179,21 @@ class WorkerKeeper:
             logger.info("rows of %s come by CUDA IPC", self._title)
 
     def _take(self, done: EncodeDone, child: ChildProcess) -> None:
-        rows, error, lent, untried = None, done.error, done.lent, False
+        embeds, error, lent, untried = None, done.error, done.lent, False
         if lent is not None:
-            rows, error = attempt(lambda: self._borrower.copy(lent))
+            embeds, error = attempt(lambda: self._borrower.copy(lent))
             if not child.alive:  # its memory may have gone before the copy ended
-                rows, error, untried = None, f"{self._title} died before its rows were copied", True
+                embeds, error, untried = None, f"{self._title} died before its rows were copied", True
             with self._changed:
                 self._taken.append(done.number)
                 self._changed.notify_all()
         elif not error:
-            rows = tuple(from_array(array, done.dtype) for array in done.rows)
+            embeds = tuple(from_array(array, done.dtype) for array in done.rows)
         with self._changed:
             del self._sent[done.number]
             self._turn_began_s = self._clock()
         self.useful |= not untried
-        self._deliver(EncodeResult(number=done.number, rows=rows, error=error, untried=untried))
+        self._deliver(EncodeResult(number=done.number, embeds=embeds, error=error, untried=untried))
 
     def _watch(self, child: ChildProcess) -> None:
         """Have a child ended that does not end a batch in time: it may hang without dying."""
@@ -230,7 +230,7 @@ class WorkerKeeper:
         if frames is None:
             with self._changed:
                 del self._sent[batch.number]
-            self._deliver(EncodeResult(number=batch.number, rows=None, error=error))
+            self._deliver(EncodeResult(number=batch.number, embeds=None, error=error))
         else:
             self._sent[batch.number] = frames[:2]
             channel.send(frames)

@@ -1,13 +1,45 @@
-"""The interface between decoder layers and attention kernels."""
+"""What decoder layers and attention kernels share: one step's tensors, and how the two call each other."""
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from vlmserve.executor.forward_batch import ForwardBatch
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.req_to_token import ReqToTokenPool
+
+
+class ForwardMode(enum.IntEnum):
+    """EXTEND: prompt chunks. DECODE: one token a request. MIXED: both (decoding is an extend of length one)."""
+
+    EXTEND = 1
+    DECODE = 2
+    MIXED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBatch:
+    """Device tensors of one forward pass over N tokens of B requests, tokens of a request side by side.
+
+    input_ids int64 [N]; positions int64 [3, N] (M-RoPE: time, height, width); req_pool_indices int64 [B];
+    prefix_lens / extend_lens: host lists of length B, tokens before and of this step; out_cache_loc int64 [N]: the KV
+    slot each token is written to.
+    """
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    req_pool_indices: torch.Tensor
+    prefix_lens: list[int]
+    extend_lens: list[int]
+    out_cache_loc: torch.Tensor
+    req_to_token_pool: ReqToTokenPool
+    kv_cache: KVCache
+    attn_backend: AttentionBackend
 
 
 class RadixAttention(nn.Module):
@@ -23,7 +55,10 @@ class RadixAttention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim] -> [N, num_heads * head_dim]."""
-        return forward_batch.attn_backend.forward(q, k, v, self, forward_batch)
+        backend = forward_batch.attn_backend
+        decode = forward_batch.forward_mode is ForwardMode.DECODE
+        forward = backend.forward_decode if decode else backend.forward_extend
+        return forward(q, k, v, self, forward_batch)
 
 
 class AttentionBackend(ABC):
@@ -37,18 +72,10 @@ class AttentionBackend(ABC):
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Rows of any length, causal over prefix + extend. Shapes as in `RadixAttention.forward`."""
+        """Any number of tokens a request, causal over prefix + extend. Shapes as in `RadixAttention.forward`."""
 
-    @abstractmethod
     def forward_decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Rows of length one."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Dispatch by forward mode."""
-        if forward_batch.forward_mode.is_decode():
-            return self.forward_decode(q, k, v, layer, forward_batch)
+        """One token a request: by default an extend like any other."""
         return self.forward_extend(q, k, v, layer, forward_batch)

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from vlmserve.attention.base import AttentionBackend, RadixAttention
-from vlmserve.executor.forward_batch import ForwardBatch
+from vlmserve.attention.base import AttentionBackend, ForwardBatch, RadixAttention
 
 MAX_RUNS = 8
 
@@ -30,8 +29,8 @@ class _History:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """One request of the step: its tokens are start..start+length of the batch."""
+class _Extend:
+    """What one request does in the step: its tokens are start..start+length of the batch."""
 
     start: int
     length: int
@@ -42,22 +41,22 @@ class TorchAttentionBackend(AttentionBackend):
     """See the module docstring. Holds the plan of the current step only."""
 
     def __init__(self) -> None:
-        self._plan: list[_Row] = []
+        self._plan: list[_Extend] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Find every request's runs; a row of one token includes its own slot, written before it is read. The table is
-        read at once: on a GPU each reading waits for all that was asked of it before."""
-        table = forward_batch.req_to_token_pool.req_to_token
+        """Find every request's runs; those of a single token include its own slot, written before it is read. The
+        table is read at once: on a GPU each reading waits for all that was asked of it before."""
         lengths = forward_batch.extend_lens
         cached = [
             prefix + 1 if length == 1 else prefix
             for prefix, length in zip(forward_batch.prefix_lens, lengths, strict=True)
         ]
-        host = table[forward_batch.req_pool_indices, : max(cached, default=0)].cpu().numpy()
+        table = forward_batch.req_to_token_pool.req_to_token
+        slots = table[forward_batch.req_pool_indices, : max(cached, default=0)]
         self._plan = []
         start = 0
-        for slots, row, length, count in zip(host, forward_batch.rows, lengths, cached, strict=True):
-            self._plan.append(_Row(start, length, _history(slots[:count], table[row, :count])))
+        for host, device, length, count in zip(slots.cpu().numpy(), slots, lengths, cached, strict=True):
+            self._plan.append(_Extend(start, length, _history(host[:count], device[:count])))
             start += length
 
     def forward_extend(
@@ -68,25 +67,19 @@ class TorchAttentionBackend(AttentionBackend):
         cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
         k_cache, v_cache = cache.k[layer.layer_id], cache.v[layer.layer_id]
         out = torch.empty_like(q)
-        for row in self._plan:
-            tokens = slice(row.start, row.start + row.length)
-            past = _past(row.history, k_cache, v_cache)
+        for extend in self._plan:
+            tokens = slice(extend.start, extend.start + extend.length)
+            past = _past(extend.history, k_cache, v_cache)
             if q.is_cpu:
                 parts = [_attend(q[tokens], keys, values, layer, causal=False) for keys, values in past]
-                if row.length > 1:
+                if extend.length > 1:
                     parts.append(_attend(q[tokens], k[tokens], v[tokens], layer, causal=True))
                 out[tokens] = _merge(parts)
             else:
-                own = [(k[tokens], v[tokens])] if row.length > 1 else []
+                own = [(k[tokens], v[tokens])] if extend.length > 1 else []
                 keys, values = (torch.cat(part) for part in zip(*past, *own, strict=True))
                 out[tokens] = _attend_masked(q[tokens], keys, values, layer)
         return out.flatten(1)
-
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Decode rows are extends of one token."""
-        return self.forward_extend(q, k, v, layer, forward_batch)
 
 
 def _history(host: np.ndarray, slots: torch.Tensor) -> _History:

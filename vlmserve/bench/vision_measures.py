@@ -189,7 +189,7 @@ def measure_lookup(subject: Subject, plan: Plan) -> list[Measure]:
             for patch in patches:
                 started = time.perf_counter_ns()
                 key = pool.key(patch)
-                found = pool.cache.rows(key) if pool.cache.find(key) else None
+                found = pool.cache.embeds(key) if pool.cache.find(key) else None
                 each.append((time.perf_counter_ns() - started) / 1e3)
                 assert found is not None
             times.append(np.array(each))

@@ -26,7 +26,7 @@ from vision.workers.backend import EncoderBackend, InlineBackend
 from vlmserve.bench.media import jpeg
 from vlmserve.bench.processor_reference import image_settings, video_settings
 from vlmserve.checkpoints.random import VISION_SIZES, write_random_checkpoint
-from vlmserve.engine.encoder import make_cache, row_shape
+from vlmserve.engine.encoder import embed_shape, make_cache
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 
 PLENTY = 1 << 40
@@ -107,7 +107,7 @@ class Subject:
             backend or InlineBackend(self.runner),
             make_cache(self.device, device_bytes=device_bytes, host_bytes=host_bytes),
             fingerprint=_FINGERPRINT,
-            row_shape=row_shape(self.tower, self.dtype),
+            embed_shape=embed_shape(self.tower, self.dtype),
             limits=PoolLimits(max_patches=max_patches, space_bytes=PLENTY),
             disk=disk,
         )
@@ -126,7 +126,7 @@ def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch
         failures = pool.take_failures()
         if failures:
             raise RuntimeError(f"not encoded: {', '.join(failures.values())}")
-    rows = [pool.rows(key) for key in keys]
+    rows = [pool.embeds(key) for key in keys]
     pool.release(keys, order=0)
     return rows
 

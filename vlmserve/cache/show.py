@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vision.cache.file import DamagedEntryError, RowsFormat, read_format
+from vision.cache.file import DamagedEntryError, EmbedsFormat, read_format
 from vision.cache.folder import EmbeddingFolder, StoredEntry
 from vlmserve.cache.quantities import show_size
 
@@ -83,7 +83,7 @@ def _totals(entries: Sequence[StoredEntry]) -> dict[str, int]:
     }
 
 
-def _format(entry: StoredEntry) -> RowsFormat | None:
+def _format(entry: StoredEntry) -> EmbedsFormat | None:
     try:
         with entry.path.open("rb", buffering=0) as file:
             return read_format(file)

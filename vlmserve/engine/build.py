@@ -11,21 +11,19 @@ import torch
 
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.encoder import build_encoder_pool, encoder_devices, resolve_warmup_patches
-from vlmserve.engine.helper_processes import HelperProcesses
+from vlmserve.config.start_settings import StartSettings
+from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.base_prefix_cache import BasePrefixCache
-from vlmserve.memory.chunk_cache import ChunkCache
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
-from vlmserve.memory.req_to_token import ReqRowAllocator, ReqToTokenPool
+from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
 from vlmserve.models.registry import load_model, outline_model
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
 from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -123,20 +121,16 @@ def build_scheduler(
     info: EngineInfo,
     send: Callable[[SchedulerOutput], None],
     *,
-    encoders: HelperProcesses | None = None,
+    start: StartSettings | None = None,
 ) -> Scheduler:
     """A scheduler over a runner in this process; `send` gets every step's outputs.
 
-    encoders: needed where `args` asks for encoder processes.
+    start: needed where `args` asks for encoder processes.
     """
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
-    cache: BasePrefixCache
-    if args.disable_radix_cache:
-        cache = ChunkCache(args.page_size)
-    else:
-        cache = RadixCache(allocator, args.page_size)
-    rows = ReqRowAllocator(args.max_running_requests, info.max_req_len + args.page_size)
-    kv = KVOwner(allocator, cache, rows)
+    cache = RadixCache(allocator, disabled=args.disable_radix_cache)
+    req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
+    kv = KVCacheManager(allocator, cache, req_pool)
     return Scheduler(
         SchedulerConfig(
             max_req_len=info.max_req_len,
@@ -146,13 +140,12 @@ def build_scheduler(
             chunk_size=None if args.chunked_prefill_size <= 0 else args.chunked_prefill_size,
             enable_mixed_chunk=args.enable_mixed_chunk,
             eos_token_ids=frozenset(runner.model.config.eos_token_ids),
-            warmup_patches=resolve_warmup_patches(args, runner.device),
             check_pools_when_idle=args.check_pools_when_idle,
         ),
         kv=kv,
         worker=runner,
         encoder=build_encoder_pool(
-            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, processes=encoders
+            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, start=start
         ),
         policy=SchedulePolicy(
             args.schedule_policy,

@@ -13,7 +13,7 @@ import torch
 from vision.cache.disk_tier import DiskTier
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.cache.store import EmbeddingStore
-from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
+from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
 from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.runner import TowerRunner
@@ -21,7 +21,7 @@ from vision.workers.backend import EncoderBackend, InlineBackend
 from vision.workers.settings import WorkerSettings
 from vlmserve import __version__
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.helper_processes import HelperProcesses
+from vlmserve.config.start_settings import StartSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.devices import resolve_device
@@ -48,9 +48,9 @@ def resolve_warmup_patches(args: EngineArgs, device: torch.device) -> int:
     return min(resolve_max_patches(args, device), _WARMUP_PATCHES) * max(1, 2 * args.num_encoders)
 
 
-def row_shape(tower: VisionTower, dtype: torch.dtype) -> RowShape:
-    """Of the rows that a tower makes."""
-    return RowShape(
+def embed_shape(tower: VisionTower, dtype: torch.dtype) -> EmbedShape:
+    """Of the embeddings that a tower makes."""
+    return EmbedShape(
         merge=tower.spatial_merge_size,
         width=tower.out_hidden_size * (1 + tower.num_deepstack_layers),
         dtype=dtype,
@@ -63,22 +63,22 @@ def build_encoder_pool(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    processes: HelperProcesses | None = None,
+    start: StartSettings | None = None,
     store: EmbeddingStore | None = None,
 ) -> EncoderPool:
     """The encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. Where there are encoder
     processes, these have its weights, and it may be on the meta device.
 
-    processes: needed where `args` asks for any. store: where embeddings are kept for good; by default what
+    start: needed where `args` asks for any. store: where embeddings are kept for good; by default what
     `--embedding-cache-dir` says. Raises EngineError.
     """
     hf_config = read_hf_config(Path(args.model))
-    shape = row_shape(tower, dtype)
+    shape = embed_shape(tower, dtype)
     space_bytes = args.encoder_cache_mib * 2**20
     with ExitStack() as stack:
         backend: EncoderBackend
         if args.num_encoders:
-            workers = _start_workers(args, dtype, device, processes)
+            workers = _start_workers(args, dtype, device, start)
             stack.callback(workers.close)
             backend, fingerprint = workers, workers.wait_ready()
         else:
@@ -90,7 +90,7 @@ def build_encoder_pool(
             backend,
             make_cache(device, device_bytes=space_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
             fingerprint=fingerprint,
-            row_shape=shape,
+            embed_shape=shape,
             limits=PoolLimits(
                 max_patches=resolve_max_patches(args, device),
                 space_bytes=space_bytes,
@@ -110,7 +110,7 @@ def make_cache(device: torch.device, *, device_bytes: int, host_bytes: int) -> E
     )
 
 
-def open_store(args: EngineArgs, fingerprint: bytes, shape: RowShape, hf_config: Mapping[str, Any]) -> EmbeddingStore:
+def open_store(args: EngineArgs, fingerprint: bytes, shape: EmbedShape, hf_config: Mapping[str, Any]) -> EmbeddingStore:
     """The folder of `--embedding-cache-dir`, for the embeddings of one tower. EngineError if it cannot be used."""
     assert args.embedding_cache_dir is not None
     return EmbeddingStore(
@@ -128,9 +128,9 @@ def open_store(args: EngineArgs, fingerprint: bytes, shape: RowShape, hf_config:
 
 
 def _start_workers(
-    args: EngineArgs, dtype: torch.dtype, device: torch.device, processes: HelperProcesses | None
+    args: EngineArgs, dtype: torch.dtype, device: torch.device, start: StartSettings | None
 ) -> ProcessBackend:
-    assert processes is not None, "encoder processes need a directory for arrays"
+    assert start is not None, "encoder processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
     from vision.workers.process_backend import ProcessBackend
 
@@ -138,13 +138,13 @@ def _start_workers(
     settings = WorkerSettings(
         model=Path(args.model),
         devices=devices,
-        shared_dir=processes.shared_dir,
+        shared_dir=start.shared_dir,
         rows_device=str(device),
         dtype=dtype_name(dtype),
         threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
-        log_level=processes.log_level,
-        startup_timeout_s=processes.startup_timeout_s,
-        ready_by=processes.ready_by,
+        log_level=start.log_level,
+        startup_timeout_s=start.startup_timeout_s,
+        ready_by=start.ready_by,
         batch_timeout_s=args.encoder_timeout_s or (3600.0 if "cpu" in devices else 600.0),
     )
     return ProcessBackend(settings)

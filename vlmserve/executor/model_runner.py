@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vlmserve.attention.base import AttentionBackend
-from vlmserve.executor.forward_batch import ForwardBatch, ForwardMode
+from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
 from vlmserve.executor.sampler import sample
 from vlmserve.memory.kv_cache import KVCache
@@ -37,13 +36,13 @@ class ModelRunner:
     def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
         """Compute a step. Side effects in this order: request table, KV cache, last tokens."""
         forward_batch = self._prepare(batch)
-        embeds, vision_rows, deepstack = self._embed(batch, forward_batch.input_ids)
+        embeds, mm_index, deepstack = self._embed(batch, forward_batch.input_ids)
         self.attn_backend.init_forward_metadata(forward_batch)
         hidden = self.model.forward(
             embeds,
             forward_batch.positions,
             forward_batch,
-            deepstack_rows=vision_rows,
+            deepstack_index=mm_index,
             deepstack_embeds=deepstack,
         )
         return self._sample(batch, forward_batch, hidden)
@@ -55,14 +54,13 @@ class ModelRunner:
     def _prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
         pool = self.req_to_token_pool
         for prefix in batch.prefix_slots:
-            pool.write(prefix.row, 0, self._tensor(prefix.slots))
+            pool.write(prefix.req_pool_idx, 0, self._tensor(prefix.slots))
         out_cache_loc = self._tensor(batch.out_cache_loc)
         seq_lens, prefix_lens = batch.seq_lens.tolist(), batch.prefix_lens.tolist()
         extend_lens = [seq - prefix for seq, prefix in zip(seq_lens, prefix_lens, strict=True)]
-        rows = batch.rows.tolist()
         positions = [np.arange(prefix, seq) for prefix, seq in zip(prefix_lens, seq_lens, strict=True)]
-        pool.write_tokens(np.repeat(batch.rows, extend_lens), np.concatenate(positions), out_cache_loc)
-        req_pool_indices = self._tensor(batch.rows)
+        pool.write_tokens(np.repeat(batch.req_pool_indices, extend_lens), np.concatenate(positions), out_cache_loc)
+        req_pool_indices = self._tensor(batch.req_pool_indices)
         input_ids = self._tensor(batch.input_ids)
         if (batch.input_ids < 0).any():
             owner = req_pool_indices.repeat_interleave(torch.tensor(extend_lens, device=self.device))
@@ -72,8 +70,6 @@ class ModelRunner:
             input_ids=input_ids,
             positions=self._tensor(batch.positions),
             req_pool_indices=req_pool_indices,
-            rows=rows,
-            seq_lens=seq_lens,
             prefix_lens=prefix_lens,
             extend_lens=extend_lens,
             out_cache_loc=out_cache_loc,
@@ -85,21 +81,21 @@ class ModelRunner:
     def _embed(
         self, batch: ModelWorkerBatch, input_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Text embeddings with this step's vision rows in place of its pad tokens; where those are, and their
-        DeepStack rows [num_deepstack, R, hidden]."""
+        """Text embeddings with this step's vision embeddings in place of its R pad tokens; where those are, and their
+        DeepStack embeddings [num_deepstack, R, hidden]."""
         embeds = self.model.embed_tokens(input_ids)
-        if not batch.mm_rows:
+        if not batch.mm_embeds:
             return embeds, None, None
-        rows = torch.cat([part.rows.to(self.device) for part in batch.mm_rows])
-        places = [torch.arange(part.token, part.token + len(part.rows)) for part in batch.mm_rows]
-        index = torch.cat(places).to(self.device)
-        parts = rows.to(embeds.dtype).view(len(rows), -1, embeds.shape[1]).transpose(0, 1)
+        mm_embeds = torch.cat([part.embeds.to(self.device) for part in batch.mm_embeds])
+        tokens = [torch.arange(part.token, part.token + len(part.embeds)) for part in batch.mm_embeds]
+        index = torch.cat(tokens).to(self.device)
+        parts = mm_embeds.to(embeds.dtype).view(len(mm_embeds), -1, embeds.shape[1]).transpose(0, 1)
         embeds = embeds.index_copy(0, index, parts[0])
         return embeds, index, parts[1:] if len(parts) > 1 else None
 
     def _sample(self, batch: ModelWorkerBatch, forward_batch: ForwardBatch, hidden: torch.Tensor) -> ModelWorkerResult:
         info = batch.sampling
-        if not len(info.rows):
+        if not len(info.batch_indices):
             none = np.zeros(0, np.float32)
             ids = np.zeros(0, np.int64)
             return ModelWorkerResult(
@@ -109,10 +105,10 @@ class ModelRunner:
                 top_ids=ids.reshape(0, 0),
                 top_logprobs=none.reshape(0, 0),
             )
-        ends = np.cumsum(forward_batch.extend_lens)[info.rows] - 1
+        ends = np.cumsum(forward_batch.extend_lens)[info.batch_indices] - 1
         logits = self.model.compute_logits(hidden[self._tensor(ends)])
         out = sample(logits, info)
-        self._last_tokens[forward_batch.req_pool_indices[self._tensor(info.rows)]] = out.next_token_ids
+        self._last_tokens[forward_batch.req_pool_indices[self._tensor(info.batch_indices)]] = out.next_token_ids
         return ModelWorkerResult(
             step=batch.step,
             next_token_ids=out.next_token_ids.cpu().numpy(),

@@ -9,36 +9,36 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MediaRows:
-    """Rows of the vision tower [n, row width], DeepStack's included, for batch tokens token .. token + n - 1. They may
-    be on the worker's device already."""
+class MMEmbeds:
+    """Vision embeddings [n, width], DeepStack's included, for batch tokens token .. token + n - 1. They may be on the
+    worker's device already."""
 
     token: int
-    rows: torch.Tensor
+    embeds: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixSlots:
-    """A request row begins (or begins again) with `slots` int64 [prefix_len] already holding its KV."""
+    """A request begins (or begins again) with `slots` int64 [prefix_len] already holding its KV."""
 
-    row: int
+    req_pool_idx: int
     slots: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingBatchInfo:
-    """How the S sampled rows are sampled; arrays of length S unless said otherwise.
+    """How the S requests that get a token are sampled; arrays of length S unless said otherwise.
 
-    rows: int64 indices into the batch's requests. temperatures, top_ps, min_ps: float32. top_ks: int64, <= 0 is off.
+    batch_indices: int64, of them in the batch. temperatures, top_ps, min_ps: float32. top_ks: int64, <= 0 is off.
     seeds, output_indices: int64; sampling noise depends on these two only. num_logprobs: int64, -1 is none.
-    bias_*: [K] triples (index into the S rows, token id, value added to the logit).
-    count_*: [K] triples (index into the S rows, token id, times it was produced so far) of rows with penalties.
+    bias_*: [K] triples (index among the S, token id, value added to the logit).
+    count_*: [K] triples (index among the S, token id, times it was produced so far) of those with penalties.
     presence, frequency: float32 penalties.
-    seen_*: [K] pairs (index into the S rows, token id) of the tokens of prompt and answer, of rows with a repetition
-    penalty. repetition: float32, 1 is none.
+    seen_*: [K] pairs (index among the S, token id) of the tokens of prompt and answer, of those with a
+    repetition penalty. repetition: float32, 1 is none.
     """
 
-    rows: np.ndarray
+    batch_indices: np.ndarray
     temperatures: np.ndarray
     top_ps: np.ndarray
     top_ks: np.ndarray
@@ -63,29 +63,29 @@ class SamplingBatchInfo:
 class ModelWorkerBatch:
     """One step over N tokens of B requests, tokens of a request side by side.
 
-    rows int64 [B]: request rows. input_ids int64 [N]: real ids; -1 stands for the token sampled last for that
-    request row, which the worker knows and the host may not yet. positions int64 [3, N]. seq_lens, prefix_lens int64
+    req_pool_indices int64 [B]. input_ids int64 [N]: real ids; -1 stands for the token sampled last at that
+    req_pool_idx, which the worker knows and the host may not yet. positions int64 [3, N]. seq_lens, prefix_lens int64
     [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
-    mm_rows: in the order of their tokens.
+    mm_embeds: in the order of their tokens.
     """
 
     step: int
     forward_mode: int
-    rows: np.ndarray
+    req_pool_indices: np.ndarray
     input_ids: np.ndarray
     positions: np.ndarray
     seq_lens: np.ndarray
     prefix_lens: np.ndarray
     out_cache_loc: np.ndarray
     prefix_slots: tuple[PrefixSlots, ...]
-    mm_rows: tuple[MediaRows, ...]
+    mm_embeds: tuple[MMEmbeds, ...]
     sampling: SamplingBatchInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWorkerResult:
     """next_token_ids int64 [S]; logprobs float32 [S] of these; top_ids int64 and top_logprobs float32 [S, K], K the
-    largest num_logprobs asked for (0 columns if none). Logprobs are NaN in rows that did not ask."""
+    largest num_logprobs asked for (0 columns if none). Logprobs are NaN for requests that did not ask."""
 
     step: int
     next_token_ids: np.ndarray

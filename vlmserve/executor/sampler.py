@@ -32,7 +32,7 @@ class SamplerOutput:
 
 
 def sample(logits: torch.Tensor, info: SamplingBatchInfo) -> SamplerOutput:
-    """logits float32 [S, vocab] -> one token a row. Reported logprobs are of the logits as the model gave them."""
+    """logits float32 [S, vocab] -> one token each. Reported logprobs are of the logits as the model gave them."""
     raw = logits
     logits = _adjust(logits, info)
     tokens = logits.argmax(dim=-1)

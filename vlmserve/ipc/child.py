@@ -9,9 +9,9 @@ from multiprocessing.connection import wait
 from typing import TypeAlias
 
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
-from vlmserve.ipc.start import StartSettings
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess, Parent
 

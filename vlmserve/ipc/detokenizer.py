@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import get_args
 
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.ipc.start import StartSettings
 from vlmserve.messages import AbortReq, BatchTokenOutput, DetokenizerInput, RequestsLost, TokenizerManagerInput
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer

@@ -6,6 +6,7 @@ whose lock is free: their makers are gone. (A pid file would be fooled by pids t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -13,7 +14,6 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 
 from vlmserve_common.errors import EngineError
 
@@ -25,7 +25,7 @@ _GRACE_S = 10.0
 _MAX_SOCKET_DIR_BYTES = 107 - len("/detokenizer")
 
 
-class PrivateDirectory:
+class PrivateDirectory(contextlib.AbstractContextManager["PrivateDirectory"]):
     """A fresh directory with mode 0700 under `base`, named `prefix`-uid-random. A context manager."""
 
     def __init__(self, base: Path, prefix: str = "vlmserve") -> None:
@@ -43,12 +43,7 @@ class PrivateDirectory:
         os.close(self._fd)
         self._fd = None
 
-    def __enter__(self) -> PrivateDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -12,13 +12,12 @@ FINISH_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyInfo:
-    """The engine's measures, as the scheduler found them; the detokenizer reports none.
+    """The engine's measure, as the scheduler found it; the detokenizer reports none.
 
-    max_model_len: prompt and answer of one request together, in tokens. max_total_tokens: KV cache slots.
+    max_model_len: prompt and answer of one request together, in tokens.
     """
 
     max_model_len: int = 0
-    max_total_tokens: int = 0
 
 
 class Ready(Protocol):

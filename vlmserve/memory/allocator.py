@@ -13,21 +13,10 @@ run that holds what it needs and its room, else the longest one, else several.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from vlmserve.memory.page_extents import PageExtents
 from vlmserve_common.errors import EngineError
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllocatorState:
-    """What `backup_state` keeps; opaque."""
-
-    open: PageExtents
-    rooms: PageExtents
-    held: np.ndarray
 
 
 class TokenToKVPoolAllocator:
@@ -113,14 +102,6 @@ class TokenToKVPoolAllocator:
         if last_loc >= 0:
             end = last_loc // self.page_size + 1
             self._open.add(end, self._rooms.remove(end))
-
-    def backup_state(self) -> AllocatorState:
-        """A snapshot, to take back allocations (and frees) made after it. O(pages)."""
-        return AllocatorState(open=self._open.copy(), rooms=self._rooms.copy(), held=self._held.copy())
-
-    def restore_state(self, state: AllocatorState) -> None:
-        """Forget everything since `state` was taken. A state may be restored more than once."""
-        self._open, self._rooms, self._held = state.open.copy(), state.rooms.copy(), state.held.copy()
 
     def _take(self, need: int, room: int, after: int | None) -> list[tuple[int, int]]:
         """Take `need` free pages, `after` being the page to go on at if possible, and put up to `room` pages behind

@@ -15,11 +15,11 @@ MediaKey: TypeAlias = tuple[bytes, str, tuple[int, int, int], float]
 class MediaKeyTable:
     """Interns media keys. An id is given to one key only, ever, so a stale id in a cache can match nothing else.
 
-    max_keys: up to this many, `retain` drops nothing.
+    max_keys: more than these, and more than twice as many as the last `retain` left, are too many.
     """
 
     def __init__(self, max_keys: int = 4096) -> None:
-        self.max_keys = max_keys
+        self._min_limit = self._limit = max_keys
         self._ids: dict[MediaKey, int] = {}
         self._next = -1
 
@@ -34,17 +34,19 @@ class MediaKeyTable:
             self._next -= 1
         return pad_value
 
-    def retain(self, live: set[int]) -> int:
-        """If the table is large, forget all keys whose pad value is not in `live`; returns how many.
+    @property
+    def is_large(self) -> bool:
+        """Whether it is time to `retain`; seldom enough to cost next to nothing."""
+        return len(self._ids) > self._limit
+
+    def retain(self, live: set[int]) -> None:
+        """Forget all keys whose pad value is not in `live`.
 
         A forgotten key gets a new pad value next time: what is cached under the old one is not found again, which
         costs a prefix hit and is never wrong.
         """
-        if len(self._ids) <= self.max_keys:
-            return 0
-        before = len(self._ids)
         self._ids = {key: pad_value for key, pad_value in self._ids.items() if pad_value in live}
-        return before - len(self._ids)
+        self._limit = max(self._min_limit, 2 * len(self._ids))
 
 
 def radix_key(input_ids: np.ndarray, mm_inputs: MultimodalInputs | None, table: MediaKeyTable) -> np.ndarray:

@@ -21,13 +21,6 @@ class PageExtents:
         self._by_length: list[int] = []  # length << _START_BITS | start, sorted
         self.total = 0
 
-    def __len__(self) -> int:
-        return len(self._length)
-
-    def runs(self) -> list[tuple[int, int]]:
-        """All runs as (start, length), by start."""
-        return sorted(self._length.items())
-
     def length_at(self, start: int) -> int:
         """Length of the run that begins at `start`, 0 if none does."""
         return self._length.get(start, 0)
@@ -72,13 +65,6 @@ class PageExtents:
         """(start, length) of the first among the shortest runs of at least `count` pages, None if there is none."""
         index = bisect_left(self._by_length, count << _START_BITS)
         return self._decode(self._by_length[index]) if index < len(self._by_length) else None
-
-    def copy(self) -> PageExtents:
-        """An independent copy."""
-        other = PageExtents()
-        other._length, other._start = dict(self._length), dict(self._start)
-        other._by_length, other.total = list(self._by_length), self.total
-        return other
 
     @staticmethod
     def _decode(code: int) -> tuple[int, int]:

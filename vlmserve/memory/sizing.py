@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _USABLE = 0.95  # of the memory that is left: computing takes some, too
-_ROW_BYTES = 4  # of an entry in a request's row, once on the device and once on the host
+_SLOT_BYTES = 4  # of a request's table of KV slots, once on the device and once on the host
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -82,12 +82,12 @@ def kv_cache_size(
             f"--max-total-tokens is {args.max_total_tokens}, a KV cache of {show_gib(tokens * bytes_per_token)}; "
             f"{room}: {most} slots of {bytes_per_token} bytes fit at the most"
         )
-    row = min(max_model_len, tokens) + size
-    rows = args.max_running_requests * row * _ROW_BYTES
-    if rows > left - tokens * bytes_per_token:
+    context = min(max_model_len, tokens) + size
+    tables = args.max_running_requests * context * _SLOT_BYTES
+    if tables > left - tokens * bytes_per_token:
         raise EngineError(
-            f"--max-running-requests is {args.max_running_requests}: the tables of so many requests of up to {row} "
-            f"tokens take {show_gib(rows)} beside a KV cache of {show_gib(tokens * bytes_per_token)}; {room} "
+            f"--max-running-requests is {args.max_running_requests}: the tables of so many requests of up to {context} "
+            f"tokens take {show_gib(tables)} beside a KV cache of {show_gib(tokens * bytes_per_token)}; {room} "
             "(--max-model-len makes them shorter)"
         )
     return tokens

@@ -44,10 +44,6 @@ class ModelConfig:
     mrope_section: tuple[int, int, int]
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    image_token_id: int
-    video_token_id: int
-    vision_start_token_id: int
-    vision_end_token_id: int
     dtype: torch.dtype
 
 
@@ -91,10 +87,6 @@ def read_model_config(
         # some checkpoints say it in one of the two places only
         tie_word_embeddings=top.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False)),
         eos_token_ids=_eos_token_ids(generation_config, text.values, hf_config),
-        image_token_id=top.integer("image_token_id"),
-        video_token_id=top.integer("video_token_id"),
-        vision_start_token_id=top.integer("vision_start_token_id"),
-        vision_end_token_id=top.integer("vision_end_token_id"),
         dtype=declared_dtype(hf_config),
     )
 

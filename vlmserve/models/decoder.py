@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from vlmserve.attention.base import RadixAttention
-from vlmserve.executor.forward_batch import ForwardBatch
+from vlmserve.attention.base import ForwardBatch, RadixAttention
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.rotary import MRotary
 from vlmserve_common.compute.activations import activation
@@ -82,12 +81,12 @@ class Decoder(nn.Module):
         input_embeds: torch.Tensor,
         positions: torch.Tensor,
         forward_batch: ForwardBatch,
-        deepstack_rows: torch.Tensor | None = None,
+        deepstack_index: torch.Tensor | None = None,
         deepstack_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """input_embeds [N, hidden], positions int64 [3, N] -> final normalised hidden states [N, hidden].
 
-        deepstack_embeds [layers, R, hidden] are added to rows `deepstack_rows` int64 [R] behind the first layers
+        deepstack_embeds [layers, R, hidden] are added to tokens `deepstack_index` int64 [R] behind the first layers
         (DeepStack, arXiv:2406.04334).
         """
         rotary = self._rotary(positions)
@@ -95,5 +94,5 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, forward_batch)
             if deepstack_embeds is not None and index < len(deepstack_embeds):
-                x.index_add_(0, deepstack_rows, deepstack_embeds[index])
+                x.index_add_(0, deepstack_index, deepstack_embeds[index])
         return self.norm(x)

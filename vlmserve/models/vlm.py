@@ -7,7 +7,7 @@ from torch import nn
 
 from vision.towers.blocks import VisionTower
 from vision.towers.loading import TOWER_WEIGHT_RULES
-from vlmserve.executor.forward_batch import ForwardBatch
+from vlmserve.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve_common.checkpoint.weights import WeightRules
@@ -38,8 +38,8 @@ class VisionLanguageModel(nn.Module):
         super().__init__()
         if visual.out_hidden_size != config.hidden_size:
             raise CheckpointError(
-                f"config.json: the tower's rows have {visual.out_hidden_size} elements, the decoder's hidden_size is "
-                f"{config.hidden_size}"
+                f"config.json: the tower's embeddings have {visual.out_hidden_size} elements, the decoder's "
+                f"hidden_size is {config.hidden_size}"
             )
         if visual.num_deepstack_layers > config.num_layers:
             raise CheckpointError(
@@ -62,11 +62,11 @@ class VisionLanguageModel(nn.Module):
         positions: torch.Tensor,
         forward_batch: ForwardBatch,
         *,
-        deepstack_rows: torch.Tensor | None = None,
+        deepstack_index: torch.Tensor | None = None,
         deepstack_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Decoder.forward`."""
-        return self.language_model(input_embeds, positions, forward_batch, deepstack_rows, deepstack_embeds)
+        return self.language_model(input_embeds, positions, forward_batch, deepstack_index, deepstack_embeds)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [R, hidden] -> float32 [R, vocab]."""

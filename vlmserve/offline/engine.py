@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from vlmserve.config.checks import check_engine_args
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.model_path import resolve_model
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import EngineInfo, build_runner, build_scheduler
-from vlmserve.engine.helper_processes import HelperProcesses
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.messages import SchedulerOutput
@@ -44,10 +44,10 @@ def build_offline_engine(
         # for arrays that go to and from encoder and media processes, where there are any
         processes = args.num_encoders + args.media_processes
         shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
-        helpers = None if shared is None else HelperProcesses(shared_dir=shared.path, log_level=log_level)
-        scheduler = build_scheduler(args, runner, info, send, encoders=helpers)
+        start = None if shared is None else StartSettings(shared_dir=shared.path, log_level=log_level)
+        scheduler = build_scheduler(args, runner, info, send, start=start)
         stack.callback(scheduler.close)
-        stage = make_tokenizer_stage(args, limits, max_model_len=info.max_req_len, processes=helpers)
+        stage = make_tokenizer_stage(args, limits, max_model_len=info.max_req_len, start=start)
         return OfflineEngine(
             args=args, runner=runner, info=info, scheduler=scheduler, stage=stage, stack=stack.pop_all()
         )

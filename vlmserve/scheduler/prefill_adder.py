@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import enum
 
-from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req import Req
 
 CLIP_MAX_NEW_TOKENS = 4096
 MIN_TEXT_CHUNK = 256
-"""Fewer tokens than these, without a picture's row among them, are not worth a step before the picture is ready."""
+"""Fewer tokens than these, without a picture's embedding among them, are not worth a step before it is ready."""
 
 
 class AddReqResult(enum.Enum):
     """Why adding went on or stopped."""
 
     CONTINUE = enum.auto()
-    NOT_READY = enum.auto()  # the next tokens need rows that are not encoded yet; others may go on
-    NO_TOKEN = enum.auto()  # KV slots or request rows are short
+    NOT_READY = enum.auto()  # the next tokens need embeddings that are not there yet; others may go on
+    NO_TOKEN = enum.auto()  # KV slots or places in the request pool are short
     OTHER = enum.auto()  # the step's own budgets are used up
 
 
@@ -27,7 +27,7 @@ class PrefillAdder:
     Budgets, in tokens: KV slots (free or evictable, less what running requests are expected to need: their remaining
     output, clipped, times new_token_ratio), prompt tokens a step (max_prefill_tokens) and chunk tokens a step
     (chunk_size; None leaves prompts whole, but for those whose pictures come bit by bit). A chunk ends before the first
-    row that is not ready.
+    embedding that is not ready.
 
     can_run: the requests of the step. unfinished: those of them whose prompt goes on after it. full: a chunk was cut
     by a budget, so nothing more fits.
@@ -35,7 +35,7 @@ class PrefillAdder:
 
     def __init__(
         self,
-        kv: KVOwner,
+        kv: KVCacheManager,
         *,
         running: list[Req],
         new_token_ratio: float,
@@ -69,14 +69,14 @@ class PrefillAdder:
         return AddReqResult.CONTINUE
 
     def add_one_req(self, req: Req) -> AddReqResult:
-        """Try to admit a waiting request, which has no row yet; then it is in `can_run`, with slots for its chunk."""
+        """Try to admit a waiting request, not in the pool yet; then it is in `can_run`, with slots for its chunk."""
         if self._rem_input <= 0 or (self._rem_chunk is not None and self._rem_chunk <= 0):
             return AddReqResult.OTHER
-        if self._waits_for_rows(req, start=0):
+        if self._waits_for_embeds(req, start=0):
             return AddReqResult.NOT_READY  # so much is known without a look at the prefix cache
         if not self.kv.start(req):
             return AddReqResult.NO_TOKEN
-        req.media.want(req.kv_len)
+        req.media.hold_from(req.kv_len)
         result = self._admit(req)
         if result is not AddReqResult.CONTINUE:
             self.kv.cancel_start(req)
@@ -102,19 +102,19 @@ class PrefillAdder:
         return AddReqResult.CONTINUE
 
     def _ready_part(self, req: Req) -> int:
-        """How many tokens could be computed now, for all that their rows say; 0 where it is better to wait."""
+        """How many tokens could be computed now, for all that their embeddings say; 0 where it is better to wait."""
         until = req.media.ready_until()
         if until is None:
             return req.fill_len - req.kv_len
-        if self._waits_for_rows(req, start=req.kv_len):
+        if self._waits_for_embeds(req, start=req.kv_len):
             return 0
         return self._whole_pages(req, until - req.kv_len) or until - req.kv_len
 
     @staticmethod
-    def _waits_for_rows(req: Req, start: int) -> bool:
-        """Whether a request that is computed up to `start` had better wait for its next rows."""
+    def _waits_for_embeds(req: Req, start: int) -> bool:
+        """Whether a request that is computed up to `start` had better wait for its next embeddings."""
         until = req.media.ready_until()
-        return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.has_rows_before(until)
+        return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.needs_embeds_before(until)
 
     def _chunk_of(self, req: Req, ready: int) -> int:
         """How many of the `ready` tokens to compute this step: all, a chunk that ends on a page boundary (so that it

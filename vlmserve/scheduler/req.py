@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmserve.memory.base_prefix_cache import PrefixNode
+from vlmserve.memory.radix_cache import RadixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.scheduler.req_media import ReqMedia
 
@@ -17,8 +17,9 @@ class Req:
         |<- protected_len ->|
         |<- kv_len: KV is there ->|<- extend_input_len: this forward ->|<- still to come ->|
 
-    The first `protected_len` slots of the row belong to the prefix cache and are locked by this request (`last_node`
-    is the lock's handle); the slots from there to kv_len are the request's own.
+    The first `protected_len` of its KV slots belong to the prefix cache and are locked by this request (`last_node`
+    is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does
+    not know yet which slots hold its first kv_len tokens.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class Req:
         self.arrival = arrival
 
         self.output_ids: list[int] = []
-        self.row: int | None = None
+        self.req_pool_idx: int | None = None
         self.kv_len = 0
         self.extend_input_len = 0
         self.protected_len = 0
-        self.last_node: PrefixNode | None = None
-        self.row_is_new = False
+        self.last_node: RadixNode | None = None
+        self.prefix_unsent = False
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.reported = False
@@ -125,4 +126,4 @@ class Req:
         assert 0 <= self.protected_len <= self.kv_len, (self.rid, self.protected_len, self.kv_len)
         assert self.kv_len + self.extend_input_len <= self.fill_len, (self.rid, self.kv_len, self.extend_input_len)
         assert len(self.output_ids) <= self.max_new_tokens, (self.rid, len(self.output_ids))
-        assert (self.row is None) == (self.kv_len == 0 and self.extend_input_len == 0), (self.rid, self.row)
+        assert (self.req_pool_idx is None) == (self.kv_len == 0 and self.extend_input_len == 0), self.rid

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vlmserve.executor.forward_batch import ForwardMode
-from vlmserve.executor.model_worker_batch import MediaRows, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
-from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.attention.base import ForwardMode
+from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req import Req
 
 
 class ScheduleBatch:
     """Requests, what the next step does with them, and the pools they use. Mutable; the scheduler's own."""
 
-    def __init__(self, kv: KVOwner, reqs: list[Req] | None = None) -> None:
+    def __init__(self, kv: KVCacheManager, reqs: list[Req] | None = None) -> None:
         self.kv = kv
         self.reqs: list[Req] = reqs if reqs is not None else []
-        self.forward_mode = ForwardMode.IDLE
+        self.forward_mode = ForwardMode.DECODE
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -71,45 +71,45 @@ class ScheduleBatch:
         ends = [req.kv_len + req.extend_input_len for req in reqs]
         spans = list(zip(reqs, starts, ends, strict=True))
         prefixes = tuple(
-            PrefixSlots(row=_row(req), slots=self.kv.row_slots(req, 0, req.kv_len))
+            PrefixSlots(req_pool_idx=_req_pool_idx(req), slots=self.kv.slots(req, 0, req.kv_len))
             for req in reqs
-            if req.row_is_new and req.kv_len
+            if req.prefix_unsent and req.kv_len
         )
         for req in reqs:
-            req.row_is_new = False
+            req.prefix_unsent = False
         return ModelWorkerBatch(
             step=step,
             forward_mode=int(self.forward_mode),
-            rows=np.array([_row(req) for req in reqs], dtype=np.int64),
+            req_pool_indices=np.array([_req_pool_idx(req) for req in reqs], dtype=np.int64),
             input_ids=np.concatenate([req.fill_ids(a, b) for req, a, b in spans]),
             positions=np.concatenate([req.positions(a, b) for req, a, b in spans], axis=1),
             seq_lens=np.array(ends, dtype=np.int64),
             prefix_lens=np.array(starts, dtype=np.int64),
-            out_cache_loc=np.concatenate([self.kv.row_slots(req, a, b) for req, a, b in spans]),
+            out_cache_loc=np.concatenate([self.kv.slots(req, a, b) for req, a, b in spans]),
             prefix_slots=prefixes,
-            mm_rows=_media_rows(spans),
+            mm_embeds=_mm_embeds(spans),
             sampling=_sampling_info(reqs),
         )
 
 
-def _media_rows(spans: list[tuple[Req, int, int]]) -> tuple[MediaRows, ...]:
-    found: list[MediaRows] = []
+def _mm_embeds(spans: list[tuple[Req, int, int]]) -> tuple[MMEmbeds, ...]:
+    found: list[MMEmbeds] = []
     at = 0
     for req, start, end in spans:
-        found += req.media.rows(start, end, at=at)
+        found += req.media.embeds(start, end, at=at)
         at += end - start
     return tuple(found)
 
 
-def _row(req: Req) -> int:
-    assert req.row is not None, req.rid
-    return req.row
+def _req_pool_idx(req: Req) -> int:
+    assert req.req_pool_idx is not None, req.rid
+    return req.req_pool_idx
 
 
 def _sampling_info(reqs: list[Req]) -> SamplingBatchInfo:
     """Only requests whose known tokens end with this step get a new token."""
-    rows = [i for i, req in enumerate(reqs) if req.completes]
-    sampled = [reqs[i] for i in rows]
+    batch_indices = [i for i, req in enumerate(reqs) if req.completes]
+    sampled = [reqs[i] for i in batch_indices]
     params = [req.sampling_params for req in sampled]
     bias = [(i, token, value) for i, p in enumerate(params) for token, value in p.logit_bias.items()]
     counts: list[tuple[int, int, int]] = []
@@ -128,7 +128,7 @@ def _sampling_info(reqs: list[Req]) -> SamplingBatchInfo:
         return np.array(values, dtype=np.int64)
 
     return SamplingBatchInfo(
-        rows=ints(rows),
+        batch_indices=ints(batch_indices),
         temperatures=floats([p.temperature for p in params]),
         top_ps=floats([p.top_p for p in params]),
         top_ks=ints([p.top_k for p in params]),

@@ -21,8 +21,6 @@ from vlmserve.memory.media_keys import MediaKeyTable, radix_key
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
-    EncodeOutput,
-    EncodeReqInput,
     FinishReason,
     SchedulerOutput,
     SchedulerStats,
@@ -30,21 +28,16 @@ from vlmserve.messages import (
     TokenLogprobs,
     TokenOutput,
 )
-from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import SchedulePolicy
 from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
-from vlmserve.scheduler.warmups import Warmups
 from vlmserve_common.errors import EngineError
 
 log = logging.getLogger(__name__)
-
-# An encoder in this process takes its time from requests: beside them, media that are encoded ahead of time come in at
-# every so many steps of the model.
-_STEPS_PER_WARMUP = 16
 
 
 class ModelWorker(Protocol):
@@ -58,7 +51,6 @@ class SchedulerConfig:
     """Limits of the scheduler, in tokens and requests; see `EngineArgs` for the settings behind them.
 
     max_req_len: prompt and answer of one request together, at most. chunk_size: None leaves prompts whole.
-    warmup_patches: vision patches encoded ahead of time that are under way at a time.
     """
 
     max_req_len: int
@@ -68,7 +60,6 @@ class SchedulerConfig:
     chunk_size: int | None
     enable_mixed_chunk: bool
     eos_token_ids: frozenset[int]
-    warmup_patches: int = 1024
     check_pools_when_idle: bool = True
 
 
@@ -79,7 +70,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         *,
-        kv: KVOwner,
+        kv: KVCacheManager,
         worker: ModelWorker,
         encoder: EncoderPool,
         policy: SchedulePolicy[Req],
@@ -92,32 +83,30 @@ class Scheduler:
         self.waiting_queue: list[Req] = []
         self.running_batch = ScheduleBatch(kv)
         self.chunked_reqs: list[Req] = []
+        self.encoder = encoder
+        self.arrivals = 0  # requests that have come so far
         self._worker = worker
-        self._encoder = encoder
         self._policy = policy
         self._ratio = new_token_ratio
         self._media_keys = media_keys
         self._send = send
-        self._warmups = Warmups(encoder, send=send, max_patches=config.warmup_patches)
-        self._arrivals = 0
         self._steps = 0
         self._decode_is_due = False
-        self._trim_media_keys_at = media_keys.max_keys
         self._urgent: bytes | None = None
         self._prompt_tokens = self._cached_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
 
     # ------------------------------------------------------------ messages
 
-    def handle(self, message: TokenizedGenerateReqInput | EncodeReqInput | AbortReq) -> None:
-        """Take one message. A request that can never run is answered with an error at once."""
+    def handle(self, message: TokenizedGenerateReqInput | AbortReq, *, also_waiting: int = 0) -> None:
+        """Take one message. A request that can never run is answered with an error at once.
+
+        also_waiting: how many requests wait besides those that are here.
+        """
         if isinstance(message, AbortReq):
             self._abort(message)
             return
-        if isinstance(message, EncodeReqInput):
-            self._handle_warmup(message)
-            return
-        refusal = self._refusal(message)
+        refusal = self._refusal(message) or self.queue_is_full(also_waiting=also_waiting)
         if refusal is not None:
             self._send(BatchTokenOutput(outputs=(_refused(message, refusal),)))
             return
@@ -126,16 +115,16 @@ class Scheduler:
         req = Req(
             message,
             key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys),
-            media=ReqMedia(message.mm_inputs, self._encoder, order=self._arrivals),
+            media=ReqMedia(message.mm_inputs, self.encoder, order=self.arrivals),
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self.config.eos_token_ids,
-            arrival=self._arrivals,
+            arrival=self.arrivals,
         )
-        self._arrivals += 1
-        if len(self._media_keys) > self._trim_media_keys_at:
+        self.arrivals += 1
+        if self._media_keys.is_large:
             self._trim_media_keys(req)
         self._prompt_tokens += req.prompt_len
-        req.media.want(self.kv.matched_len(req))
+        req.media.hold_from(self.kv.matched_len(req))
         self.waiting_queue.append(req)
 
     def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
@@ -148,29 +137,19 @@ class Scheduler:
                 "(settings: --max-model-len, --max-total-tokens)"
             )
             return FinishReason(type="error", status=400, message=text)
-        return self._refusal_of_any()
+        return None
 
-    def _refusal_of_any(self) -> FinishReason | None:
-        waiting = len(self.waiting_queue) + len(self._warmups)
+    def queue_is_full(self, *, also_waiting: int = 0) -> FinishReason | None:
+        """Why no more requests are taken now; None if they are. also_waiting: as for `handle`."""
+        waiting = len(self.waiting_queue) + also_waiting
         if waiting < self.config.max_queued_requests:
             return None
         text = f"{waiting} requests are waiting already (setting: --max-queued-requests)"
         return FinishReason(type="error", status=429, message=text)
 
-    def _handle_warmup(self, message: EncodeReqInput) -> None:
-        refusal = self._refusal_of_any()
-        if refusal is None:
-            self._warmups.add(message)
-        else:
-            self._send(EncodeOutput(rid=message.rid, items=(), error=refusal))
-
     def _abort(self, message: AbortReq) -> None:
-        if self._warmups.abort(message.rid):
-            return
-        for req in self._requests():
-            if req.rid == message.rid:
-                break
-        else:
+        req = next((req for req in self._requests() if req.rid == message.rid), None)
+        if req is None:
             return
         req.finish_reason = FinishReason(type="stop" if message.finished else "abort")
         self._take_out(req)
@@ -182,7 +161,7 @@ class Scheduler:
 
     def _take_out(self, req: Req) -> None:
         """Forget a request that ends before its time, and all that it holds."""
-        req.media.want_nothing()
+        req.media.release()
         if req in self.waiting_queue:
             self.waiting_queue.remove(req)
             return
@@ -193,13 +172,19 @@ class Scheduler:
 
     # ------------------------------------------------------------ steps
 
-    def step(self) -> bool:
+    def step(self, *, encoder_is_shared: bool = False) -> bool:
         """Compute one step, of the encoder, the model or both; False if there is nothing to do now. When idle, that
-        comes after checking the pools; otherwise see `wait_handles`."""
+        comes after checking the pools; otherwise see `wait_handles`.
+
+        encoder_is_shared: others hold embeddings, too, so that those held say nothing of requests.
+        """
         encoded = self._encode()
         batch = self.get_next_batch_to_run()
         if batch is None and not encoded:
-            return self._find_a_way_on()
+            if self.is_idle():
+                self._be_idle(encoder_is_shared)
+                return False
+            return self._resolve_stall()
         self._urgent = None
         if batch is None:
             return True
@@ -219,7 +204,7 @@ class Scheduler:
     def wait_handles(self) -> list[int]:
         """After `step` said False: file descriptors one of which becomes readable when it has something to do again,
         without a message. None if only a message can change that."""
-        return self._encoder.wait_handles() if self._encoder.busy else []
+        return self.encoder.wait_handles() if self.encoder.busy else []
 
     def step_or_wait(self) -> None:
         """`step`, for those who have no messages to attend to: if requests wait for the encoder, wait with them."""
@@ -229,29 +214,25 @@ class Scheduler:
     def _encode(self) -> bool:
         """Let the encoder get on; whether it did. Inline it takes time, and does not come between two decode steps
         more often than prompts do."""
-        if self._encoder.inline and self._decode_is_due and self.running_batch.reqs:
+        if self.encoder.inline and self._decode_is_due and self.running_batch.reqs:
             return False
-        changed = self._encoder.advance(urgent=self._urgent)
-        failures = self._encoder.take_failures()
-        changed |= self._fail_unencodable(failures)
-        may_ask = not self._encoder.inline or not self._requests() or self._steps % _STEPS_PER_WARMUP == 0
-        # behind the requests that are there, and before those to come
-        return self._warmups.advance(failures, order=self._arrivals if may_ask else None) or changed
+        changed = self.encoder.advance(urgent=self._urgent)
+        failures = self.encoder.take_failures()
+        return self._fail_unencodable(failures) or changed
 
-    def _find_a_way_on(self) -> bool:
-        """When nothing can be computed: nothing left to do, or the encoder to wait for, or requests that block each
-        other. Whether another step may get on."""
+    def _be_idle(self, encoder_is_shared: bool) -> None:
+        self._urgent = None
+        self._ratio.reset()
+        if self.config.check_pools_when_idle:
+            self.check_pools(encoder_is_shared=encoder_is_shared)
+
+    def _resolve_stall(self) -> bool:
+        """When no request can be computed: the encoder is to wait for, or requests block each other. Whether another
+        step may get on."""
         tried, self._urgent = self._urgent, None
-        if self.is_idle():
-            if self.config.check_pools_when_idle:
-                self.check_pools()
-            self._ratio.reset()
+        if self.encoder.working:
             return False
-        if self._encoder.working or (self._encoder.busy and not self._requests()):
-            return False
-        if not self._requests():
-            raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
-        # With nothing running, the first in line lacks either rows, for which there is no room, or KV slots.
+        # With nothing running, the first in line lacks either embeddings, for which there is no room, or KV slots.
         first = min(self.chunked_reqs, key=lambda req: req.arrival) if self.chunked_reqs else self.waiting_queue[0]
         self._urgent = first.media.first_unready()
         if self._urgent is None and self.chunked_reqs:
@@ -287,8 +268,8 @@ class Scheduler:
         self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
 
     def is_idle(self) -> bool:
-        """Whether no request is waiting, being computed or decoding, and nothing to be encoded ahead of time."""
-        return not (self.waiting_queue or self.running_batch.reqs or self.chunked_reqs or len(self._warmups))
+        """Whether no request is waiting, being computed or decoding."""
+        return not self._requests()
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """Decide the next step."""
@@ -387,7 +368,7 @@ class Scheduler:
             completes = req.completes
             req.kv_len += req.extend_input_len
             req.extend_input_len = 0
-            req.media.want(req.kv_len)
+            req.media.hold_from(req.kv_len)
             if not completes:
                 self.kv.share(req)
                 req.check()
@@ -435,12 +416,11 @@ class Scheduler:
         return [*self.waiting_queue, *self.running_batch.reqs, *self.chunked_reqs]
 
     def _trim_media_keys(self, newcomer: Req) -> None:
-        """Forget media that neither a cached prefix nor a request holds. Seldom enough to cost next to nothing."""
+        """Forget media that neither a cached prefix nor a request holds."""
         live = self.kv.prefix_cache.live_keys()
         for req in [newcomer, *self._requests()]:
             live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
         self._media_keys.retain(live)
-        self._trim_media_keys_at = max(self._media_keys.max_keys, 2 * len(self._media_keys))
 
     def flush_cache(self) -> None:
         """Forget every cached prefix that no request uses."""
@@ -448,14 +428,15 @@ class Scheduler:
 
     def flush(self, timeout_s: float) -> int:
         """See `EncoderPool.flush`."""
-        return self._encoder.flush(timeout_s)
+        return self.encoder.flush(timeout_s)
 
     def close(self) -> None:
         """End the encoder's workers, and write what waits to be written to the disk."""
-        self._encoder.close()
+        self.encoder.close()
 
-    def check_pools(self) -> None:
-        """When idle: free + cached-and-unlocked = total, for KV slots and request rows; else EngineError."""
+    def check_pools(self, *, encoder_is_shared: bool = False) -> None:
+        """When idle: free + cached-and-unlocked = total, for KV slots, the request pool and, unless it is shared, the
+        encoder's memory; else EngineError."""
         stats = self.stats()
         problems = []
         if stats.kv_locked_tokens:
@@ -463,31 +444,30 @@ class Scheduler:
         free, cached, total = stats.kv_free_tokens, stats.kv_cached_tokens, stats.kv_total_tokens
         if free + cached != total:
             problems.append(f"{free} free + {cached} cached KV slots are not {total}")
-        if stats.req_rows_free != stats.req_rows_total:
-            problems.append(f"{stats.req_rows_free} of {stats.req_rows_total} request rows are free")
-        held = self._encoder.cache.device.held_bytes
-        if held:
+        if stats.req_pool_free != stats.req_pool_total:
+            problems.append(f"{stats.req_pool_free} of {stats.req_pool_total} places in the request pool are free")
+        held = self.encoder.cache.device.held_bytes
+        if held and not encoder_is_shared:
             problems.append(f"{held} bytes of embeddings are held")
         if problems:
             raise EngineError("idle, but " + "; ".join(problems))
 
     def stats(self) -> SchedulerStats:
         """Plain figures of this moment."""
-        allocator, cache, rows = self.kv.allocator, self.kv.prefix_cache, self.kv.rows
+        allocator, cache, req_pool = self.kv.allocator, self.kv.prefix_cache, self.kv.req_pool
         return SchedulerStats(
             num_running_reqs=len(self.running_batch) + len(self.chunked_reqs),
             num_waiting_reqs=len(self.waiting_queue),
-            num_warmups=len(self._warmups),
             kv_total_tokens=allocator.size,
             kv_free_tokens=allocator.available_size(),
             kv_cached_tokens=cache.evictable_size(),
             kv_locked_tokens=cache.protected_size(),
-            req_rows_total=rows.size,
-            req_rows_free=rows.available_size(),
+            req_pool_total=req_pool.size,
+            req_pool_free=req_pool.available_size(),
             prompt_tokens_total=self._prompt_tokens,
             cached_tokens_total=self._cached_tokens,
             generation_tokens_total=self._generated,
-            encoder=self._encoder.stats(),
+            encoder=self.encoder.stats(),
             finished_total=self._finished,
             aborted_total=self._aborted,
             retracted_total=self._retracted,

@@ -12,7 +12,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from vlmserve.config.settings import ServerSettings
-from vlmserve.engine.helper_processes import helper_processes
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import ApiSettings, build_app
@@ -55,10 +55,10 @@ def make_frontend(
     model_name: str,
     send: Callable[[SchedulerInput], None],
     prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
-    shared_dir: Path | None = None,
+    start: StartSettings | None = None,
 ) -> ApiFrontend:
     """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
-    shared_dir: where large arrays go, which media processes need.
+    start: what media processes need.
 
     Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
     of uploaded files that another server uses.
@@ -78,7 +78,7 @@ def make_frontend(
             engine,
             stage_limits(settings),
             max_model_len=max_model_len,
-            processes=helper_processes(settings, shared_dir),
+            start=start,
         )
         manager = TokenizerManager(
             builder=stage.builder,

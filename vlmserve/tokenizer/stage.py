@@ -14,7 +14,7 @@ from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.video.options import VideoLimits, VideoOptions
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
-from vlmserve.engine.helper_processes import HelperProcesses
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.tokenizer.chat_messages import MediaCounts
 from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.media import RequestMedia
@@ -50,11 +50,11 @@ class TokenizerStage:
 
 
 def make_tokenizer_stage(
-    args: EngineArgs, limits: StageLimits, *, max_model_len: int, processes: HelperProcesses | None = None
+    args: EngineArgs, limits: StageLimits, *, max_model_len: int, start: StartSettings | None = None
 ) -> TokenizerStage:
     """args.model: the checkpoint folder; max_model_len: prompt and answer of one request together, in tokens.
 
-    processes: as of `make_request_media`. Raises CheckpointError for a folder that lacks a tokenizer, a chat template
+    start: as of `make_request_media`. Raises CheckpointError for a folder that lacks a tokenizer, a chat template
     or a processor, EngineError for media processes that cannot be started.
     """
     folder = Path(args.model)
@@ -63,7 +63,7 @@ def make_tokenizer_stage(
     # before anything is started that would have to be closed
     template, defaults = load_chat_template(folder), load_sampling_defaults(folder, args.sampling_defaults)
     media = make_request_media(
-        args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text, processes=processes
+        args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text, start=start
     )
     # the model's vocabulary may be padded beyond the tokenizer's
     vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids
@@ -87,11 +87,11 @@ def make_request_media(
     *,
     max_model_len: int,
     continue_text: ContinueText | None = None,
-    processes: HelperProcesses | None = None,
+    start: StartSettings | None = None,
 ) -> RequestMedia:
     """The part of the stage that loads media. continue_text: the tokenizer's, which only expanding prompts needs.
 
-    processes: needed where `args` asks for any. Raises CheckpointError for a folder that lacks a processor, EngineError
+    start: needed where `args` asks for any. Raises CheckpointError for a folder that lacks a processor, EngineError
     for media processes that cannot be started.
     """
     folder = Path(args.model)
@@ -103,7 +103,7 @@ def make_request_media(
         max_queued=args.max_queued_media,
         cache_mib=args.processor_cache_mib,
     )
-    maker = _start_processes(args, limits, processor, processes) if args.media_processes else None
+    maker = _start_processes(args, limits, processor, start) if args.media_processes else None
     return RequestMedia(processor, ProcessorPool(processor, MediaFetcher(limits.fetch), pool, maker))
 
 
@@ -130,9 +130,9 @@ def stage_limits(settings: ServerSettings) -> StageLimits:
 
 
 def _start_processes(
-    args: EngineArgs, limits: StageLimits, processor: MultimodalProcessor, processes: HelperProcesses | None
+    args: EngineArgs, limits: StageLimits, processor: MultimodalProcessor, start: StartSettings | None
 ) -> MediaMaker:
-    assert processes is not None, "media processes need a directory for arrays"
+    assert start is not None, "media processes need a directory for arrays"
     # Only who has such processes needs what they talk with.
     from processors.pool.process_maker import ProcessMaker, ProcessSettings
 
@@ -140,11 +140,11 @@ def _start_processes(
         processor,
         ProcessSettings(
             count=args.media_processes,
-            shared_dir=processes.shared_dir,
+            shared_dir=start.shared_dir,
             picture_s=limits.max_image_decode_s,
             video_s=limits.max_video_decode_s,
-            startup_timeout_s=processes.startup_timeout_s,
-            log_level=processes.log_level,
+            startup_timeout_s=start.startup_timeout_s,
+            log_level=start.log_level,
         ),
     )
     try:

@@ -14,8 +14,8 @@ import torch
 
 from processors.inputs import MultimodalDataItem
 from vision.encoder_pool import EncoderPool
+from vlmserve.encoder_warmups import EncoderWarmups
 from vlmserve.messages import EncodeOutput, EncodeReqInput
-from vlmserve.scheduler.warmups import Warmups
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderThread:
-    """Owns the pool from now on. max_patches: see `Warmups`. num_threads: CPU threads of the tower."""
+    """Owns the pool from now on. max_patches: see `EncoderWarmups`. num_threads: CPU threads of the tower."""
 
     def __init__(self, pool: EncoderPool, *, max_patches: int, num_threads: int) -> None:
         self._pool = pool
-        self._warmups = Warmups(pool, send=self._answer, max_patches=max_patches)
+        self._warmups = EncoderWarmups(pool, send=self._answer, max_patches=max_patches)
         self._num_threads = num_threads
         self._inbox: queue.SimpleQueue[tuple[EncodeReqInput, Future[EncodeOutput]]] = queue.SimpleQueue()
         self._futures: dict[str, Future[EncodeOutput]] = {}
@@ -66,7 +66,7 @@ class EncoderThread:
     def _step(self) -> None:
         self._take_messages()
         changed = self._pool.advance()
-        changed |= self._warmups.advance(self._pool.take_failures(), order=0)
+        changed |= self._warmups.advance(order=0)
         if not changed:
             self._wait(self._pool.wait_handles())
 

@@ -15,8 +15,8 @@ from vision.towers.loading import load_tower, outline_tower
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
-from vlmserve.engine.helper_processes import helper_processes
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.memory.sizing import check_weights_fit, weight_bytes
 from vlmserve.models.registry import load_config
@@ -48,9 +48,14 @@ class LocalTarget:
         with ExitStack() as stack:
             max_len = args.max_model_len or load_config(folder).max_position_embeddings
             processes = args.num_encoders + args.media_processes
-            shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
-            helpers = helper_processes(settings, None if shared is None else shared.path)
-            self._media = make_request_media(args, limits, max_model_len=max_len, processes=helpers)
+            start = None
+            if processes:
+                start = StartSettings(
+                    shared_dir=stack.enter_context(PrivateDirectory(shared_memory_base())).path,
+                    log_level=settings.log_level,
+                    startup_timeout_s=settings.startup_timeout_s,
+                )
+            self._media = make_request_media(args, limits, max_model_len=max_len, start=start)
             stack.callback(lambda: asyncio.run(self._media.close()))  # for what fails here
             dtype = dtype_setting(args.dtype)
             tower = outline_tower(folder, dtype=dtype)
@@ -63,7 +68,7 @@ class LocalTarget:
                 tower,
                 dtype=next(tower.parameters()).dtype,
                 device=device,
-                processes=helpers,
+                start=start,
             )
             self._encoder = EncoderThread(
                 self._pool, max_patches=resolve_warmup_patches(args, device), num_threads=num_threads
@@ -93,7 +98,7 @@ class LocalTarget:
 
     def notes(self) -> list[str]:
         """See `Target`."""
-        evictions = self._store.tier_stats().evictions
+        evictions = self._store.stats().evictions
         if not evictions:
             return []
         return [f"{evictions} entries gave way to others: the cache is full (settings --embedding-cache-gib, --pin)"]

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from vlmserve.attention.base import RadixAttention
+from vlmserve.attention.base import ForwardBatch, ForwardMode, RadixAttention
 from vlmserve.attention.torch_backend import MAX_RUNS, TorchAttentionBackend
-from vlmserve.executor.forward_batch import ForwardBatch, ForwardMode
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 
@@ -39,11 +38,11 @@ def test_equals_attention_written_out(kind, dtype, lengths):
     cache = KVCache(num_slots=SLOTS, num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, device=CPU)
     pool = ReqToTokenPool(len(lengths), 128, CPU)
     histories, queries, keys, values, slots = [], [], [], [], []
-    rows = list(range(len(lengths)))[::-1]
-    for row, (prefix, extend) in enumerate(lengths):
+    req_pool_indices = list(range(len(lengths)))[::-1]
+    for i, (prefix, extend) in enumerate(lengths):
         total = prefix + extend
-        where = layout(kind, 1 + 130 * row, total, gen)
-        pool.write(rows[row], 0, where)
+        where = layout(kind, 1 + 130 * i, total, gen)
+        pool.write(req_pool_indices[i], 0, where)
         k, v = (torch.randn(total, KV_HEADS, DIM, generator=gen).to(dtype) for _ in range(2))
         cache.write(1, where[:prefix], k[:prefix], v[:prefix])
         q = torch.randn(extend, HEADS, DIM, generator=gen).to(dtype)
@@ -58,9 +57,7 @@ def test_equals_attention_written_out(kind, dtype, lengths):
         forward_mode=ForwardMode.DECODE if all_decode else ForwardMode.MIXED,
         input_ids=torch.zeros(0),
         positions=torch.zeros(0),
-        req_pool_indices=torch.tensor(rows),
-        rows=rows,
-        seq_lens=[p + e for p, e in lengths],
+        req_pool_indices=torch.tensor(req_pool_indices),
         prefix_lens=[p for p, _ in lengths],
         extend_lens=[e for _, e in lengths],
         out_cache_loc=torch.cat(slots),

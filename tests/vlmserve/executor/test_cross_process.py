@@ -83,13 +83,13 @@ def test_a_worker_in_another_process_gives_the_same_answers(tmp_path: Path, hide
 
 
 class WithoutIds:
-    """Names every token that is fed back by its request row only, as a scheduler does that runs ahead of the device."""
+    """Names every token that is fed back by its req_pool_idx only, as a scheduler ahead of the device does."""
 
     def __init__(self, worker: RemoteWorker) -> None:
         self.worker = worker
 
     def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
-        from vlmserve.executor.forward_batch import ForwardMode
+        from vlmserve.attention.base import ForwardMode
 
         if batch.forward_mode == ForwardMode.DECODE:
             batch.input_ids[:] = -1

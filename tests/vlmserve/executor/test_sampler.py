@@ -13,7 +13,7 @@ VOCAB = 40
 
 def info(rows=1, **overrides):
     values = {
-        "rows": np.arange(rows),
+        "batch_indices": np.arange(rows),
         "temperatures": np.ones(rows, np.float32),
         "top_ps": np.ones(rows, np.float32),
         "top_ks": np.full(rows, -1),

@@ -28,7 +28,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = TokenToKVPoolAllocator(NUM_PAGES * self.page_size, self.page_size)
         self.requests: dict[int, np.ndarray] = {}
         self.names = itertools.count()
-        self.saved = None
 
     @property
     def held(self) -> set[int]:
@@ -103,17 +102,6 @@ class AllocatorMachine(RuleBasedStateMachine):
     def release_room(self, data):
         name = data.draw(st.sampled_from(sorted(self.requests)))
         self.allocator.release_room(int(self.requests[name][-1]))
-
-    @rule()
-    def backup(self):
-        self.saved = (self.allocator.backup_state(), dict(self.requests))
-
-    @precondition(lambda self: self.saved)
-    @rule()
-    def restore(self):
-        state, requests = self.saved
-        self.allocator.restore_state(state)
-        self.requests = dict(requests)
 
     @rule()
     def take_all(self):

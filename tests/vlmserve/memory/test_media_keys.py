@@ -46,18 +46,24 @@ def test_an_id_means_one_key_for_ever():
     assert len(set(ids)) == 5
     assert all(pad_value < 0 for pad_value in ids)
     assert [table.intern(key) for key in keys] == ids
-    assert table.retain({ids[3], -(10**6)}) == 4
-    assert len(table) == 1
+    assert table.is_large
+    table.retain({ids[3], -(10**6)})
+    assert (len(table), table.is_large) == (1, False)
     assert table.intern(keys[3]) == ids[3]
     again = [table.intern(keys[i]) for i in (0, 1, 2, 4)]
     assert set(again).isdisjoint(ids)
 
 
-def test_a_small_table_keeps_everything():
+def test_a_table_is_large_when_it_has_doubled():
     table = MediaKeyTable(max_keys=2)
-    ids = [table.intern(replace(ITEM, digest=bytes([i])).media_key) for i in range(2)]
-    assert table.retain(set()) == 0
-    assert [table.intern(replace(ITEM, digest=bytes([i])).media_key) for i in range(2)] == ids
+    ids = [table.intern(replace(ITEM, digest=bytes([i])).media_key) for i in range(5)]
+    table.retain(set(ids))
+    assert not table.is_large
+    for i in range(5, 10):
+        table.intern(replace(ITEM, digest=bytes([i])).media_key)
+    assert not table.is_large
+    table.intern(replace(ITEM, digest=bytes([10])).media_key)
+    assert table.is_large
 
 
 @pytest.mark.parametrize(
@@ -73,7 +79,7 @@ def test_a_small_table_keeps_everything():
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_media_that_differ_in_one_field_share_nothing_from_there_on(other, page_size):
     allocator = TokenToKVPoolAllocator(64, page_size)
-    cache, table = RadixCache(allocator, page_size), MediaKeyTable()
+    cache, table = RadixCache(allocator), MediaKeyTable()
     first = radix_key(PROMPT, inputs(ITEM), table)
     assert cache.insert(first, allocator.alloc_extend(0, len(first), -1)) == 0
     same = radix_key(PROMPT, inputs(replace(ITEM, feature=np.ones((32, 4), dtype=np.float32))), table)

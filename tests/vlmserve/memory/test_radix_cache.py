@@ -1,4 +1,4 @@
-"""The prefix caches: against a naive model, and one by one what the model does not say."""
+"""The prefix cache: against a naive model, and one by one what the model does not say."""
 
 import itertools
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.base_prefix_cache import PrefixNode
-from vlmserve.memory.chunk_cache import ChunkCache
-from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.radix_cache import RadixCache, RadixNode
 from vlmserve_common.errors import EngineError
 
 NUM_PAGES = 20
-NAMESPACES = st.sampled_from(["", "lora-a"])
+
+
+def total_size(cache: RadixCache) -> int:
+    return cache.evictable_size() + cache.protected_size()
 
 
 @dataclass
@@ -24,10 +25,9 @@ class Request:
     """slots [:protected] are the tree's, the rest the request's own."""
 
     key: np.ndarray
-    namespace: str
     slots: np.ndarray
     protected: int
-    node: PrefixNode
+    node: RadixNode
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -38,7 +38,7 @@ class RadixMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.allocator = TokenToKVPoolAllocator(NUM_PAGES * self.page_size, self.page_size)
-        self.cache = RadixCache(self.allocator, self.page_size)
+        self.cache = RadixCache(self.allocator)
         self.model: dict[tuple, tuple[int, ...]] = {}
         self.requests: dict[int, Request] = {}
         self.names = itertools.count()
@@ -52,21 +52,21 @@ class RadixMachine(RuleBasedStateMachine):
         tail = data.draw(st.integers(0, self.page_size - 1))
         return np.array([token for symbol in symbols for token in self.page(symbol)] + [7] * tail, dtype=np.int64)
 
-    def prefixes(self, key: np.ndarray, namespace: str) -> list[tuple]:
+    def prefixes(self, key: np.ndarray) -> list[tuple]:
         ends = range(self.page_size, len(key) + 1, self.page_size)
-        return [(namespace, tuple(key[:end].tolist())) for end in ends]
+        return [tuple(key[:end].tolist()) for end in ends]
 
-    def modelled(self, key: np.ndarray, namespace: str) -> list[int]:
+    def modelled(self, key: np.ndarray) -> list[int]:
         """Slots of the cached prefix, by the model."""
         slots: list[int] = []
-        for prefix in self.prefixes(key, namespace):
+        for prefix in self.prefixes(key):
             if prefix not in self.model:
                 break
             slots.extend(self.model[prefix])
         return slots
 
     def learn(self, request: Request) -> None:
-        for i, prefix in enumerate(self.prefixes(request.key, request.namespace)):
+        for i, prefix in enumerate(self.prefixes(request.key)):
             pages = request.slots[i * self.page_size : (i + 1) * self.page_size]
             self.model.setdefault(prefix, tuple(pages.tolist()))
 
@@ -75,26 +75,24 @@ class RadixMachine(RuleBasedStateMachine):
         freed = self.cache.evict(tokens)
         assert freed >= min(tokens, before)
         assert freed % self.page_size == 0
-        gone = [
-            prefix for prefix in self.model if self.cache.match_len(np.array(prefix[1]), prefix[0]) < len(prefix[1])
-        ]
+        gone = [prefix for prefix in self.model if self.cache.match_len(np.array(prefix)) < len(prefix)]
         assert len(gone) * self.page_size == freed
         for prefix in gone:
             del self.model[prefix]
 
-    @rule(data=st.data(), namespace=NAMESPACES)
-    def match(self, data, namespace):
+    @rule(data=st.data())
+    def match(self, data):
         key = self.draw_key(data)
-        expected = self.modelled(key, namespace)
-        assert self.cache.match_len(key, namespace) == len(expected)
-        result = self.cache.match_prefix(key, namespace)
+        expected = self.modelled(key)
+        assert self.cache.match_len(key) == len(expected)
+        result = self.cache.match_prefix(key)
         assert result.indices.dtype == np.int64
         assert result.indices.tolist() == expected
 
-    @rule(data=st.data(), namespace=NAMESPACES)
-    def start(self, data, namespace):
+    @rule(data=st.data())
+    def start(self, data):
         key = self.draw_key(data)
-        match = self.cache.match_prefix(key, namespace)
+        match = self.cache.match_prefix(key)
         self.cache.inc_lock_ref(match.last_node)
         cached = len(match.indices)
         slots = match.indices
@@ -107,19 +105,19 @@ class RadixMachine(RuleBasedStateMachine):
                 self.cache.dec_lock_ref(match.last_node)
                 return
             slots = np.concatenate([slots, own])
-        self.requests[next(self.names)] = Request(key, namespace, slots, cached, match.last_node)
+        self.requests[next(self.names)] = Request(key, slots, cached, match.last_node)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def share(self, data):
         """A computed prompt goes into the tree while its request goes on."""
         request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
-        cached = len(self.modelled(request.key, request.namespace))
-        already = self.cache.insert(request.key, request.slots, request.namespace)
+        cached = len(self.modelled(request.key))
+        already = self.cache.insert(request.key, request.slots)
         assert already == cached >= request.protected
         self.learn(request)
         self.allocator.free(request.slots[request.protected : already])
-        match = self.cache.match_prefix(request.key, request.namespace)
+        match = self.cache.match_prefix(request.key)
         self.cache.inc_lock_ref(match.last_node)
         self.cache.dec_lock_ref(request.node)
         request.protected, request.node = len(match.indices), match.last_node
@@ -131,8 +129,8 @@ class RadixMachine(RuleBasedStateMachine):
     def finish(self, data):
         request = self.requests.pop(data.draw(st.sampled_from(sorted(self.requests))))
         full = len(request.key) // self.page_size * self.page_size
-        already = self.cache.insert(request.key, request.slots, request.namespace)
-        assert already == len(self.modelled(request.key, request.namespace))
+        already = self.cache.insert(request.key, request.slots)
+        assert already == len(self.modelled(request.key))
         self.learn(request)
         self.allocator.free(request.slots[request.protected : already])
         self.allocator.free(request.slots[full:])
@@ -159,31 +157,27 @@ class RadixMachine(RuleBasedStateMachine):
 
     def locked(self) -> set[tuple]:
         return {
-            prefix
-            for request in self.requests.values()
-            for prefix in self.prefixes(request.key[: request.protected], request.namespace)
+            prefix for request in self.requests.values() for prefix in self.prefixes(request.key[: request.protected])
         }
 
     @invariant()
     def equals_the_model(self):
         size = self.page_size
-        assert self.cache.total_size() == len(self.model) * size
+        assert total_size(self.cache) == len(self.model) * size
         assert self.cache.protected_size() == len(self.locked()) * size
         held = sum(-(-(len(request.key) - request.protected) // size) for request in self.requests.values()) * size
-        assert self.allocator.available_size() + self.cache.total_size() + held == self.allocator.size
-        negative = {token for _, key in self.model for token in key if token < 0}
+        assert self.allocator.available_size() + total_size(self.cache) + held == self.allocator.size
+        negative = {token for key in self.model for token in key if token < 0}
         assert self.cache.live_keys() == negative
         for request in self.requests.values():
-            assert self.modelled(request.key[: request.protected], request.namespace) == (
-                request.slots[: request.protected].tolist()
-            )
+            assert self.modelled(request.key[: request.protected]) == (request.slots[: request.protected].tolist())
 
     def teardown(self):
         for request in self.requests.values():
             self.allocator.free(request.slots[request.protected :])
             self.cache.dec_lock_ref(request.node)
         self.cache.reset()
-        assert self.cache.total_size() == 0
+        assert total_size(self.cache) == 0
         assert self.allocator.available_size() == self.allocator.size
 
 
@@ -205,18 +199,18 @@ for case in (TestRadix1, TestRadix4, TestRadix16):
 class Harness:
     """A cache whose requests come and go at once."""
 
-    def __init__(self, size: int = 64, page_size: int = 1, **options):
+    def __init__(self, size: int = 64, page_size: int = 1):
         self.allocator = TokenToKVPoolAllocator(size, page_size)
-        self.cache = RadixCache(self.allocator, page_size, **options)
+        self.cache = RadixCache(self.allocator)
 
-    def add(self, key: list[int], namespace: str = "") -> int:
+    def add(self, key: list[int]) -> int:
         slots = self.allocator.alloc_extend(0, len(key), -1)
-        already = self.cache.insert(np.array(key), slots, namespace)
+        already = self.cache.insert(np.array(key), slots)
         self.allocator.free(slots[:already])
         return already
 
-    def cached(self, key: list[int], namespace: str = "") -> int:
-        return self.cache.match_len(np.array(key), namespace)
+    def cached(self, key: list[int]) -> int:
+        return self.cache.match_len(np.array(key))
 
 
 def test_the_least_recently_used_leaf_goes_first():
@@ -260,15 +254,6 @@ def test_a_node_matched_in_part_does_not_lead_to_its_children():
     assert len(harness.cache.match_prefix(np.array([1, 2, 5])).indices) == 2
 
 
-def test_at_equal_times_what_came_first_goes_first():
-    harness = Harness(clock=lambda: 0.0)
-    for first in (1, 2, 3):
-        harness.add([first])
-    harness.cache.match_prefix(np.array([1]))
-    harness.cache.evict(1)
-    assert [harness.cached([first]) for first in (1, 2, 3)] == [0, 1, 1]
-
-
 def test_a_handle_means_its_whole_prefix_after_splits():
     harness = Harness()
     harness.add([1, 2, 3, 4])
@@ -306,17 +291,7 @@ def test_nothing_matched_can_be_locked():
     handle = harness.cache.match_prefix(np.array([1])).last_node
     harness.cache.inc_lock_ref(handle)
     harness.cache.dec_lock_ref(handle)
-    assert harness.cache.total_size() == 0
-
-
-def test_namespaces_share_nothing():
-    harness = Harness()
-    harness.add([1, 2, 3])
-    assert harness.cached([1, 2, 3], "tenant") == 0
-    assert harness.add([1, 2, 3], "tenant") == 0
-    assert harness.cache.total_size() == 6
-    ours, theirs = (harness.cache.match_prefix(np.array([1, 2, 3]), name).indices for name in ("", "tenant"))
-    assert not set(ours.tolist()) & set(theirs.tolist())
+    assert total_size(harness.cache) == 0
 
 
 def test_the_tree_keeps_copies():
@@ -343,15 +318,7 @@ def test_slots_that_are_not_pages_are_refused():
     for slots in ([5, 6, 7, 8], [4, 5, 7, 6], [4, 5, 6]):
         with pytest.raises(ValueError, match="slots"):
             harness.cache.insert(np.arange(4), np.array(slots))
-    assert harness.cache.total_size() == 0
-
-
-def test_settings_that_do_not_fit_are_refused():
-    allocator = TokenToKVPoolAllocator(64, 16)
-    with pytest.raises(ValueError, match="pages of 1"):
-        RadixCache(allocator, 1)
-    with pytest.raises(ValueError, match="'mru'"):
-        RadixCache(allocator, 16, eviction_policy="mru")
+    assert total_size(harness.cache) == 0
 
 
 def test_many_entries_and_a_long_one():
@@ -364,17 +331,3 @@ def test_many_entries_and_a_long_one():
     assert [harness.cached([first, *range(5000, 5010)]) for first in (1989, 1990, 1999)] == [0, 11, 11]
     harness.cache.reset()
     assert harness.allocator.available_size() == 60_000
-
-
-def test_chunk_cache_owns_nothing():
-    cache = ChunkCache(page_size=4)
-    key = np.arange(10)
-    match = cache.match_prefix(key)
-    assert match.indices.tolist() == []
-    cache.inc_lock_ref(match.last_node)
-    assert cache.insert(key, key) == 8  # "all there already": by the interface's rule the caller frees everything
-    assert cache.match_len(key) == 0
-    cache.dec_lock_ref(match.last_node)
-    assert (cache.evict(5), cache.reset(), cache.total_size(), cache.live_keys()) == (0, 0, 0, set())
-    assert cache.disabled
-    assert not Harness().cache.disabled

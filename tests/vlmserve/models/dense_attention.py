@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vlmserve.attention.base import AttentionBackend, RadixAttention
-from vlmserve.executor.forward_batch import ForwardBatch, ForwardMode
+from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
 
 
 class DenseAttention(AttentionBackend):
-    """Keeps K and V by (layer, request row) and attends with explicit causal masks, in float32."""
+    """Keeps K and V by (layer, req_pool_idx) and attends with explicit causal masks, in float32."""
 
     def __init__(self) -> None:
         self.kv: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -22,26 +21,21 @@ class DenseAttention(AttentionBackend):
     ) -> torch.Tensor:
         outs = []
         lens = forward_batch.extend_lens
-        parts = zip(forward_batch.rows, q.split(lens), k.split(lens), v.split(lens), strict=True)
-        for row, row_q, row_k, row_v in parts:
-            key = (layer.layer_id, row)
+        parts = zip(forward_batch.req_pool_indices.tolist(), q.split(lens), k.split(lens), v.split(lens), strict=True)
+        for req, req_q, req_k, req_v in parts:
+            key = (layer.layer_id, req)
             if key in self.kv:
-                row_k, row_v = torch.cat((self.kv[key][0], row_k)), torch.cat((self.kv[key][1], row_v))
-            self.kv[key] = (row_k.clone(), row_v.clone())
+                req_k, req_v = torch.cat((self.kv[key][0], req_k)), torch.cat((self.kv[key][1], req_v))
+            self.kv[key] = (req_k.clone(), req_v.clone())
             groups = layer.num_heads // layer.num_kv_heads
-            keys = row_k.float().repeat_interleave(groups, 1)
-            values = row_v.float().repeat_interleave(groups, 1)
-            scores = torch.einsum("qhd,khd->hqk", row_q.float(), keys) * layer.scaling
-            past = len(keys) - len(row_q)
-            future = torch.ones(len(row_q), len(keys), dtype=torch.bool).triu(past + 1)
+            keys = req_k.float().repeat_interleave(groups, 1)
+            values = req_v.float().repeat_interleave(groups, 1)
+            scores = torch.einsum("qhd,khd->hqk", req_q.float(), keys) * layer.scaling
+            past = len(keys) - len(req_q)
+            future = torch.ones(len(req_q), len(keys), dtype=torch.bool).triu(past + 1)
             weights = scores.masked_fill(future, float("-inf")).softmax(-1)
             outs.append(torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype).flatten(1))
         return torch.cat(outs)
-
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self.forward_extend(q, k, v, layer, forward_batch)
 
 
 def make_batch(
@@ -49,14 +43,11 @@ def make_batch(
 ) -> ForwardBatch:
     """A batch of requests 0..B-1: their new ids [L_i], positions [3, L_i], and how many tokens came before."""
     extend_lens = [len(ids) for ids in input_ids]
-    rows = list(range(len(input_ids)))
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         input_ids=torch.cat(input_ids),
         positions=torch.cat(positions, dim=1),
-        req_pool_indices=torch.tensor(rows),
-        rows=rows,
-        seq_lens=[prefix + new for prefix, new in zip(prefix_lens, extend_lens, strict=True)],
+        req_pool_indices=torch.arange(len(input_ids)),
         prefix_lens=prefix_lens,
         extend_lens=extend_lens,
         out_cache_loc=torch.arange(sum(extend_lens)),

@@ -41,7 +41,7 @@ class Pair:
 
     def prompt(self, grids: list[Grid], seed: int) -> Prompt:
         """Random text around random pictures; positions are transformers' own."""
-        config = self.model.config
+        config = self.reference.config
         generator = torch.Generator().manual_seed(seed)
 
         def text() -> list[int]:
@@ -67,7 +67,7 @@ class Pair:
     def embeds(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Input embeddings [L, hidden], rows of the pictures [R], DeepStack embeddings [layers, R, hidden]."""
         embeds = self.model.embed_tokens(prompt.ids)
-        rows = (prompt.ids == self.model.config.image_token_id).nonzero()[:, 0]
+        rows = (prompt.ids == self.reference.config.image_token_id).nonzero()[:, 0]
         if prompt.pixels is None:
             return embeds, rows, None
         parts = self.model.visual(prompt.pixels, prompt.grids).view(len(rows), -1, embeds.shape[1]).transpose(0, 1)
@@ -78,14 +78,14 @@ class Pair:
         """Final hidden states of a batch of whole prompts."""
         batch = make_batch(backend, [p.ids for p in prompts], [p.positions for p in prompts], [0] * len(prompts))
         parts = [self.embeds(prompt) for prompt in prompts]
-        starts = torch.tensor([0, *batch.seq_lens]).cumsum(0).tolist()
+        starts = torch.tensor([0, *batch.extend_lens]).cumsum(0).tolist()
         rows = torch.cat([rows + start for (_, rows, _), start in zip(parts, starts, strict=False)])
         deepstack = [part for _, _, part in parts if part is not None]
         return self.model(
             torch.cat([embeds for embeds, _, _ in parts]),
             batch.positions,
             batch,
-            deepstack_rows=rows,
+            deepstack_index=rows,
             deepstack_embeds=torch.cat(deepstack, dim=1) if deepstack else None,
         )
 
@@ -95,7 +95,7 @@ class Pair:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if prompt.pixels is not None:
             inputs |= {"pixel_values": prompt.pixels, "image_grid_thw": torch.tensor(prompt.grids)}
-            inputs["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
+            inputs["mm_token_type_ids"] = (ids == self.reference.config.image_token_id).int()
         return inputs
 
 

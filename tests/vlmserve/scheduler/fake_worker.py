@@ -38,22 +38,22 @@ class FakeWorker:
         if self.fail_at == batch.step:
             raise RuntimeError("broken on purpose")
         what = [("id", int(i)) for i in batch.input_ids]
-        for part in batch.mm_rows:
-            for k, row in enumerate(part.rows.tolist()):
+        for part in batch.mm_embeds:
+            for k, row in enumerate(part.embeds.tolist()):
                 what[part.token + k] = ("media", *row)
         for prefix in batch.prefix_slots:
-            self.table[prefix.row, : len(prefix.slots)] = prefix.slots
+            self.table[prefix.req_pool_idx, : len(prefix.slots)] = prefix.slots
         assert len(set(batch.out_cache_loc.tolist())) == len(batch.out_cache_loc), "a slot is written twice"
         at = 0
         histories = []
-        for row, start, end in zip(batch.rows, batch.prefix_lens, batch.seq_lens, strict=True):
+        for row, start, end in zip(batch.req_pool_indices, batch.prefix_lens, batch.seq_lens, strict=True):
             for position in range(start, end):
                 slot = int(batch.out_cache_loc[at])
                 self.table[row, position] = slot
                 self.kv[slot] = (what[at], tuple(batch.positions[:, at].tolist()))
                 at += 1
             histories.append([self.kv[slot] for slot in self.table[row, :end]])
-        tokens = [next_token(histories[row]) for row in batch.sampling.rows]
+        tokens = [next_token(histories[row]) for row in batch.sampling.batch_indices]
         none = np.zeros((len(tokens), 0))
         return ModelWorkerResult(
             step=batch.step,

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt take which rows, and what a request holds of the pool while it gets on and goes back."""
+"""Which tokens of a prompt take which embeddings, and what a request holds while it gets on and goes back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def media(*items: MultimodalDataItem) -> MultimodalInputs:
 
 
 def told(spans: list[PatchSpan]) -> list[tuple[int, int, str, int]]:
-    return [(span.start, span.end, chr(span.patch.digest[0]), span.row) for span in spans]
+    return [(span.start, span.end, chr(span.patch.digest[0]), span.offset) for span in spans]
 
 
 def test_a_prompt_without_media_has_no_spans():
@@ -74,13 +74,13 @@ class Rig:
         while self.pool.advance():
             pass
 
-    def rows(self, start: int, end: int, at: int = 0) -> list[tuple[int, str, list[int]]]:
-        """For each part: its first token in the batch, whose rows, and which."""
+    def embeds(self, start: int, end: int, at: int = 0) -> list[tuple[int, str, list[int]]]:
+        """For each part: its first token in the batch, whose embeddings, and which."""
         found = []
-        for part in self.media.rows(start, end, at=at):
-            [whose] = set(part.rows[:, 0].tolist())
+        for part in self.media.embeds(start, end, at=at):
+            [whose] = set(part.embeds[:, 0].tolist())
             name = next(name for name in "abc" if mark(name.encode().ljust(32, b".")) == whose)
-            found.append((part.token, name, part.rows[:, 1].tolist()))
+            found.append((part.token, name, part.embeds[:, 1].tolist()))
         return found
 
     @property
@@ -92,13 +92,13 @@ class Rig:
 @pytest.fixture
 def rig():
     rig = Rig()
-    rig.media.want(0)
+    rig.media.hold_from(0)
     rig.encode()
     return rig
 
 
-def test_rows_of_a_whole_prompt(rig):
-    assert rig.rows(0, 20, at=100) == [
+def test_embeds_of_a_whole_prompt(rig):
+    assert rig.embeds(0, 20, at=100) == [
         (102, "a", [0, 1, 2]),
         (107, "b", [0, 1]),
         (109, "c", [0, 1]),
@@ -121,44 +121,44 @@ def test_rows_of_a_whole_prompt(rig):
         (15, 20, []),
     ],
 )
-def test_rows_of_a_part(rig, start, end, rows):
-    assert rig.rows(start, end) == rows
-    rig.media.want(start)
-    assert rig.rows(start, end) == rows
+def test_embeds_of_a_part(rig, start, end, rows):
+    assert rig.embeds(start, end) == rows
+    rig.media.hold_from(start)
+    assert rig.embeds(start, end) == rows
 
 
-def test_every_token_gets_its_row_however_a_prompt_is_cut(rig):
-    whole = [(token + k, name, row) for token, name, rows in rig.rows(0, 16) for k, row in enumerate(rows)]
+def test_every_token_gets_its_embedding_however_a_prompt_is_cut(rig):
+    whole = [(token + k, name, row) for token, name, rows in rig.embeds(0, 16) for k, row in enumerate(rows)]
     for size in range(1, 16):
         parts = []
         for start in range(0, 16, size):
-            rig.media.want(start)
-            rows = rig.rows(start, min(start + size, 16), at=start)
+            rig.media.hold_from(start)
+            rows = rig.embeds(start, min(start + size, 16), at=start)
             parts += [(token + k, name, row) for token, name, rows in rows for k, row in enumerate(rows)]
         assert parts == whole, size
-        rig.media.want(0)
+        rig.media.hold_from(0)
         rig.encode()
 
 
-def test_rows_are_held_from_where_they_are_wanted_and_no_further_back(rig):
+def test_embeds_are_held_from_where_they_are_needed_and_no_further_back(rig):
     held = []
     for start in (0, 4, 5, 8, 9, 10, 11, 14, 15, 16):
-        rig.media.want(start)
+        rig.media.hold_from(start)
         held.append(rig.held)
     assert held == [3, 3, 3, 3, 2, 2, 1, 1, 0, 0]
-    assert rig.rows(0, 20) == []
-    rig.media.want(9)
+    assert rig.embeds(0, 20) == []
+    rig.media.hold_from(9)
     assert rig.media.ready_until() == 9
     rig.encode()
     assert rig.held == 2
-    assert rig.rows(9, 20) == [(0, "c", [0, 1]), (3, "a", [0, 1, 2])]
-    rig.media.want(3)
+    assert rig.embeds(9, 20) == [(0, "c", [0, 1]), (3, "a", [0, 1, 2])]
+    rig.media.hold_from(3)
     rig.encode()
-    assert rig.rows(3, 20) == [(0, "a", [1, 2]), (4, "b", [0, 1]), (6, "c", [0, 1]), (9, "a", [0, 1, 2])]
-    rig.media.want_nothing()
-    assert (rig.held, rig.media.ready_until(), rig.rows(0, 20)) == (0, None, [])
-    rig.media.want_nothing()
-    rig.media.want(0)
+    assert rig.embeds(3, 20) == [(0, "a", [1, 2]), (4, "b", [0, 1]), (6, "c", [0, 1]), (9, "a", [0, 1, 2])]
+    rig.media.release()
+    assert (rig.held, rig.media.ready_until(), rig.embeds(0, 20)) == (0, None, [])
+    rig.media.release()
+    rig.media.hold_from(0)
     rig.encode()
     assert rig.held == 3
 
@@ -166,43 +166,43 @@ def test_rows_are_held_from_where_they_are_wanted_and_no_further_back(rig):
 def test_how_far_a_prompt_is_ready():
     rig = Rig(space_rows=5)
     assert (rig.media.ready_until(), rig.media.first_unready()) == (None, None), "nothing is wanted yet"
-    rig.media.want(0)
+    rig.media.hold_from(0)
     assert (rig.media.ready_until(), rig.media.first_unready()) == (2, rig.keys["a"])
     rig.encode()
     assert (rig.media.ready_until(), rig.media.first_unready()) == (9, rig.keys["c"])
-    rig.media.want(9)
+    rig.media.hold_from(9)
     assert (rig.media.ready_until(), rig.media.first_unready()) == (9, rig.keys["c"])
     rig.encode()
     assert (rig.media.ready_until(), rig.media.first_unready()) == (None, None)
 
 
-def test_whether_tokens_before_an_end_take_rows(rig):
-    assert [rig.media.has_rows_before(end) for end in (0, 2, 3, 99)] == [False, False, True, True]
-    rig.media.want(5)
-    assert [rig.media.has_rows_before(end) for end in (7, 8)] == [False, True]
-    rig.media.want(15)
-    assert not rig.media.has_rows_before(99)
+def test_whether_tokens_before_an_end_take_embeds(rig):
+    assert [rig.media.needs_embeds_before(end) for end in (0, 2, 3, 99)] == [False, False, True, True]
+    rig.media.hold_from(5)
+    assert [rig.media.needs_embeds_before(end) for end in (7, 8)] == [False, True]
+    rig.media.hold_from(15)
+    assert not rig.media.needs_embeds_before(99)
 
 
 def test_which_of_some_keys_is_held(rig):
     a, b, c = (rig.keys[name] for name in "abc")
     assert rig.media.holds({b, c}) == b
     assert rig.media.holds({b"other"}) is None
-    rig.media.want(9)
+    rig.media.hold_from(9)
     assert rig.media.holds({b}) is None
     assert rig.media.holds({a: "why", c: "why"}) == c
 
 
 def test_older_requests_and_earlier_parts_of_one_go_first():
     rig = Rig(inline=False, space_rows=3)
-    rig.media.want(9)
+    rig.media.hold_from(9)
     older = ReqMedia(media(item(["o"], (0, 1))), rig.pool, order=3)
-    rig.media.want(0)
-    older.want(0)
+    rig.media.hold_from(0)
+    older.hold_from(0)
     rig.pool.advance()
     assert [chr(digest[0]) for digest in rig.backend.encoded()] == ["o"]
     rig.backend.finish()
     rig.pool.advance()
-    older.want_nothing()
+    older.release()
     rig.pool.advance()
     assert [chr(digest[0]) for digest in rig.backend.encoded()] == ["o", "a"]

@@ -14,12 +14,11 @@ from tests.vision.fake_disk import FakeDisk
 from tests.vlmserve.scheduler import fake_worker as fake
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.chunk_cache import ChunkCache
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
-from vlmserve.memory.req_to_token import ReqRowAllocator
+from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.messages import AbortReq, SamplingParams, TokenizedGenerateReqInput
-from vlmserve.scheduler.kv_owner import KVOwner
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
 from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -47,10 +46,10 @@ class Knobs:
 class Rig:
     def __init__(self, knobs: Knobs) -> None:
         allocator = TokenToKVPoolAllocator(knobs.pool, knobs.page)
-        cache = RadixCache(allocator, knobs.page) if knobs.radix else ChunkCache(knobs.page)
+        cache = RadixCache(allocator, disabled=not knobs.radix)
         max_req_len = min(knobs.context, knobs.pool - knobs.page)
-        rows = ReqRowAllocator(knobs.rows, max_req_len + knobs.page)
-        self.kv = KVOwner(allocator, cache, rows)
+        req_pool = ReqPoolAllocator(knobs.rows, max_req_len + knobs.page)
+        self.kv = KVCacheManager(allocator, cache, req_pool)
         self.worker = fake.FakeWorker(knobs.pool + knobs.page, knobs.rows, max_req_len + knobs.page)
         self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
         self.disk = FakeDisk() if knobs.disk else None
@@ -100,8 +99,11 @@ class Rig:
             self.disk.finish_all()
         return bool(busy) or on_disk
 
+    def step(self) -> bool:
+        return self.scheduler.step()
+
     def run(self, limit: int = 5000) -> None:
-        while self.scheduler.step() or self.encode():
+        while self.step() or self.encode():
             limit -= 1
             assert limit, "the scheduler does not come to an end"
         assert self.scheduler.is_idle()
@@ -261,7 +263,7 @@ def test_answers_do_not_depend_on_the_schedule(
             assert rig.finish[message.rid].type == "length"
     stats = rig.scheduler.stats()
     assert stats.kv_free_tokens + stats.kv_cached_tokens == pool
-    assert stats.req_rows_free == rows
+    assert stats.req_pool_free == rows
     rig.scheduler.flush_cache()
     assert rig.kv.allocator.available_size() == pool
     while rig.encode():  # what nobody waits for any more
@@ -300,7 +302,7 @@ def test_chunks_cut_inside_a_picture_and_send_its_rows_once_each():
     rig = Rig(Knobs(chunk=8, page=4))
     rig.scheduler.handle(request("a", [0] * 40, [(3, 30, b"pic")]))
     rig.run()
-    parts = [part.rows[:, 1].tolist() for batch in rig.worker.batches for part in batch.mm_rows]
+    parts = [part.embeds[:, 1].tolist() for batch in rig.worker.batches for part in batch.mm_embeds]
     assert [row for part in parts for row in part] == list(range(30))
     assert len(parts) > 1
     assert len(rig.backend.batches) == 1
@@ -319,8 +321,8 @@ def test_pictures_that_came_encoded_pass_the_encoder_by_and_are_not_kept():
     for rid in "ab":
         rig.scheduler.handle(encoded_request(rid, 12))
     rig.scheduler.step()
-    assert len(rig.worker.batches[0].rows) == 2
-    assert [part.rows.tolist() for part in rig.worker.batches[0].mm_rows] == [[[7, 7]] * 12] * 2
+    assert len(rig.worker.batches[0].req_pool_indices) == 2
+    assert [part.embeds.tolist() for part in rig.worker.batches[0].mm_embeds] == [[[7, 7]] * 12] * 2
     rig.run()
     assert rig.backend.batches == []
     assert len(rig.pool.cache.device) == 0
@@ -472,7 +474,7 @@ def test_mixed_chunks_decode_and_prefill_in_one_step():
     rig.scheduler.handle(request("long", [3] * 30, new=2))
     rig.scheduler.step()
     assert rig.worker.batches[-1].forward_mode == 3
-    assert len(rig.worker.batches[-1].rows) == 2
+    assert len(rig.worker.batches[-1].req_pool_indices) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.vlmserve.server_process import PATIENCE_S
 from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
-from vlmserve.engine.helper_processes import helper_processes
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.server.frontend import make_frontend
 from vlmserve.tokenizer import stage
@@ -59,7 +59,7 @@ def test_the_time_that_a_medium_may_take(settings: ServerSettings, folder: Path,
         settings.engine,
         stage.stage_limits(settings),
         max_model_len=100,
-        processes=helper_processes(settings, folder / "shared"),
+        start=start_settings(settings, folder),
     )
     try:
         with pytest.raises(BadRequestError, match=rf"0\.25 s, the limit \(setting --{limit.replace('_', '-')}\)"):
@@ -68,9 +68,17 @@ def test_the_time_that_a_medium_may_take(settings: ServerSettings, folder: Path,
         asyncio.run(media.close())
 
 
+def start_settings(settings: ServerSettings, folder: Path) -> StartSettings:
+    return StartSettings(
+        shared_dir=folder / "shared", log_level=settings.log_level, startup_timeout_s=settings.startup_timeout_s
+    )
+
+
 def serve(settings: ServerSettings, folder: Path) -> None:
     """Start the API process's half of a server."""
-    make_frontend(settings, max_model_len=100, model_name="tiny", send=lambda _: None, shared_dir=folder / "shared")
+    make_frontend(
+        settings, max_model_len=100, model_name="tiny", send=lambda _: None, start=start_settings(settings, folder)
+    )
 
 
 def warm_up(settings: ServerSettings, folder: Path) -> None:

@@ -1,27 +1,27 @@
 """Media that are encoded ahead of time, beside the requests.
 
-A warmup holds a few of its temporal patches at a time, and each no longer than until its rows are on disk (in memory,
-where there is no disk): memory does not grow with a video's length, and what is confirmed is durable.
+A warmup holds a few of its temporal patches at a time, and each no longer than until its embeddings are on disk (in
+memory, where there is no disk): memory does not grow with a video's length, and what is confirmed is durable.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vision.encoder_pool import EncoderPool
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.messages import EncodedItem, EncodeOutput, EncodeReqInput, FinishReason
 
-# With those whose rows are there and being written, so many times as many may be held.
+# With those whose embeddings are there and being written, so many times as many may be held.
 _SAVING_FACTOR = 4
 
 
 @dataclass
 class _Held:
-    """A temporal patch of item number `item`. order, place: as in the pool. ready: its rows have come; asked: to have
-    them on disk."""
+    """A temporal patch of item number `item`. order, place: as in the pool. ready: its embeddings have come; asked: to
+    have them on disk."""
 
     key: bytes
     order: int
@@ -52,8 +52,8 @@ class _Warmup:
         return not self.held and not self.waiting
 
 
-class Warmups:
-    """Takes messages in turn through an encoder pool.
+class EncoderWarmups:
+    """A client of an encoder pool, which takes messages through it in turn.
 
     send: gets the answers. max_patches: vision patches under way at a time; one larger temporal patch goes alone.
     """
@@ -81,14 +81,14 @@ class Warmups:
                 self._pool.release([held.key], order=held.order, place=held.place)
         return warmup is not None
 
-    def advance(self, failures: Mapping[bytes, str], *, order: int | None) -> bool:
+    def advance(self, *, order: int | None) -> bool:
         """To be called after the pool's: let go of what is ready, and ask for more; whether anything changed.
 
-        failures: what the pool said since. order: of what is asked for now; None asks for nothing.
+        order: of what is asked for now; None asks for nothing.
         """
         changed = False
         for warmup in list(self._warmups.values()):
-            error = next((failures[held.key] for held in warmup.held if held.key in failures), None)
+            error = next((error for held in warmup.held if (error := self._pool.error(held.key))), None)
             if error is None:
                 changed |= self._let_go(warmup)
             if error is not None or warmup.done:
@@ -133,7 +133,7 @@ class Warmups:
         return done
 
     def _is_saved(self, warmup: _Warmup, held: _Held) -> bool | None:
-        """Whether rows are on disk as they are to be; None: that is seen to."""
+        """Whether embeddings are on disk as they are to be; None: that is seen to."""
         pool, key = self._pool, held.key
         if held.asked or not warmup.pin:
             saved = pool.is_saved(key)
@@ -142,7 +142,7 @@ class Warmups:
             if pool.is_saving(key):  # on the pool's own accord
                 return None
         if pool.is_ready(key):  # they may have been given up for others meanwhile
-            pool.save([key], pin=warmup.pin)
+            pool.save(key, pin=warmup.pin)
             held.asked = True
         return None
 

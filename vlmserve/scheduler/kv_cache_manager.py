@@ -1,6 +1,6 @@
 """Who owns a request's KV slots, and every step of changing hands.
 
-Slots of a request row, in order: locked tree slots (`protected_len`), then the request's own. Slots move
+Slots of a request, in order: locked tree slots (`protected_len`), then the request's own. Slots move
 
 * allocator -> request when tokens are scheduled (`extend`),
 * request -> tree when a prompt is computed or a request ends (`share`, `release`): full pages only; pages that the
@@ -14,20 +14,20 @@ from __future__ import annotations
 import numpy as np
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.base_prefix_cache import BasePrefixCache
-from vlmserve.memory.req_to_token import ReqRowAllocator
+from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.req import Req
 
 MAX_ROOM = 1024
 
 
-class KVOwner:
-    """The scheduler's one place for KV slots and request rows."""
+class KVCacheManager:
+    """The scheduler's one place for KV slots and the request pool."""
 
-    def __init__(self, allocator: TokenToKVPoolAllocator, prefix_cache: BasePrefixCache, rows: ReqRowAllocator) -> None:
+    def __init__(self, allocator: TokenToKVPoolAllocator, prefix_cache: RadixCache, req_pool: ReqPoolAllocator) -> None:
         self.allocator = allocator
         self.prefix_cache = prefix_cache
-        self.rows = rows
+        self.req_pool = req_pool
 
     @property
     def page_size(self) -> int:
@@ -47,14 +47,14 @@ class KVOwner:
         return req.radix_key(req.fill_len - 1)
 
     def start(self, req: Req) -> bool:
-        """Give a waiting request a row and its cached prefix, locked. False if no row is free."""
-        row = self.rows.alloc()
-        if row is None:
+        """Give a waiting request a place in the pool and its cached prefix, locked. False if no place is free."""
+        req_pool_idx = self.req_pool.alloc()
+        if req_pool_idx is None:
             return False
         match = self.prefix_cache.match_prefix(self.key_of(req))
         self.prefix_cache.inc_lock_ref(match.last_node)
-        self.rows.write(row, 0, match.indices)
-        req.row, req.last_node, req.row_is_new = row, match.last_node, True
+        self.req_pool.write(req_pool_idx, 0, match.indices)
+        req.req_pool_idx, req.last_node, req.prefix_unsent = req_pool_idx, match.last_node, True
         req.kv_len = req.protected_len = len(match.indices)
         if not req.output_ids:
             req.cached_tokens = req.kv_len
@@ -63,13 +63,13 @@ class KVOwner:
     def cancel_start(self, req: Req) -> None:
         """Undo `start` for a request that was not scheduled after all."""
         self._unlock(req)
-        self._drop_row(req)
+        self._leave_pool(req)
 
     def extend(self, req: Req, length: int) -> bool:
         """Slots for the next `length` tokens, evicting if need be. False, and nothing changed, if they do not fit."""
-        assert req.row is not None
+        assert req.req_pool_idx is not None
         end = req.kv_len + length
-        last = int(self.rows.slots(req.row, req.kv_len - 1, req.kv_len)[0]) if req.kv_len else -1
+        last = int(self.slots(req, req.kv_len - 1, req.kv_len)[0]) if req.kv_len else -1
         needed = self.allocator.tokens_needed(req.kv_len, end)
         if needed > self.allocator.available_size():
             self.prefix_cache.evict(needed - self.allocator.available_size())
@@ -78,7 +78,7 @@ class KVOwner:
         )
         if slots is None:
             return False
-        self.rows.write(req.row, req.kv_len, slots)
+        self.req_pool.write(req.req_pool_idx, req.kv_len, slots)
         req.extend_input_len = length
         return True
 
@@ -87,27 +87,26 @@ class KVOwner:
         cache = self.prefix_cache
         if cache.disabled:
             return
-        assert req.row is not None
+        assert req.req_pool_idx is not None
         full = req.kv_len // self.page_size * self.page_size
         if full <= req.protected_len:
             return
-        key, slots = req.radix_key(full), self.rows.slots(req.row, 0, full)
+        key, slots = req.radix_key(full), self.slots(req, 0, full)
         already = cache.insert(key, slots)
         match = cache.match_prefix(key)
         assert len(match.indices) == full, (req.rid, len(match.indices), full)
         if already > req.protected_len:
             self.allocator.free(slots[req.protected_len : already])  # ours, computed twice; the tree's replace them
-            self.rows.write(req.row, req.protected_len, match.indices[req.protected_len :])
-            req.row_is_new = True
+            self.req_pool.write(req.req_pool_idx, req.protected_len, match.indices[req.protected_len :])
+            req.prefix_unsent = True
         self.prefix_cache.inc_lock_ref(match.last_node)
         self._unlock(req)
         req.last_node, req.protected_len = match.last_node, full
 
     def release(self, req: Req) -> None:
         """Take everything from a request that ends or is retracted; what it computed stays cached."""
-        assert req.row is not None
         self._drop_unscheduled(req)
-        slots = self.rows.slots(req.row, 0, req.kv_len)
+        slots = self.slots(req, 0, req.kv_len)
         kept = req.protected_len
         if not self.prefix_cache.disabled:
             full = req.kv_len // self.page_size * self.page_size
@@ -119,17 +118,16 @@ class KVOwner:
         if len(slots):
             self.allocator.release_room(int(slots[-1]))
         self._unlock(req)
-        self._drop_row(req)
+        self._leave_pool(req)
 
     def _drop_unscheduled(self, req: Req) -> None:
         """Slots of a step that was planned and then not run: their pages, unless shared with computed tokens."""
         if req.extend_input_len:
-            assert req.row is not None
             size = self.page_size
             first = -(-req.kv_len // size) * size
             end = req.kv_len + req.extend_input_len
             if end > first:
-                self.allocator.free(self.rows.slots(req.row, first, end))
+                self.allocator.free(self.slots(req, first, end))
             req.extend_input_len = 0
 
     def _unlock(self, req: Req) -> None:
@@ -137,12 +135,12 @@ class KVOwner:
             self.prefix_cache.dec_lock_ref(req.last_node)
             req.last_node = None
 
-    def _drop_row(self, req: Req) -> None:
-        assert req.row is not None
-        self.rows.free(req.row)
-        req.row, req.kv_len, req.protected_len, req.row_is_new = None, 0, 0, False
+    def _leave_pool(self, req: Req) -> None:
+        assert req.req_pool_idx is not None
+        self.req_pool.free(req.req_pool_idx)
+        req.req_pool_idx, req.kv_len, req.protected_len, req.prefix_unsent = None, 0, 0, False
 
-    def row_slots(self, req: Req, start: int, end: int) -> np.ndarray:
+    def slots(self, req: Req, start: int, end: int) -> np.ndarray:
         """Slots of tokens [start, end) of a request, int64."""
-        assert req.row is not None
-        return self.rows.slots(req.row, start, end)
+        assert req.req_pool_idx is not None
+        return self.req_pool.slots(req.req_pool_idx, start, end)

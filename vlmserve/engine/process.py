@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import build_runner, build_scheduler
-from vlmserve.engine.helper_processes import HelperProcesses
+from vlmserve.engine.encoder import resolve_warmup_patches
+from vlmserve.engine.loop import EngineLoop
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.ipc.start import StartSettings
 from vlmserve.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -34,33 +34,30 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     """
     runner, info = build_runner(args)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
-    encoders = HelperProcesses(
-        shared_dir=Path(channels.shared_dir),
-        log_level=start.log_level,
-        startup_timeout_s=start.startup_timeout_s,
-        ready_by=start.ready_by,
+    scheduler = build_scheduler(args, runner, info, to_detokenizer.send, start=start)
+    loop = EngineLoop(
+        scheduler, scheduler.encoder, to_detokenizer.send, max_patches=resolve_warmup_patches(args, runner.device)
     )
-    scheduler = build_scheduler(args, runner, info, to_detokenizer.send, encoders=encoders)
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     ready(
-        ReadyInfo(max_model_len=info.max_req_len, max_total_tokens=info.max_total_tokens),
+        ReadyInfo(max_model_len=info.max_req_len),
         before_end=partial(_finish, scheduler),
     )
     busy = False
     while True:
         for message in receiver.drain(timeout_s=0.0 if busy else None, wake=scheduler.wait_handles()):
             if isinstance(message, GetStatsReq):
-                to_detokenizer.send(scheduler.stats())
+                to_detokenizer.send(loop.stats())
             elif isinstance(message, RequestsLost):
                 to_detokenizer.send(message)
                 for rid in message.rids:  # known here if the lost message was an abort
-                    scheduler.handle(AbortReq(rid=rid))
+                    loop.handle(AbortReq(rid=rid))
             elif isinstance(message, BatchTokenizedGenerateReqInput):
                 for request in message.requests:
-                    scheduler.handle(request)
+                    loop.handle(request)
             else:
-                scheduler.handle(message)
-        busy = scheduler.step()
+                loop.handle(message)
+        busy = loop.step()
 
 
 def _finish(scheduler: Scheduler) -> None:

@@ -8,26 +8,15 @@ from hypothesis import strategies as st
 
 from processors.inputs import MultimodalDataItem
 from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, expected, request
+from vlmserve.engine.loop import EngineLoop
 from vlmserve.messages import AbortReq, EncodeOutput, EncodeReqInput
-from vlmserve.scheduler.scheduler import SchedulerConfig
 
 
 class WarmRig(Rig):
     def __init__(self, knobs: Knobs, *, warmup_patches: int = 16) -> None:
         self.warmed: dict[str, EncodeOutput] = {}
         super().__init__(knobs)
-        old = self.scheduler
-        config = SchedulerConfig(**{**vars(old.config), "warmup_patches": warmup_patches})
-        self.scheduler = type(old)(
-            config,
-            kv=self.kv,
-            worker=self.worker,
-            encoder=self.pool,
-            policy=old._policy,
-            new_token_ratio=old._ratio,
-            media_keys=old._media_keys,
-            send=self.take,
-        )
+        self.loop = EngineLoop(self.scheduler, self.pool, self.take, max_patches=warmup_patches)
 
     def take(self, message) -> None:
         if isinstance(message, EncodeOutput):
@@ -36,8 +25,11 @@ class WarmRig(Rig):
         else:
             super().take(message)
 
+    def step(self) -> bool:
+        return self.loop.step()
+
     def warm_up(self, rid: str, *items: MultimodalDataItem) -> None:
-        self.scheduler.handle(EncodeReqInput(rid=rid, items=items))
+        self.loop.handle(EncodeReqInput(rid=rid, items=items))
 
 
 def item(content: bytes, each: int = 2) -> MultimodalDataItem:
@@ -58,7 +50,7 @@ def test_what_is_encoded_ahead_of_time_is_there_for_a_request():
     assert [(i.encoded, i.found, i.saved) for i in rig.warmed["w"].items] == [(1, 0, None), (5, 0, None)]
     batches = len(rig.backend.batches)
     message = request("r", [1] * 20, [(3, 12, b"seen")])
-    rig.scheduler.handle(message)
+    rig.loop.handle(message)
     rig.run()
     assert rig.tokens["r"] == expected(message)
     assert len(rig.backend.batches) == batches
@@ -71,22 +63,22 @@ def test_alone_they_get_on_and_come_to_an_end(encoders, space):
     rig = WarmRig(Knobs(encoders=encoders, space_rows=space))
     for number in range(3):
         rig.warm_up(f"w{number}", item(clip(20, number * 5)), item(b"big", 30))
-    assert not rig.scheduler.is_idle()
-    assert rig.scheduler.stats().num_warmups == 3
+    assert not rig.loop.is_idle()
+    assert rig.loop.stats().num_warmups == 3
     rig.run()
     assert sorted(rig.warmed) == ["w0", "w1", "w2"]
-    assert rig.scheduler.stats().num_warmups == 0
+    assert rig.loop.stats().num_warmups == 0
     assert rig.scheduler.wait_handles() == []
 
 
 def test_while_an_encoder_works_there_is_something_to_wait_for():
     rig = WarmRig(Knobs(encoders=1))
     rig.warm_up("w", item(clip(3)))
-    while rig.scheduler.step():
+    while rig.loop.step():
         pass
     assert rig.scheduler.wait_handles()
     rig.run()
-    assert rig.scheduler.is_idle()
+    assert rig.loop.is_idle()
 
 
 @pytest.mark.parametrize("encoders", [0, 1])
@@ -94,13 +86,13 @@ def test_a_request_that_comes_later_waits_for_the_few_that_are_under_way(encoder
     rig = WarmRig(Knobs(encoders=encoders))
     rig.warm_up("w", item(clip(100)))
     for _ in range(6):
-        if not rig.scheduler.step():
+        if not rig.loop.step():
             rig.encode()
     done = len(rig.backend.encoded())
     message = request("r", [1] * 20, [(3, 12, b"pic")], new=3)
-    rig.scheduler.handle(message)
+    rig.loop.handle(message)
     while "r" not in rig.finish:
-        if not rig.scheduler.step():
+        if not rig.loop.step():
             rig.encode()
     assert rig.tokens["r"] == expected(message)
     place = rig.backend.encoded().index(message.mm_inputs.items[0].patch_digests[0])
@@ -114,7 +106,7 @@ def test_requests_that_are_there_go_first():
     rig.warm_up("w", item(clip(10)))
     pictures = [(15 * place, 12, bytes([65 + place])) for place in range(4)]  # a batch each, two of them ahead
     message = request("r", [1] * 64, pictures)
-    rig.scheduler.handle(message)
+    rig.loop.handle(message)
     rig.run()
     wanted = [digest for item in message.mm_inputs.items for digest in item.patch_digests]
     assert rig.backend.encoded()[:4] == wanted
@@ -122,11 +114,11 @@ def test_requests_that_are_there_go_first():
 
 def test_beside_an_answer_an_inline_encoder_takes_little_time():
     rig = WarmRig(Knobs(rows=2, context=128))
-    rig.scheduler.handle(request("r", [1, 2, 3], new=100))
-    rig.scheduler.step()
+    rig.loop.handle(request("r", [1, 2, 3], new=100))
+    rig.loop.step()
     rig.warm_up("w", item(clip(40)))
     while "r" not in rig.finish:
-        rig.scheduler.step()
+        rig.loop.step()
     assert 0 < len(rig.backend.batches) <= 100 // 16 + 1
     rig.run()
     assert rig.warmed["w"].items[0].encoded == 40
@@ -138,7 +130,7 @@ def test_they_count_as_waiting():
         rig.warm_up(rid, item(b"pic"))
     assert rig.warmed["w2"].error.status == 429
     assert "2 requests are waiting already (setting: --max-queued-requests)" in rig.warmed["w2"].error.message
-    rig.scheduler.handle(request("r", [1, 2]))
+    rig.loop.handle(request("r", [1, 2]))
     assert rig.finish["r"].status == 429
     rig.run()
     assert sorted(rig.warmed) == ["w0", "w1", "w2"]
@@ -147,13 +139,13 @@ def test_they_count_as_waiting():
 def test_one_that_is_called_off_is_not_answered():
     rig = WarmRig(Knobs(encoders=1))
     rig.warm_up("w", item(clip(50)))
-    rig.scheduler.step()
-    rig.scheduler.step()
-    rig.scheduler.handle(AbortReq(rid="w"))
-    assert rig.scheduler.is_idle()
+    rig.loop.step()
+    rig.loop.step()
+    rig.loop.handle(AbortReq(rid="w"))
+    assert rig.loop.is_idle()
     rig.run()
     while rig.encode():
-        rig.scheduler.step()
+        rig.loop.step()
     assert rig.warmed == {}
     assert len(rig.backend.encoded()) <= 2
     rig.scheduler.check_pools()
@@ -165,7 +157,7 @@ def test_what_cannot_be_encoded_fails_those_who_need_it():
     rig.backend.fail[bad.patch_digests[0]] = 2
     rig.warm_up("w", bad)
     rig.warm_up("other", item(b"good"))
-    rig.scheduler.handle(request("r", [1] * 20, [(3, 12, b"bad")]))
+    rig.loop.handle(request("r", [1] * 20, [(3, 12, b"bad")]))
     rig.run()
     assert rig.warmed["w"].error.message == rig.finish["r"].message
     assert "poisoned" in rig.finish["r"].message
@@ -197,15 +189,15 @@ def test_answers_do_not_depend_on_what_is_encoded_beside_them(
             warmups.append(rid)
         else:
             messages[rid] = request(rid, [number] * (length + 6), [(2, length, clip(length, start))], new=5)
-            rig.scheduler.handle(messages[rid])
+            rig.loop.handle(messages[rid])
         for _ in range(gap):
-            rig.scheduler.step()
+            rig.loop.step()
             steps += 1
             if steps % finish_every == 0:
                 rig.encode()
             for which, when in aborts:
                 if when == steps:
-                    rig.scheduler.handle(AbortReq(rid=f"r{which}"))
+                    rig.loop.handle(AbortReq(rid=f"r{which}"))
     rig.run()
     called_off = {f"r{which}" for which, _ in aborts}
     for rid, message in messages.items():
@@ -216,6 +208,6 @@ def test_answers_do_not_depend_on_what_is_encoded_beside_them(
         assert rid not in rig.warmed or rig.warmed[rid].error is None
     rig.scheduler.check_pools()
     while rig.encode():  # what nobody waits for any more
-        rig.scheduler.step()
+        rig.loop.step()
     assert rig.pool.stats().queued == rig.pool.stats().under_way == 0
     assert rig.pool.cache.device.stats().held_bytes == 0

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from processors.inputs import Modality, MultimodalDataItem
-from tests.vision.fake_backend import ROW_BYTES, ROW_SHAPE, FakeBackend, make_pool
+from tests.vision.fake_backend import EMBED_SHAPE, ROW_BYTES, FakeBackend, make_pool
 from vision.cache.disk_tier import DiskTier
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.cache.stats import TierStats
 from vision.encoder_pool import EncoderPool, PoolLimits
 from vision.towers.temporal_patch import temporal_patches
+from vlmserve.encoder_warmups import EncoderWarmups
 from vlmserve.messages import EncodeReqInput
-from vlmserve.scheduler.warmups import Warmups
 
 
 class FakeStore:
@@ -51,7 +51,7 @@ class FakeStore:
             self.pinned.add(key)
         return True
 
-    def tier_stats(self) -> TierStats:
+    def stats(self) -> TierStats:
         return TierStats()
 
 
@@ -65,12 +65,12 @@ class Rig:
             self.backend,
             EmbeddingCache(MemoryTier(space_rows * ROW_BYTES, torch.device("cpu"))),
             fingerprint=b"tower",
-            row_shape=ROW_SHAPE,
+            embed_shape=EMBED_SHAPE,
             limits=limits,
             disk=None if store is None else DiskTier(store, backlog_bytes=backlog_bytes),
         )
         self.answers = {}
-        self.warmups = Warmups(self.pool, send=self.take, max_patches=max_patches)
+        self.warmups = EncoderWarmups(self.pool, send=self.take, max_patches=max_patches)
         self.most_held = 0
 
     def take(self, output) -> None:
@@ -79,7 +79,7 @@ class Rig:
 
     def step(self) -> bool:
         changed = self.pool.advance()
-        changed |= self.warmups.advance(self.pool.take_failures(), order=0)
+        changed |= self.warmups.advance(order=0)
         self.most_held = max(self.most_held, self.pool.cache.device.held_bytes)
         return changed
 
@@ -314,11 +314,11 @@ def test_an_aborted_message_is_not_answered_and_leaves_nothing(rig):
 
 def test_nothing_is_asked_for_where_there_is_no_turn():
     pool = make_pool(FakeBackend())
-    warmups = Warmups(pool, send=lambda output: None, max_patches=16)
+    warmups = EncoderWarmups(pool, send=lambda output: None, max_patches=16)
     warmups.add(message("a", "pic"))
-    assert not warmups.advance({}, order=None)
+    assert not warmups.advance(order=None)
     assert pool.stats().queued == 0
-    assert warmups.advance({}, order=0)
+    assert warmups.advance(order=0)
     assert pool.stats().queued == 1
 
 

@@ -11,9 +11,9 @@ from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
 from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.start_settings import StartSettings
+from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.start import StartSettings
-from vlmserve.scheduler import process
 
 
 class StartedError(Exception):
@@ -29,7 +29,7 @@ def test_encoder_processes_start_as_the_server_does(tmp_path: Path, monkeypatch:
     write_tiny_model(tmp_path)
     args = EngineArgs(model=str(tmp_path), num_threads=1, max_total_tokens=1024, encoder_dp_size=1)
     channels = Channels.in_directories(tmp_path, tmp_path / "shared")
-    start = StartSettings(log_level="error", startup_timeout_s=7.5, ready_by=12.5)
+    start = StartSettings(shared_dir=tmp_path / "shared", log_level="error", startup_timeout_s=7.5, ready_by=12.5)
     with pytest.raises(StartedError) as caught:
         process.run_scheduler(args, channels, start, pytest.fail)
     assert caught.value.args == ("error", 7.5, 12.5, tmp_path / "shared")

@@ -1,0 +1,70 @@
+"""What one process of the engine does in turn: the scheduler's steps, and media encoded ahead of time beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from vision.encoder_pool import EncoderPool
+from vlmserve.encoder_warmups import EncoderWarmups
+from vlmserve.messages import (
+    AbortReq,
+    EncodeOutput,
+    EncodeReqInput,
+    SchedulerOutput,
+    SchedulerStats,
+    TokenizedGenerateReqInput,
+)
+from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve_common.errors import EngineError
+
+# An encoder in this process takes its time from requests: beside them, media that are encoded ahead of time come in at
+# every so many turns.
+_TURNS_PER_WARMUP = 16
+
+
+class EngineLoop:
+    """A scheduler and the warmups that share its encoder. Single-threaded: call `handle` and `step` in turn.
+
+    max_patches: see `EncoderWarmups`. send: gets the warmups' answers.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, encoder: EncoderPool, send: Callable[[SchedulerOutput], None], *, max_patches: int
+    ) -> None:
+        self.scheduler = scheduler
+        self._encoder = encoder
+        self._send = send
+        self._warmups = EncoderWarmups(encoder, send=send, max_patches=max_patches)
+        self._turns = 0
+
+    def handle(self, message: TokenizedGenerateReqInput | EncodeReqInput | AbortReq) -> None:
+        """Take one message. One that can never be answered is refused at once."""
+        if isinstance(message, EncodeReqInput):
+            refusal = self.scheduler.queue_is_full(also_waiting=len(self._warmups))
+            if refusal is None:
+                self._warmups.add(message)
+            else:
+                self._send(EncodeOutput(rid=message.rid, items=(), error=refusal))
+        elif not isinstance(message, AbortReq) or not self._warmups.abort(message.rid):
+            self.scheduler.handle(message, also_waiting=len(self._warmups))
+
+    def step(self) -> bool:
+        """See `Scheduler.step`."""
+        busy = self.scheduler.step(encoder_is_shared=len(self._warmups) > 0)
+        alone = self.scheduler.is_idle()
+        may_ask = not self._encoder.inline or alone or self._turns % _TURNS_PER_WARMUP == 0
+        self._turns += 1
+        # behind the requests that are there, and before those to come
+        busy |= self._warmups.advance(order=self.scheduler.arrivals if may_ask else None)
+        if alone and not busy and len(self._warmups) and not self._encoder.busy:
+            raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
+        return busy
+
+    def is_idle(self) -> bool:
+        """Whether there is neither a request nor anything to be encoded ahead of time."""
+        return self.scheduler.is_idle() and not len(self._warmups)
+
+    def stats(self) -> SchedulerStats:
+        """Plain figures of this moment."""
+        return replace(self.scheduler.stats(), num_warmups=len(self._warmups))
