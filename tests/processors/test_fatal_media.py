@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from processors.pool.fatal_media import FatalMedia
-from processors.pool.making import FatalMediumError
+from processors.pool.maker import FatalMediumError
 
 
 class Bytes:

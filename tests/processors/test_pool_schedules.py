@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from processors import pool as pool_module
 from processors.fetch.fetching import FetchSettings, MediaFetcher
 from processors.fetch.media_file import MediaFile
-from processors.pool.making import FatalMediumError
+from processors.pool.maker import FatalMediumError
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest
 from processors.processed import ProcessedImage
