@@ -132,12 +132,14 @@ def test_one_cancelled_in_the_moment_in_which_its_turn_comes_gives_way(let_in):
         scene = Scene(1)
         await scene.come(Work(), Work(cost=2), Work(cost=3))
         first, second = scene.waiting
-        next(iter(scene.at_it)).cancel()
+        [holder] = scene.at_it
+        holder.cancel()
         if let_in:
             await asyncio.sleep(0)
         first.cancel()
         await scene._settle()
         assert second in scene.at_it
+        assert holder.exception() is None
         await scene.end_all()
 
     asyncio.run(play())
