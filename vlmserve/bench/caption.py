@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
-from vlmserve.bench.interleaved import ratios, shown
+from vlmserve.bench.interleaved import ratios
 from vlmserve.caption.arguments import CaptionCommand, read_command
 from vlmserve.caption.local import LocalCaptioner
 from vlmserve.caption.session import Ended, caption
@@ -89,9 +90,9 @@ def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     for name, rounds in (("engine alone", alone), ("vlmserve caption", whole)):
         rates = ", ".join(f"{args.items / seconds:.1f}" for seconds, _ in rounds)
         print(f"{name:18} {rates} items/s; tokens of a round: {', '.join(str(tokens) for _, tokens in rounds)}")
-    ratio = ratios(tuple(seconds for seconds, _ in alone), tuple(seconds for seconds, _ in whole))
-    print(f"throughput of vlmserve caption, of the engine alone's: {shown(ratio)}")
-    return {"engine_s_and_tokens": alone, "caption_s_and_tokens": whole, "ratio": ratio}
+    ratio = ratios([seconds for seconds, _ in alone], [seconds for seconds, _ in whole])
+    print(f"throughput of vlmserve caption, of the engine alone's: {ratio}")
+    return {"engine_s_and_tokens": alone, "caption_s_and_tokens": whole, "ratio": astuple(ratio)}
 
 
 def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) -> tuple[float, int]:
@@ -135,14 +136,8 @@ def _memory(folder: Path, args: argparse.Namespace) -> dict[str, int]:
     found = {}
     for count in args.memory_items:
         pictures = _draw(folder / f"memory-{count}", count, shade=0, side=64)
-        words = [
-            *args.caption_flags,
-            str(pictures),
-            "--output",
-            str(folder / f"memory-{count}.jsonl"),
-            "--max-tokens",
-            "1",
-        ]
+        output = pictures.with_suffix(".jsonl")
+        words = [*args.caption_flags, str(pictures), "--output", str(output), "--max-tokens", "1"]
         process = subprocess.Popen(
             [sys.executable, "-m", "vlmserve.cli", "caption", *words, "--log-level", "warning"],
             stdout=subprocess.DEVNULL,
@@ -168,8 +163,6 @@ def _draw(folder: Path, count: int, *, shade: int, side: int = _SIDE) -> Path:
             x, y = dice.randint(0, side - size), dice.randint(0, side - size)
             shape = draw.ellipse if dice.random() < 0.5 else draw.rectangle
             shape((x, y, x + size, y + size), fill=dice.choice(_COLOURS))
-        # of no two alike: the number's bits, in dots at the top
-        for bit in range(20):
-            picture.putpixel((bit, 0), (0, 0, 0) if number >> bit & 1 else (255, 255, 255))
+        picture.putpixel((0, 0), (number >> 16 & 255, number >> 8 & 255, number & 255))  # no two alike
         picture.save(folder / f"{number:06d}.png", compress_level=1)
     return folder

@@ -25,7 +25,7 @@ from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vision.workers.backend import EncoderBackend, InlineBackend
 from vlmserve.bench.media import jpeg
 from vlmserve.bench.processor_reference import image_settings, video_settings
-from vlmserve.checkpoints.random import VISION_SIZES, write_random_checkpoint
+from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
 from vlmserve.engine.encoder import make_cache, row_shape
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 
@@ -37,7 +37,6 @@ _TEXT_SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 2048,
     "intermediate_size": 256,
-    "vocab_size": 1024,
 }
 
 
@@ -86,11 +85,6 @@ class Subject:
         """A part of a video file, on the time grid at two frames a second."""
         return _medium(self.processor.process_video(data, knobs))
 
-    def finish(self) -> None:
-        """Wait for what the device still computes."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     @contextmanager
     def pool(
         self,
@@ -115,6 +109,12 @@ class Subject:
             yield pool
         finally:
             pool.close()
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what the device still computes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch.Tensor]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from processors.pool import process_maker
+from tests.default_model import copy_default_model
 from tests.processors.fake_media_worker import PAUSE, fake_worker
 from tests.vlmserve.server_process import PATIENCE_S
-from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.engine.helper_processes import helper_processes
@@ -30,7 +30,7 @@ def folder() -> Iterator[Path]:
     """On tmpfs; holds a model, and what the workers note down."""
     with PrivateDirectory(shared_memory_base(), "vlmserve-test") as private:
         (private.path / "shared").mkdir()
-        write_tiny_model(private.path)
+        copy_default_model(private.path)
         yield private.path
 
 
