@@ -35,10 +35,10 @@ def made_cases(kinds: Collection[str], folder: Path) -> list[Case]:
     cases = []
     if "text" in kinds:
         brief = {"role": "system", "content": "Answer in one short sentence."}
-        turns = (_said("Name three colours."), {"role": "assistant", "content": "Red, green and blue."})
+        turns = (_user("Name three colours."), {"role": "assistant", "content": "Red, green and blue."})
         cases += [
-            Case(name="text", messages=(_said(_STORY),)),
-            Case(name="text, several turns", messages=(brief, *turns, _said("Which of them is the sky's?"))),
+            Case(name="text", messages=(_user(_STORY),)),
+            Case(name="text, several turns", messages=(brief, *turns, _user("Which of them is the sky's?"))),
         ]
     if "image" in kinds:
         wide, tall = _draw_picture(folder / "wide.png", 450, 310, 0), _draw_picture(folder / "tall.png", 233, 401, 3)
@@ -72,10 +72,6 @@ def media_paths(case: Case, kind: Literal["image", "video"]) -> list[Path]:
 def _user(*parts: str | dict[str, Any]) -> dict[str, Any]:
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return {"role": "user", "content": content}
-
-
-def _said(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def _image(path: Path) -> dict[str, Any]:
@@ -112,10 +108,8 @@ def _draw_clip(path: Path, *, seconds: int = 4, rate: int = 8, width: int = 320,
         for number in range(seconds * rate):
             part = number / (seconds * rate)
             frame = Image.new("RGB", (width, height), (30, 60, 90))
-            x, y = (
-                (0.5 + 0.3 * math.cos(2 * math.pi * part)) * width,
-                (0.5 + 0.3 * math.sin(2 * math.pi * part)) * height,
-            )
+            angle = 2 * math.pi * part
+            x, y = (0.5 + 0.3 * math.cos(angle)) * width, (0.5 + 0.3 * math.sin(angle)) * height
             colour = (round(255 * part), round(255 * (1 - part)), 40)
             ImageDraw.Draw(frame).ellipse((x - 40, y - 40, x + 40, y + 40), fill=colour)
             file.mux(stream.encode(av.VideoFrame.from_image(frame)))
