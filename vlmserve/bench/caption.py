@@ -60,13 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--items", type=int, default=1000, help="pictures, drawn, of 224 x 224 pixels")
     parser.add_argument("--rounds", type=int, default=3, help="of both sides in turn; 0 leaves this part out")
-    parser.add_argument(
-        "--memory-items",
-        type=int,
-        nargs="*",
-        default=[],
-        help="also: the command's peak memory with so many items, e.g. 1000 20000, of one token each",
-    )
+    text = "also: the command's peak memory with so many items, e.g. 1000 20000, of one token each"
+    parser.add_argument("--memory-items", type=int, nargs="*", default=[], help=text)
     parser.add_argument("--dir", help="folder for pictures and outputs; default: the system's for temporary files")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
     parser.add_argument("caption_flags", nargs="*", metavar="-- FLAGS", help="flags for vlmserve caption")
@@ -138,10 +133,8 @@ def _memory(folder: Path, args: argparse.Namespace) -> dict[str, int]:
         pictures = _draw(folder / f"memory-{count}", count, shade=0, side=64)
         output = pictures.with_suffix(".jsonl")
         words = [*args.caption_flags, str(pictures), "--output", str(output), "--max-tokens", "1"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vlmserve.cli", "caption", *words, "--log-level", "warning"],
-            stdout=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-m", "vlmserve.cli", "caption", *words, "--log-level", "warning"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise EngineError(f"vlmserve caption {' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")

@@ -98,9 +98,7 @@ def _line(figure: Figure) -> str:
 
 
 def _shown(spread: Spread) -> str:
-    if spread.least == spread.most:
-        return f"{spread.median:.4g}"
-    return f"{spread.median:.4g} ({spread.least:.4g} to {spread.most:.4g})"
+    return f"{spread.median:.4g}" if spread.least == spread.most else spread.shown(".4g")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -42,10 +42,8 @@ class Bench:
     """Both engines, loaded one after the other so that each one's memory can be told. Ours is without a prefix cache:
     equal work every time. Close it."""
 
-    def __init__(
-        self, folder: Path, sizes: Sizes, *, device: torch.device, dtype: torch.dtype, rounds: int, seed: int = 0
-    ) -> None:
-        self._sizes, self._device, self._dtype, self._rounds, self._seed = sizes, device, dtype, rounds, seed
+    def __init__(self, folder: Path, sizes: Sizes, *, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
+        self._sizes, self._device, self._dtype, self._rounds = sizes, device, dtype, rounds
         self._folder = folder
         with self._peak() as ours_peak:
             self._llm = LLM(
@@ -86,7 +84,7 @@ class Bench:
         """Pictures to rows, in one batch. The rows are compared first."""
         subject = Subject(self._folder, device=self._device, dtype=self._dtype)
         side = self._sizes.side
-        media = [subject.picture(side, side, seed=self._seed + number) for number in range(self._sizes.pictures)]
+        media = [subject.picture(side, side, seed=number) for number in range(self._sizes.pictures)]
         patches = [patch for medium in media for patch in medium.patches]
         pixels = pixel_values(patches, torch.device("cpu"))
         grids = [medium.grid_thw for medium in media]
@@ -99,7 +97,7 @@ class Bench:
     def prefill(self) -> list[Figure]:
         """One long prompt and a token."""
         tokens = self._sizes.long_prompt
-        prompts = make_prompts(self._theirs.tokenizer, 1, tokens, self._seed)
+        prompts = make_prompts(self._theirs.tokenizer, 1, tokens)
         found = self._turns(lambda: self._answer(prompts, 1), lambda: self._theirs.answer(prompts, 1))
         return [_rate("prefill", "tokens/s", tokens, found, f"one prompt of {tokens} tokens")]
 
@@ -107,7 +105,7 @@ class Bench:
         """Short prompts answered together."""
         sizes, made = self._sizes, []
         for batch in sizes.batches:
-            prompts = make_prompts(self._theirs.tokenizer, batch, sizes.short_prompt, self._seed)
+            prompts = make_prompts(self._theirs.tokenizer, batch, sizes.short_prompt)
             both = [partial(answer, prompts, sizes.answer) for answer in (self._answer, self._theirs.answer)]
             same = sum(ours == theirs for ours, theirs in zip(*(answer() for answer in both), strict=True))
             found = self._turns(*both)
@@ -122,7 +120,7 @@ class Bench:
         """The first token about a picture nobody has seen."""
         side = self._sizes.side
         # a warm-up and the rounds, for each engine its own: neither has them in a cache
-        questions = make_questions(self._rounds + 1, side=side, seed=self._seed)
+        questions = make_questions(self._rounds + 1, side=side, seed=0)
         inputs = iter([self._theirs.prepare(question) for question in questions])
         fresh = iter(questions)
         found = self._turns(lambda: self._first_token(next(fresh)), lambda: self._theirs.generate(next(inputs), 1))
@@ -132,7 +130,7 @@ class Bench:
     def cache(self) -> list[Figure]:
         """A picture whose rows are on the device, or in the host's memory, beside encoding it."""
         subject = Subject(self._folder, device=self._device, dtype=self._dtype)
-        picture = subject.picture(self._sizes.side, self._sizes.side, seed=self._seed + 100)
+        picture = subject.picture(self._sizes.side, self._sizes.side, seed=100)
         limits = {"encoding": (0, 0), "the device": (PLENTY, 0), "the host's memory": (0, PLENTY)}
         if self._device.type == "cpu":
             del limits["the host's memory"]  # the same
@@ -168,7 +166,7 @@ class Bench:
 
     def _largest(self, answer: Callable[[Sequence[str], int], object]) -> None:
         batch, tokenizer = max(self._sizes.batches), self._llm.builder.tokenizer
-        answer(make_prompts(tokenizer, batch, self._sizes.short_prompt, self._seed), self._sizes.answer)
+        answer(make_prompts(tokenizer, batch, self._sizes.short_prompt), self._sizes.answer)
 
     @contextmanager
     def _peak(self) -> Iterator[list[int]]:

@@ -61,10 +61,10 @@ SMALL = Sizes(
 )
 
 
-def make_prompts(tokenizer: TextTokenizer, count: int, tokens: int, seed: int) -> list[str]:
+def make_prompts(tokenizer: TextTokenizer, count: int, tokens: int) -> list[str]:
     """Texts of so many tokens each, no two alike if they can be. EngineError where the tokenizer makes no such."""
     words = [f" {word}" for word in _WORDS.split() if len(tokenizer.encode(f" {word}")) == 1]
-    rng = np.random.default_rng([seed, count, tokens])
+    rng = np.random.default_rng([count, tokens])
     made = ["".join(rng.choice(words, tokens)) for _ in range(count)] if words else []
     if not made or any(len(tokenizer.encode(text)) != tokens for text in made):
         raise EngineError("the checkpoint's tokenizer has too few of the words that prompts are made of")

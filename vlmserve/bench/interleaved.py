@@ -31,7 +31,11 @@ class Spread:
 
     def __str__(self) -> str:
         """Of a ratio."""
-        return f"{self.median:.2f} x ({self.least:.2f} to {self.most:.2f})"
+        return self.shown(".2f", " x")
+
+    def shown(self, form: str, unit: str = "") -> str:
+        """The median in `unit`, and the bounds."""
+        return f"{self.median:{form}}{unit} ({self.least:{form}} to {self.most:{form}})"
 
 
 def in_turns(

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx2
 
@@ -60,7 +59,7 @@ class Round:
 
 
 class LoadClient:
-    """Sends questions to a server. A context manager. model: its name there, None for the first. proxies: whether those
+    """Sends questions to a server. Close it. model: its name there, None for the first. proxies: whether those
     of the environment are used."""
 
     def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None, proxies: bool = True) -> None:
@@ -76,12 +75,8 @@ class LoadClient:
             raise NoServerError(f"no answer from {self.url}: {error}") from None
         self.model = model or self._runner.run(self._first_model())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the connections."""
         self._runner.run(self._http.aclose())
         self._runner.close()
 

@@ -52,12 +52,12 @@ _SHARD_BYTES = 512 * 1024**2
 def write_random_checkpoint(
     folder: Path,
     *,
-    dtype: torch.dtype = torch.bfloat16,
     text_sizes: dict[str, Any] = TEXT_SIZES,
     vision_sizes: dict[str, Any] = VISION_SIZES,
     seed: int = 0,
 ) -> Path:
-    """Write the checkpoint into `folder` (made if need be), in shards, and return it. The same seed, the same bytes.
+    """Write the checkpoint into `folder` (made if need be), in bfloat16 and in shards, and return it. The same seed,
+    the same bytes.
 
     text_sizes, vision_sizes: fields of `text_config` and `vision_config` that differ from the built-in model's.
     """
@@ -71,17 +71,17 @@ def write_random_checkpoint(
     config = read_json(folder, "config.json")
     own_head = {"tie_word_embeddings": False}
     config |= own_head
-    config["text_config"] |= text_sizes | own_head | {"dtype": str(dtype).removeprefix("torch.")}
+    config["text_config"] |= text_sizes | own_head | {"dtype": "bfloat16"}
     config["vision_config"] |= vision_sizes
     _write_json(folder / "config.json", config)
     used_rows = load_text_tokenizer(folder).num_ids
-    model = make_model(config, load_config(folder), torch.device("meta"), dtype)
+    model = make_model(config, load_config(folder), torch.device("meta"), torch.bfloat16)
     shards: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     for stored, tensor in stored_tensors(model):
         name = stored if stored.startswith("lm_head.") else f"model.{stored}"  # as published checkpoints have it
-        pending[name] = _random(name, tuple(tensor.shape), used_rows, generator).to(dtype)
+        pending[name] = _random(name, tuple(tensor.shape), used_rows, generator).bfloat16()
         if sum(tensor.nbytes for tensor in pending.values()) >= _SHARD_BYTES:
             _save_shard(folder, pending, shards)
     _save_shard(folder, pending, shards)

@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def measure_running(args: argparse.Namespace) -> list[dict[str, Any]]:
     seed = secrets.randbelow(2**32) if args.seed is None else args.seed
     asked = {"pictures": args.images, "side": args.image_size}
     key = args.api_key or os.environ.get("VLMSERVE_API_KEY")
-    with LoadClient(args.url, api_key=key, model=args.model) as client:
+    with closing(LoadClient(args.url, api_key=key, model=args.model)) as client:
         client.run(make_questions(1, **asked, seed=seed + 1), 2)  # nothing is cold, and it works
         pictures = f"{args.images} of {args.image_size}x{args.image_size} pixels" if args.images else "no picture"
         print(

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def _served(model: Path, args: argparse.Namespace) -> tuple[dict[int, Round], di
     words += ["--num-threads", str(args.num_threads), *args.server_flags]
     with (
         OwnServer(words, startup_timeout_s=600.0) as server,
-        LoadClient(server.base_url, model="bench", proxies=False) as client,
+        closing(LoadClient(server.base_url, model="bench", proxies=False)) as client,
     ):
 
         def measure(count: int, seed: int, tokens: int, at_a_time: int) -> Round:

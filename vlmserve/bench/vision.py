@@ -71,8 +71,7 @@ def _line(one: Measure) -> str:
     aim = "no target"
     if one.target is not None:
         aim = f"target: {one.bound} {one.target:.3g} {one.unit}, {'met' if one.met else 'missed'}"
-    found = one.spread
-    return f"  {one.name} {found.median:.3g} {one.unit} ({found.least:.3g} to {found.most:.3g}); {aim}"
+    return f"  {one.name} {one.spread.shown('.3g', f' {one.unit}')}; {aim}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vision.workers.backend import EncoderBackend, InlineBackend
 from vlmserve.bench.media import jpeg
-from vlmserve.bench.processor_reference import image_settings, video_settings
+from vlmserve.bench.processor_reference import write_settings
 from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
 from vlmserve.engine.encoder import make_cache, row_shape
 from vlmserve_common.checkpoint.hf_config import read_hf_config
@@ -49,8 +48,7 @@ def write_checkpoint(folder: Path, *, depth: int) -> Path:
         "deepstack_visual_indexes": sorted({max(0, depth * part // 4 - 1) for part in (1, 2, 3)}),
     }
     write_random_checkpoint(folder, text_sizes=_TEXT_SIZES, vision_sizes=sizes)
-    for name, settings in (("preprocessor", image_settings), ("video_preprocessor", video_settings)):
-        (folder / f"{name}_config.json").write_text(json.dumps(settings("qwen3_vl")))
+    write_settings(folder, "qwen3_vl")
     return folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
         dtype=args.dtype, device=args.device, max_tokens=args.max_tokens, num_threads=args.num_threads
     )
     tolerance = TOLERANCES[args.dtype] if args.tolerance is None else args.tolerance
-    with tempfile.TemporaryDirectory(prefix="vlmserve-verify-") as media:
-        findings = run(folder, folder, _cases(args, Path(media)), settings, tolerance)
+    findings = run(folder, folder, _cases(args), settings, tolerance)
     _print(args, findings, tolerance)
     if args.json:
         about = {"model": args.model, "dtype": args.dtype, "device": args.device, "versions": _versions()}
@@ -86,10 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cases(args: argparse.Namespace, media: Path) -> list[Case]:
+def _cases(args: argparse.Namespace) -> list[Case]:
     own = bool(args.picture or args.video or args.prompt)
     kinds = args.cases if args.cases is not None else () if own else KINDS
-    cases = made_cases(kinds, media)
+    cases = made_cases(kinds)
     return [*cases, own_case(args.picture, args.video, args.prompt)] if own else cases
 
 

@@ -18,9 +18,9 @@ from vlmserve.config.model_path import is_model
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 if TYPE_CHECKING:
-    from vlmserve.warmup.progress import Progress, Tally
+    from vlmserve.warmup.local import LocalTarget
+    from vlmserve.warmup.remote import RemoteTarget
     from vlmserve.warmup.sources import Source
-    from vlmserve.warmup.target import Target
 
 USAGE_ERROR = 2
 _INTERRUPTED = 130
@@ -124,7 +124,12 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _run(args: argparse.Namespace, settings: ServerSettings, sources: Sequence[Source], ignored: int) -> int:
+    from processors.fetch.fetching import MediaFetcher
+    from vlmserve.tokenizer.stage import stage_limits
+    from vlmserve.warmup.journal import Journal
     from vlmserve.warmup.progress import Progress, Tally, describe, summary
+    from vlmserve.warmup.requests import SourceReader
+    from vlmserve.warmup.run import WarmupRun
     from vlmserve_common.logs import configure_logging
 
     configure_logging(settings.log_level, "warmup")
@@ -132,9 +137,29 @@ def _run(args: argparse.Namespace, settings: ServerSettings, sources: Sequence[S
     target = _make_target(args, settings)
     progress = Progress(tally, sys.stderr)
     notes: list[str] = []
+    # Local files are read wherever they are: the user has named them.
+    fetch = dataclasses.replace(stage_limits(settings).fetch, allowed_local_media_path="/")
+
+    async def warm_up() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(target.close)
+            stack.callback(lambda: notes.extend(target.notes()))
+            errors = args.errors and stack.enter_context(args.errors.open("w", encoding="utf-8"))
+            journal = args.resume and stack.enter_context(contextlib.closing(Journal(args.resume, target.settings)))
+            run = WarmupRun(
+                target=target,
+                reader=SourceReader(stack.enter_context(contextlib.closing(MediaFetcher(fetch)))),
+                tally=tally,
+                progress=progress,
+                journal=journal,
+                errors=errors,
+                concurrency=args.concurrency,
+            )
+            await run.run(sources)
+
     interrupted = False
     try:
-        asyncio.run(_warm_up(args, settings, sources, target, tally, progress, notes))
+        asyncio.run(warm_up())
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -147,44 +172,7 @@ def _run(args: argparse.Namespace, settings: ServerSettings, sources: Sequence[S
     return _INTERRUPTED if interrupted else int(tally.failed > 0)
 
 
-async def _warm_up(
-    args: argparse.Namespace,
-    settings: ServerSettings,
-    sources: Sequence[Source],
-    target: Target,
-    tally: Tally,
-    progress: Progress,
-    notes: list[str],
-) -> None:
-    from processors.fetch.fetching import MediaFetcher
-    from vlmserve.tokenizer.stage import stage_limits
-    from vlmserve.warmup.journal import Journal
-    from vlmserve.warmup.requests import SourceReader
-    from vlmserve.warmup.run import WarmupRun
-
-    # Local files are read wherever they are: the user has named them.
-    fetch = dataclasses.replace(stage_limits(settings).fetch, allowed_local_media_path="/")
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(target.close)
-        stack.callback(lambda: notes.extend(target.notes()))
-        errors = None if args.errors is None else stack.enter_context(args.errors.open("w", encoding="utf-8"))
-        journal = None
-        if args.resume is not None:
-            journal = stack.enter_context(contextlib.closing(Journal(args.resume, target.settings)))
-        fetcher = stack.enter_context(contextlib.closing(MediaFetcher(fetch)))
-        run = WarmupRun(
-            target=target,
-            reader=SourceReader(fetcher),
-            tally=tally,
-            progress=progress,
-            journal=journal,
-            errors=errors,
-            concurrency=args.concurrency,
-        )
-        await run.run(sources)
-
-
-def _make_target(args: argparse.Namespace, settings: ServerSettings) -> Target:
+def _make_target(args: argparse.Namespace, settings: ServerSettings) -> LocalTarget | RemoteTarget:
     if args.url is not None:
         from vlmserve.warmup.remote import RemoteTarget
 

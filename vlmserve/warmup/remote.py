@@ -23,7 +23,8 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 class RemoteTarget:
-    """See `Target`. url: http://host:port, with or without /v1. What the server still holds later cannot be known."""
+    """url: http://host:port, with or without /v1. `settings`: see `LocalTarget`. What the server still holds later
+    cannot be known."""
 
     def __init__(self, url: str, *, api_key: str | None, pin: bool) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1/warmup"
@@ -35,7 +36,8 @@ class RemoteTarget:
         self.settings = f"{'pinned' if pin else 'unpinned'} {self._url}"
 
     async def encode(self, body: WarmupBody) -> Warmed:
-        """See `Target`."""
+        """Return when everything is encoded and, where there is a disk, saved. BadRequestError and EngineError are
+        about this request, WarmupStopped about all."""
         content = await asyncio.to_thread(self._content, body)
         for wait_s in (*_WAITS_S, None):
             status, answer = await self._post(content)
@@ -47,17 +49,17 @@ class RemoteTarget:
         raise self._error(status, answer)
 
     def holds(self, keys: Sequence[bytes]) -> bool:
-        """See `Target`."""
+        """Whether entries of these keys are still there, as far as that can be known."""
         return True
 
     def notes(self) -> list[str]:
-        """See `Target`."""
+        """What the user should know at the end, a sentence each."""
         if self._saves:
             return []
         return ["the server keeps no embeddings on disk (--embedding-cache-dir): they go when it ends, or before"]
 
     async def close(self) -> None:
-        """See `Target`."""
+        """Break off what is under way, and write what waits to be written."""
         await self._client.aclose()
 
     def _content(self, body: WarmupBody) -> bytes:

@@ -7,14 +7,18 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from vlmserve.warmup.journal import Journal
 from vlmserve.warmup.progress import Progress, Tally
 from vlmserve.warmup.requests import SourceReader
 from vlmserve.warmup.sources import RequestLine, Source
-from vlmserve.warmup.target import Target, WarmupStopped
+from vlmserve.warmup.target import WarmupStopped
 from vlmserve_common.errors import BadRequestError, EngineError
+
+if TYPE_CHECKING:
+    from vlmserve.warmup.local import LocalTarget
+    from vlmserve.warmup.remote import RemoteTarget
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +32,7 @@ class WarmupRun:
     concurrency: sources in work at a time, which bounds memory.
     """
 
-    target: Target
+    target: LocalTarget | RemoteTarget
     reader: SourceReader
     tally: Tally
     progress: Progress

@@ -46,20 +46,20 @@ def test_prompts_have_the_tokens_they_are_to_have(tmp_path):
     folder = write_random_checkpoint(tmp_path, text_sizes=SMALL.text, vision_sizes=SMALL.vision)
     tokenizer = load_text_tokenizer(folder)
     for sizes in (SMALL, FULL):
-        prompts = make_prompts(tokenizer, max(sizes.batches), sizes.short_prompt, 0)
+        prompts = make_prompts(tokenizer, max(sizes.batches), sizes.short_prompt)
         assert len(set(prompts)) == max(sizes.batches)
         assert {len(tokenizer.encode(text)) for text in prompts} == {sizes.short_prompt}
-    assert make_prompts(tokenizer, 1, 16, 0) == make_prompts(tokenizer, 1, 16, 0)
+    assert make_prompts(tokenizer, 1, 16) == make_prompts(tokenizer, 1, 16)
     tokenizer.encode = lambda text: [1, 2]
     with pytest.raises(EngineError, match="too few of the words"):
-        make_prompts(tokenizer, 1, 16, 0)
+        make_prompts(tokenizer, 1, 16)
 
 
 def test_rows_that_were_to_be_found_are_found(tmp_path, monkeypatch):
     folder = write_random_checkpoint(tmp_path, text_sizes=SMALL.text, vision_sizes=SMALL.vision)
     bench = object.__new__(Bench)  # its cache alone needs neither engine
     bench._sizes, bench._device, bench._dtype = SMALL, torch.device("cpu"), torch.bfloat16
-    bench._rounds, bench._seed, bench._folder = 1, 0, folder
+    bench._rounds, bench._folder = 1, folder
     assert [one.name for one in bench.cache()] == [
         "rows of a picture, encoded",
         "rows of a picture, found in the device",
