@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageChops, ImageDraw
 from tokenizers import Tokenizer
 
+from assets.recipe.chatml import added_ids
 from assets.recipe.clips import MOVES, Clip, make_clip
 from assets.recipe.paint import font, paint, strange, wear
 from assets.recipe.sizes import MAX_PIXELS, MERGE, MIN_PIXELS, PATCH, TEMPORAL_PATCH, VIDEO_MAX_PIXELS, VIDEO_MIN_PIXELS
@@ -23,7 +24,6 @@ from assets.recipe.writing import LONGEST, make_page, make_print_scene
 from processors.mrope import MediaSpan, mrope_positions
 from processors.normalize import normalize
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize
-from vlmserve.checkpoints.chatml import added_ids
 
 PATCHES = PatchConfig(
     patch_size=PATCH, merge_size=MERGE, temporal_patch_size=TEMPORAL_PATCH, mean=(0.5,) * 3, std=(0.5,) * 3

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from assets.recipe.chatml import added_ids, write_tokenizer
 from assets.recipe.sizes import (
     CONTEXT,
     MAX_PIXELS,
@@ -19,7 +20,6 @@ from assets.recipe.sizes import (
     VIDEO_MAX_PIXELS,
     VIDEO_MIN_PIXELS,
 )
-from vlmserve.checkpoints.chatml import added_ids, write_tokenizer
 from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 
 make_torchvision_importable()

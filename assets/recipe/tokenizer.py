@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from tokenizers import Tokenizer
 
+from assets.recipe.chatml import make_tokenizer
 from assets.recipe.wording import BASIC, NO_IDEA, STRANGE_ANSWERS, about_strange, album, talk
 from assets.recipe.world import make_scene
-from vlmserve.checkpoints.chatml import make_tokenizer
 
 VOCABULARY = 2048
 """Tokens the tokenizer has; the network has rows for more, so that a later version can learn new words."""

@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess
-from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve_common.transport.shm import SharedArrays
 
 SHAPES = base64.b64encode((ROOT / "assets" / "samples" / "shapes.png").read_bytes()).decode()
@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("damaging")
     model = folder / "model"
     model.mkdir()
-    write_tiny_model(model)
+    copy_default_model(model)
     words = [sys.executable, "-m", "tests.vlmserve.damaging_server", str(model)]
     server = ServerProcess(words, folder / "run", DAMAGE=str(folder / "damage"))
     yield server

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.vision.fake_backend import FakeBackend, make_pool
 from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, expected, request
-from vlmserve.warmup.encoder_thread import EncoderThread
+from vlmserve.warmup.encoder_loop import EncoderLoop
 from vlmserve_common.process.wake_up import WakeUp
 
 PATIENCE_S = 20.0
@@ -47,13 +47,21 @@ def test_the_offline_loop_waits_for_the_encoder(monkeypatch):
 
 
 def test_the_thread_that_encodes_ahead_of_time_waits_for_work(monkeypatch):
-    waits, wait = threading.Semaphore(0), EncoderThread._wait
-    monkeypatch.setattr(EncoderThread, "_wait", lambda self, handles: (waits.release(), wait(self, handles)))
-    thread = EncoderThread(make_pool(FakeBackend()), max_patches=64, num_threads=1)
-    assert thread._wake_up.fd > 1023
-    for content in (b"one", b"other"):
-        assert waits.acquire(timeout=PATIENCE_S)
-        items = request("r", [1] * 20, [(3, 12, content)]).mm_inputs.items
-        answer = thread.encode(items, pin=False).result(PATIENCE_S)
-        assert answer.items[0].encoded == 1
-    thread.close()
+    """The second message comes while the loop waits, for a handle beyond 1023, too."""
+    wake_up, backend = WakeUp(), FakeBackend()
+    assert wake_up.fd > 1023
+    monkeypatch.setattr(backend, "wait_handles", lambda: [wake_up.fd])
+
+    async def encode() -> None:
+        waits, wait = asyncio.Semaphore(0), EncoderLoop._wait
+        monkeypatch.setattr(EncoderLoop, "_wait", lambda self: (waits.release(), wait(self))[1])
+        encoder = EncoderLoop(make_pool(backend), max_patches=64, num_threads=1)
+        for content in (b"one", b"other"):
+            items = request("r", [1] * 20, [(3, 12, content)]).mm_inputs.items
+            answer = await encoder.encode(items, pin=False)
+            assert answer.items[0].encoded == 1
+            await waits.acquire()
+        await encoder.close()
+
+    asyncio.run(asyncio.wait_for(encode(), PATIENCE_S))
+    wake_up.close()

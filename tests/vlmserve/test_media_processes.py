@@ -17,10 +17,10 @@ import openai
 import pytest
 from PIL import Image
 
+from tests.default_model import copy_default_model
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
-from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve_common.transport.shm import SharedArrays
 
 FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
@@ -31,7 +31,7 @@ def serve(tmp_path: Path) -> Iterator[Any]:
     """Starts a server with more flags."""
     model = tmp_path / "model"
     model.mkdir()
-    write_tiny_model(model)
+    copy_default_model(model)
     made: list[ServerProcess] = []
 
     def start(*flags: str) -> ServerProcess:

@@ -19,7 +19,6 @@ from tests.nasty_media import NastyFile, jpeg_of_scans, nasty_files, slow_files
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
 from tests.vlmserve.server_process import ServerProcess
-from vlmserve.checkpoints.tiny import write_tiny_model
 
 FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
 MOST_S = 30.0  # for an answer, on a busy machine
@@ -28,10 +27,7 @@ MOST_SERVER_MIB, MOST_WORKERS_MIB = 512, 9216  # more than at first
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    model = tmp_path / "model"
-    model.mkdir()
-    write_tiny_model(model)
-    made = ServerProcess([sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split()], tmp_path / "run")
+    made = ServerProcess([sys.executable, "-m", "vlmserve.cli", "serve", *FLAGS.split()], tmp_path / "run")
     yield made
     made.end()
 

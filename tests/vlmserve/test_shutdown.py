@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess
-from vlmserve.checkpoints.tiny import write_tiny_model
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
     It was asked about a picture, and has answered."""
     servers: list[ServerProcess] = []
     (tmp_path / "model").mkdir()
-    write_tiny_model(tmp_path / "model")
+    copy_default_model(tmp_path / "model")
     os.mkfifo(tmp_path / "go")
 
     def make(*words: str, **environment: str) -> ServerProcess:

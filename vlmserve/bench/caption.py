@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
-from vlmserve.bench.interleaved import ratios, shown
+from vlmserve.bench.interleaved import ratios
 from vlmserve.caption.arguments import CaptionCommand, read_command
 from vlmserve.caption.local import LocalCaptioner
 from vlmserve.caption.session import Ended, caption
@@ -59,13 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--items", type=int, default=1000, help="pictures, drawn, of 224 x 224 pixels")
     parser.add_argument("--rounds", type=int, default=3, help="of both sides in turn; 0 leaves this part out")
-    parser.add_argument(
-        "--memory-items",
-        type=int,
-        nargs="*",
-        default=[],
-        help="also: the command's peak memory with so many items, e.g. 1000 20000, of one token each",
-    )
+    text = "also: the command's peak memory with so many items, e.g. 1000 20000, of one token each"
+    parser.add_argument("--memory-items", type=int, nargs="*", default=[], help=text)
     parser.add_argument("--dir", help="folder for pictures and outputs; default: the system's for temporary files")
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
     parser.add_argument("caption_flags", nargs="*", metavar="-- FLAGS", help="flags for vlmserve caption")
@@ -89,9 +85,9 @@ def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     for name, rounds in (("engine alone", alone), ("vlmserve caption", whole)):
         rates = ", ".join(f"{args.items / seconds:.1f}" for seconds, _ in rounds)
         print(f"{name:18} {rates} items/s; tokens of a round: {', '.join(str(tokens) for _, tokens in rounds)}")
-    ratio = ratios(tuple(seconds for seconds, _ in alone), tuple(seconds for seconds, _ in whole))
-    print(f"throughput of vlmserve caption, of the engine alone's: {shown(ratio)}")
-    return {"engine_s_and_tokens": alone, "caption_s_and_tokens": whole, "ratio": ratio}
+    ratio = ratios([seconds for seconds, _ in alone], [seconds for seconds, _ in whole])
+    print(f"throughput of vlmserve caption, of the engine alone's: {ratio}")
+    return {"engine_s_and_tokens": alone, "caption_s_and_tokens": whole, "ratio": astuple(ratio)}
 
 
 def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) -> tuple[float, int]:
@@ -135,18 +131,10 @@ def _memory(folder: Path, args: argparse.Namespace) -> dict[str, int]:
     found = {}
     for count in args.memory_items:
         pictures = _draw(folder / f"memory-{count}", count, shade=0, side=64)
-        words = [
-            *args.caption_flags,
-            str(pictures),
-            "--output",
-            str(folder / f"memory-{count}.jsonl"),
-            "--max-tokens",
-            "1",
-        ]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vlmserve.cli", "caption", *words, "--log-level", "warning"],
-            stdout=subprocess.DEVNULL,
-        )
+        output = pictures.with_suffix(".jsonl")
+        words = [*args.caption_flags, str(pictures), "--output", str(output), "--max-tokens", "1"]
+        command = [sys.executable, "-m", "vlmserve.cli", "caption", *words, "--log-level", "warning"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise EngineError(f"vlmserve caption {' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
@@ -168,8 +156,6 @@ def _draw(folder: Path, count: int, *, shade: int, side: int = _SIDE) -> Path:
             x, y = dice.randint(0, side - size), dice.randint(0, side - size)
             shape = draw.ellipse if dice.random() < 0.5 else draw.rectangle
             shape((x, y, x + size, y + size), fill=dice.choice(_COLOURS))
-        # of no two alike: the number's bits, in dots at the top
-        for bit in range(20):
-            picture.putpixel((bit, 0), (0, 0, 0) if number >> bit & 1 else (255, 255, 255))
+        picture.putpixel((0, 0), (number >> 16 & 255, number >> 8 & 255, number & 255))  # no two alike
         picture.save(folder / f"{number:06d}.png", compress_level=1)
     return folder

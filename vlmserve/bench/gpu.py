@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 from vlmserve import __version__
-from vlmserve.bench.gpu_measures import PARTS, Bench, Figure, Spread
-from vlmserve.bench.gpu_subject import FULL, SMALL
-from vlmserve.checkpoints.random import write_random_checkpoint
+from vlmserve.bench.gpu_measures import PARTS, Bench, Figure
+from vlmserve.bench.gpu_sizes import FULL, SMALL
+from vlmserve.bench.interleaved import Spread
+from vlmserve.bench.random_checkpoint import write_random_checkpoint
 from vlmserve.config.flags import CommandParser
 from vlmserve_common.errors import EngineError
 
@@ -97,9 +98,7 @@ def _line(figure: Figure) -> str:
 
 
 def _shown(spread: Spread) -> str:
-    if spread.least == spread.most:
-        return f"{spread.median:.4g}"
-    return f"{spread.median:.4g} ({spread.least:.4g} to {spread.most:.4g})"
+    return f"{spread.median:.4g}" if spread.least == spread.most else spread.shown(".4g")
 
 
 def _parser() -> argparse.ArgumentParser:

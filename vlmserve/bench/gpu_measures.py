@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,27 +11,16 @@ from pathlib import Path
 import torch
 
 from vision.towers.runner import pixel_values
-from vlmserve.bench.gpu_subject import Ours, Sizes, Theirs, finish, make_prompts
-from vlmserve.bench.interleaved import Timing, in_turns, ratios
-from vlmserve.bench.load import make_requests
-from vlmserve.bench.vision_reference import ReferenceTower, check_rows
-from vlmserve.bench.vision_subject import PLENTY, Subject, take_rows
+from vlmserve.bench.gpu_sizes import Sizes, make_prompts
+from vlmserve.bench.interleaved import Spread, in_turns, ratios
+from vlmserve.bench.questions import Question, make_questions
+from vlmserve.bench.reference import Reference, ReferenceTower, check_rows
+from vlmserve.bench.vision_subject import PLENTY, Subject, finish, take_rows
+from vlmserve.offline.llm import LLM
+from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve_common.compute.tensors import dtype_name
 
 _MIB = 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """Of rounds."""
-
-    median: float
-    least: float
-    most: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Spread:
-        """Of at least one value."""
-        return Spread(median=statistics.median(values), least=min(values), most=max(values))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,24 +39,29 @@ class Figure:
 
 
 class Bench:
-    """Both engines, loaded one after the other so that each one's memory can be told. Close it."""
+    """Both engines, loaded one after the other so that each one's memory can be told. Ours is without a prefix cache:
+    equal work every time. Close it."""
 
-    def __init__(
-        self, folder: Path, sizes: Sizes, *, device: torch.device, dtype: torch.dtype, rounds: int, seed: int = 0
-    ) -> None:
-        self._sizes, self._device, self._dtype, self._rounds, self._seed = sizes, device, dtype, rounds, seed
+    def __init__(self, folder: Path, sizes: Sizes, *, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
+        self._sizes, self._device, self._dtype, self._rounds = sizes, device, dtype, rounds
         self._folder = folder
         with self._peak() as ours_peak:
-            self._ours = Ours(folder, sizes, device=device, dtype=dtype)
-            self._largest(self._ours.answer)
+            self._llm = LLM(
+                str(folder),
+                device=str(device),
+                dtype=dtype_name(dtype),
+                disable_radix_cache=True,
+                max_total_tokens=sizes.kv_tokens,
+            )
+            self._largest(self._answer)
         with self._peak() as theirs_peak:
-            self._theirs = Theirs(folder, device=device, dtype=dtype)
+            self._theirs = Reference(folder, device=device, dtype=dtype)
             self._largest(self._theirs.answer)
         self._peaks = [*ours_peak, *theirs_peak]
 
     def close(self) -> None:
         """End the engine's threads."""
-        self._ours.llm.close()
+        self._llm.close()
 
     def memory(self) -> list[Figure]:
         """Peak of what torch had allocated, weights, KV cache and all; of a GPU only."""
@@ -91,7 +84,7 @@ class Bench:
         """Pictures to rows, in one batch. The rows are compared first."""
         subject = Subject(self._folder, device=self._device, dtype=self._dtype)
         side = self._sizes.side
-        media = [subject.picture(side, side, seed=self._seed + number) for number in range(self._sizes.pictures)]
+        media = [subject.picture(side, side, seed=number) for number in range(self._sizes.pictures)]
         patches = [patch for medium in media for patch in medium.patches]
         pixels = pixel_values(patches, torch.device("cpu"))
         grids = [medium.grid_thw for medium in media]
@@ -104,20 +97,18 @@ class Bench:
     def prefill(self) -> list[Figure]:
         """One long prompt and a token."""
         tokens = self._sizes.long_prompt
-        prompts = make_prompts(self._theirs.tokenizer, 1, tokens, self._seed)
-        found = self._turns(lambda: self._ours.answer(prompts, 1), lambda: self._theirs.answer(prompts, 1))
+        prompts = make_prompts(self._theirs.tokenizer, 1, tokens)
+        found = self._turns(lambda: self._answer(prompts, 1), lambda: self._theirs.answer(prompts, 1))
         return [_rate("prefill", "tokens/s", tokens, found, f"one prompt of {tokens} tokens")]
 
     def decode(self) -> list[Figure]:
         """Short prompts answered together."""
         sizes, made = self._sizes, []
         for batch in sizes.batches:
-            prompts = make_prompts(self._theirs.tokenizer, batch, sizes.short_prompt, self._seed)
-            answers = [who.answer(prompts, sizes.answer) for who in (self._ours, self._theirs)]
-            same = sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
-            found = self._turns(
-                partial(self._ours.answer, prompts, sizes.answer), partial(self._theirs.answer, prompts, sizes.answer)
-            )
+            prompts = make_prompts(self._theirs.tokenizer, batch, sizes.short_prompt)
+            both = [partial(answer, prompts, sizes.answer) for answer in (self._answer, self._theirs.answer)]
+            same = sum(ours == theirs for ours, theirs in zip(*(answer() for answer in both), strict=True))
+            found = self._turns(*both)
             about = (
                 f"prompts of {sizes.short_prompt} tokens, counted in; {sizes.answer} tokens an answer; "
                 f"{same} of {batch} answers are equal (16 bits: near ties fall either way)"
@@ -129,44 +120,53 @@ class Bench:
         """The first token about a picture nobody has seen."""
         side = self._sizes.side
         # a warm-up and the rounds, for each engine its own: neither has them in a cache
-        requests = make_requests(self._rounds + 1, side=side, output_tokens=1, seed=self._seed)
-        inputs = iter([self._theirs.prepare(request) for request in requests])
-        fresh = iter(requests)
-        found = self._turns(lambda: self._ours.first_token(next(fresh)), lambda: self._theirs.first_token(next(inputs)))
+        questions = make_questions(self._rounds + 1, side=side, seed=0)
+        inputs = iter([self._theirs.prepare(question) for question in questions])
+        fresh = iter(questions)
+        found = self._turns(lambda: self._first_token(next(fresh)), lambda: self._theirs.generate(next(inputs), 1))
         about = "ours from the file on; transformers' inputs are ready"
         return [_duration(f"first token about a {side}x{side} picture", found, about)]
 
     def cache(self) -> list[Figure]:
         """A picture whose rows are on the device, or in the host's memory, beside encoding it."""
         subject = Subject(self._folder, device=self._device, dtype=self._dtype)
-        picture = subject.picture(self._sizes.side, self._sizes.side, seed=self._seed + 100)
+        picture = subject.picture(self._sizes.side, self._sizes.side, seed=100)
         limits = {"encoding": (0, 0), "the device": (PLENTY, 0), "the host's memory": (0, PLENTY)}
         if self._device.type == "cpu":
             del limits["the host's memory"]  # the same
         made = []
         for name, (device_bytes, host_bytes) in limits.items():
-            pool = subject.pool(device_bytes=device_bytes, host_bytes=host_bytes, max_patches=1 << 20)
-            with pool as one:
-                take = partial(take_rows, one, picture.patches)
-                found = in_turns({"ours": partial(self._finished, take)}, self._rounds)
+            with subject.pool(device_bytes=device_bytes, host_bytes=host_bytes, max_patches=1 << 20) as one:
+                found = self._turns(partial(take_rows, one, picture.patches))
                 if name != "encoding" and one.stats().encoded != 1:
                     raise AssertionError(f"rows that were to be found in {name} were encoded again")
             title = "rows of a picture, encoded" if name == "encoding" else f"rows of a picture, found in {name}"
             made.append(_duration(title, found, f"grid {picture.grid_thw}"))
         return made
 
-    def _turns(self, ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, Timing]:
-        both = {"ours": partial(self._finished, ours), "theirs": partial(self._finished, theirs)}
-        return in_turns(both, self._rounds)
+    def _answer(self, prompts: Sequence[str], tokens: int) -> list[tuple[int, ...]]:
+        return [done.token_ids for done in self._llm.generate(prompts, _greedy(tokens))]
 
-    def _finished(self, run: Callable[[], object]) -> None:
-        run()
-        finish(self._device)
+    def _first_token(self, question: Question) -> None:
+        """From a picture's file and a question."""
+        self._llm.chat(question.messages(lambda picture: {"type": "image", "image": picture}), _greedy(1))
+
+    def _turns(
+        self, ours: Callable[[], object], theirs: Callable[[], object] | None = None
+    ) -> dict[str, Sequence[float]]:
+        """Seconds of each round, by the clock."""
+
+        def finished(run: Callable[[], object]) -> None:
+            run()
+            finish(self._device)
+
+        both = {"ours": ours} if theirs is None else {"ours": ours, "theirs": theirs}
+        found = in_turns({name: partial(finished, run) for name, run in both.items()}, self._rounds)
+        return {name: timing.wall for name, timing in found.items()}
 
     def _largest(self, answer: Callable[[Sequence[str], int], object]) -> None:
-        batch = max(self._sizes.batches)
-        tokenizer = self._ours.llm.builder.tokenizer
-        answer(make_prompts(tokenizer, batch, self._sizes.short_prompt, self._seed), self._sizes.answer)
+        batch, tokenizer = max(self._sizes.batches), self._llm.builder.tokenizer
+        answer(make_prompts(tokenizer, batch, self._sizes.short_prompt), self._sizes.answer)
 
     @contextmanager
     def _peak(self) -> Iterator[list[int]]:
@@ -193,21 +193,29 @@ PARTS: dict[str, Callable[[Bench], list[Figure]]] = {
 }
 
 
-def _rate(name: str, unit: str, work: int, found: dict[str, Timing], about: str) -> Figure:
+def _rate(name: str, unit: str, work: int, seconds: dict[str, Sequence[float]], about: str) -> Figure:
     """work: in each round."""
-    return _figure(
-        name, unit, {who: [work / second for second in one.wall] for who, one in found.items()}, found, about
+    return _figure(name, unit, lambda second: work / second, seconds, about)
+
+
+def _duration(name: str, seconds: dict[str, Sequence[float]], about: str) -> Figure:
+    return _figure(name, "ms", lambda second: second * 1e3, seconds, about)
+
+
+def _figure(
+    name: str, unit: str, value: Callable[[float], float], seconds: dict[str, Sequence[float]], about: str
+) -> Figure:
+    ours, theirs = (seconds.get(who) for who in ("ours", "theirs"))
+    assert ours is not None
+    return Figure(
+        name=name,
+        unit=unit,
+        ours=Spread.of([value(second) for second in ours]),
+        theirs=Spread.of([value(second) for second in theirs]) if theirs else None,
+        ratio=ratios(theirs, ours) if theirs else None,
+        about=about,
     )
 
 
-def _duration(name: str, found: dict[str, Timing], about: str) -> Figure:
-    return _figure(name, "ms", {who: [second * 1e3 for second in one.wall] for who, one in found.items()}, found, about)
-
-
-def _figure(name: str, unit: str, values: dict[str, list[float]], found: dict[str, Timing], about: str) -> Figure:
-    theirs = ratio = None
-    if "theirs" in values:
-        theirs = Spread.of(values["theirs"])
-        middle, least, most = ratios(found["theirs"].wall, found["ours"].wall)
-        ratio = Spread(median=middle, least=least, most=most)
-    return Figure(name=name, unit=unit, ours=Spread.of(values["ours"]), theirs=theirs, ratio=ratio, about=about)
+def _greedy(tokens: int) -> SamplingOverrides:
+    return SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -15,35 +15,44 @@ class Timing:
     cpu: tuple[float, ...]
     wall: tuple[float, ...]
 
-    def median(self) -> tuple[float, float]:
-        """(CPU, clock)."""
-        return statistics.median(self.cpu), statistics.median(self.wall)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Of rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return Spread(median=statistics.median(values), least=min(values), most=max(values))
+
+    def __str__(self) -> str:
+        """Of a ratio."""
+        return self.shown(".2f", " x")
+
+    def shown(self, form: str, unit: str = "") -> str:
+        """The median in `unit`, and the bounds."""
+        return f"{self.median:{form}}{unit} ({self.least:{form}} to {self.most:{form}})"
 
 
 def in_turns(
     alternatives: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, Timing]:
     """Call each alternative once to warm up, then all of them in every round. clock: of CPU time, in seconds."""
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in alternatives}
-    for number in range(-1, rounds):
+    cpu: dict[str, list[float]] = {name: [] for name in alternatives}
+    wall: dict[str, list[float]] = {name: [] for name in alternatives}
+    for _ in range(rounds + 1):
         for name, function in alternatives.items():
-            cpu, wall = clock(), time.perf_counter()
+            cpu_before, wall_before = clock(), time.perf_counter()
             function()
-            if number >= 0:
-                taken[name].append((clock() - cpu, time.perf_counter() - wall))
-    return {
-        name: Timing(cpu=tuple(cpu for cpu, _ in times), wall=tuple(wall for _, wall in times))
-        for name, times in taken.items()
-    }
+            cpu[name].append(clock() - cpu_before)
+            wall[name].append(time.perf_counter() - wall_before)
+    return {name: Timing(cpu=tuple(cpu[name][1:]), wall=tuple(wall[name][1:])) for name in alternatives}
 
 
-def ratios(slow: tuple[float, ...], quick: tuple[float, ...]) -> tuple[float, float, float]:
-    """(median, least, most) of how many times as long `slow` took, round by round."""
-    each = [a / b for a, b in zip(slow, quick, strict=True)]
-    return statistics.median(each), min(each), max(each)
-
-
-def shown(ratio: tuple[float, float, float]) -> str:
-    """What `ratios` gives, for people."""
-    middle, least, most = ratio
-    return f"{middle:.2f} x ({least:.2f} to {most:.2f})"
+def ratios(slow: Sequence[float], quick: Sequence[float]) -> Spread:
+    """How many times as long `slow` took, round by round."""
+    return Spread.of([a / b for a, b in zip(slow, quick, strict=True)])

@@ -1,36 +1,27 @@
-"""Load for a benchmark: distinct pictures with a short question, sent to an OpenAI-compatible server."""
+"""Load for a benchmark: questions sent to an OpenAI-compatible server, and what each waits for."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
-import io
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
-import numpy as np
-from PIL import Image
+import httpx2
 
-if TYPE_CHECKING:
-    import httpx2
+from vlmserve.bench.questions import Question
+from vlmserve_common.errors import VlmserveError
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchRequest:
-    """One picture (PNG bytes) and a question; the answer is exactly output_tokens long, greedy."""
+class NoServerError(VlmserveError):
+    """The server cannot be reached, or refuses what is asked."""
 
-    picture: bytes
-    question: str
-    output_tokens: int
 
-    def messages(self, picture: object) -> list[dict[str, object]]:
-        """The conversation in OpenAI's form; `picture` is the image part."""
-        return [{"role": "user", "content": [picture, {"type": "text", "text": self.question}]}]
+class NoAnswerError(VlmserveError):
+    """One request was not answered, in the server's words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +45,11 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadResult:
-    """Several requests together, and the seconds from the first sent to the last answered."""
+class Round:
+    """Several requests, and the seconds from the first sent to the last answered. failures: the words of each."""
 
     timings: tuple[Timing, ...]
+    failures: tuple[str, ...] = ()
     wall_s: float
 
     @property
@@ -65,105 +57,121 @@ class LoadResult:
         """Output tokens per second over all requests."""
         return sum(t.tokens for t in self.timings) / self.wall_s
 
-    @property
-    def pictures_per_s(self) -> float:
-        """Requests, of one picture each, per second."""
-        return len(self.timings) / self.wall_s
 
+class LoadClient:
+    """Sends questions to a server. Close it. model: its name there, None for the first. proxies: whether those
+    of the environment are used."""
 
-def make_requests(count: int, *, side: int, output_tokens: int, seed: int) -> list[BenchRequest]:
-    """`count` requests with pictures of side x side pixels that differ in every pixel, so that no cache helps."""
-    made = []
-    for index in range(count):
-        rng = np.random.default_rng([seed, index])
-        small = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        image = Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC)
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        question = "What is shown in this picture? Answer in a few words."
-        made.append(BenchRequest(picture=file.getvalue(), question=question, output_tokens=output_tokens))
-    return made
+    def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None, proxies: bool = True) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._runner = asyncio.Runner()
+        try:
+            self._http = httpx2.AsyncClient(
+                base_url=self.url, headers=headers, timeout=None, limits=limits, trust_env=proxies
+            )
+        except httpx2.InvalidURL as error:
+            raise NoServerError(f"no answer from {self.url}: {error}") from None
+        self.model = model or self._runner.run(self._first_model())
 
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._runner.run(self._http.aclose())
+        self._runner.close()
 
-def run_load(base_url: str, model: str, requests: Sequence[BenchRequest], concurrency: int) -> LoadResult:
-    """Send the requests, `concurrency` at a time, streaming. RuntimeError for an answer that is not a whole one."""
-    return asyncio.run(_run(base_url, model, requests, concurrency))
+    def run(
+        self,
+        questions: Sequence[Question],
+        output_tokens: int,
+        *,
+        at_a_time: int | None = None,
+        arrivals: Sequence[float] | None = None,
+    ) -> Round:
+        """Send all: `at_a_time` (None: however many), each no sooner than it arrives, in seconds. Answers are exactly
+        `output_tokens` long, greedy. NoServerError where nothing is answered."""
+        return self._runner.run(self._run(questions, output_tokens, at_a_time, arrivals or [0.0] * len(questions)))
 
+    async def _run(
+        self, questions: Sequence[Question], output_tokens: int, at_a_time: int | None, arrivals: Sequence[float]
+    ) -> Round:
+        gate = asyncio.Semaphore(at_a_time or len(questions))
 
-async def _run(base_url: str, model: str, requests: Sequence[BenchRequest], concurrency: int) -> LoadResult:
-    import httpx2
-
-    limits = httpx2.Limits(max_connections=concurrency)
-    gate = asyncio.Semaphore(concurrency)
-    async with httpx2.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False) as client:
-
-        async def one(request: BenchRequest) -> Timing:
+        async def one(messages: object, after_s: float) -> Timing | str:
+            await asyncio.sleep(after_s)
             async with gate:
-                return await _ask(client, model, request)
+                try:
+                    return await self._ask(messages, output_tokens)
+                except (httpx2.HTTPError, NoAnswerError) as error:
+                    return str(error) or type(error).__name__
 
+        conversations = [question.messages() for question in questions]
         started = time.perf_counter()
-        timings = await asyncio.gather(*map(one, requests))
-        return LoadResult(timings=tuple(timings), wall_s=time.perf_counter() - started)
+        answers = await asyncio.gather(*map(one, conversations, arrivals))
+        wall_s = time.perf_counter() - started
+        timings = tuple(answer for answer in answers if isinstance(answer, Timing))
+        failures = tuple(answer for answer in answers if isinstance(answer, str))
+        if not timings:
+            raise NoServerError(f"no answer from {self.url}: {failures[0]}")
+        return Round(timings=timings, failures=failures, wall_s=wall_s)
+
+    async def _first_model(self) -> str:
+        try:
+            reply = await self._http.get("/v1/models")
+            if reply.status_code != 200:
+                raise NoServerError(f"{self.url}: {_refusal(reply)}")
+            return str(reply.json()["data"][0]["id"])
+        except httpx2.HTTPError as error:
+            raise NoServerError(f"no answer from {self.url}: {str(error) or type(error).__name__}") from None
+        except (ValueError, LookupError, TypeError):
+            raise NoServerError(f"{self.url}/v1/models does not answer as OpenAI's API does") from None
+
+    async def _ask(self, messages: object, output_tokens: int) -> Timing:
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            # one chunk a token even where its text is held back, so that the first token's time is seen
+            "logprobs": True,
+        }
+        started = time.perf_counter()
+        times: list[float] = []
+        usage: dict[str, int] = {}
+        text = ""
+        async with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            if reply.status_code != 200:
+                await reply.aread()
+                raise NoAnswerError(_refusal(reply))
+            async for line in reply.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise NoAnswerError(f"the answer broke off: {json.dumps(chunk['error'])[:300]}")
+                for choice in chunk["choices"]:
+                    if choice.get("logprobs") or choice["delta"].get("content"):
+                        times.append(time.perf_counter())
+                    text += choice["delta"].get("content") or ""
+                usage = chunk.get("usage") or usage
+        ended = time.perf_counter()
+        return Timing(
+            ttft_s=(times[0] if times else ended) - started,
+            total_s=ended - started,
+            tokens=usage.get("completion_tokens", 0),
+            text=text,
+            gaps_s=tuple(after - before for before, after in pairwise(times)),
+            prompt_tokens=usage.get("prompt_tokens", 0),
+        )
 
 
-def refusal(status: int, body: bytes) -> str:
+def _refusal(reply: httpx2.Response) -> str:
     """What a server says that does not answer."""
-    text = body.decode(errors="replace")
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        text = str(json.loads(text)["error"]["message"])
-    return f"HTTP {status}: {text[:300]}"
-
-
-def picture_part(picture: bytes) -> dict[str, object]:
-    """A PNG file as a part of a message."""
-    url = "data:image/png;base64," + base64.b64encode(picture).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-async def ask(client: httpx2.AsyncClient, model: str, messages: object, output_tokens: int) -> Timing:
-    """The timing of one streamed answer. RuntimeError with the server's words if there is none."""
-    body = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": output_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        # one chunk a token even where its text is held back, so that the first token's time is seen
-        "logprobs": True,
-    }
-    started = time.perf_counter()
-    times: list[float] = []
-    usage: dict[str, int] = {}
-    text = ""
-    async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
-        if reply.status_code != 200:
-            raise RuntimeError(refusal(reply.status_code, await reply.aread()))
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise RuntimeError(f"the answer broke off: {json.dumps(chunk['error'])[:300]}")
-            for choice in chunk["choices"]:
-                if choice.get("logprobs") or choice["delta"].get("content"):
-                    times.append(time.perf_counter())
-                text += choice["delta"].get("content") or ""
-            usage = chunk.get("usage") or usage
-    ended = time.perf_counter()
-    return Timing(
-        ttft_s=(times[0] if times else ended) - started,
-        total_s=ended - started,
-        tokens=usage.get("completion_tokens", 0),
-        text=text,
-        gaps_s=tuple(after - before for before, after in pairwise(times)),
-        prompt_tokens=usage.get("prompt_tokens", 0),
-    )
-
-
-async def _ask(client: httpx2.AsyncClient, model: str, request: BenchRequest) -> Timing:
-    timing = await ask(client, model, request.messages(picture_part(request.picture)), request.output_tokens)
-    if timing.tokens != request.output_tokens:
-        raise RuntimeError(f"an answer of {timing.tokens} tokens, {request.output_tokens} were asked for")
-    return timing
+    try:
+        told: Any = reply.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        told = reply.text
+    return f"HTTP {reply.status_code}: {str(told)[:300]}"

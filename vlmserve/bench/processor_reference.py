@@ -30,12 +30,14 @@ def our_processor(family: str, *, threads: int) -> MultimodalProcessor:
     config = {"model_type": family, "vision_config": vision | {"tokens_per_second": 2}}
     limits = ProcessorLimits(video=VideoLimits(decode_threads=threads))
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
-        for name, settings in (
-            ("preprocessor", image_settings(family)),
-            ("video_preprocessor", video_settings(family)),
-        ):
-            (Path(folder) / f"{name}_config.json").write_text(json.dumps(settings))
+        write_settings(Path(folder), family)
         return make_processor(folder, config, limits)
+
+
+def write_settings(folder: Path, family: str) -> None:
+    """Into a checkpoint folder."""
+    for name, settings in (("preprocessor", image_settings), ("video_preprocessor", video_settings)):
+        (folder / f"{name}_config.json").write_text(json.dumps(settings(family)))
 
 
 def image_settings(family: str) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoLimits
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import temporal_patches
-from vlmserve.bench.interleaved import in_turns, ratios, shown
+from vlmserve.bench.interleaved import in_turns, ratios
 from vlmserve.bench.media import clip, jpeg
 from vlmserve.bench.processes import children_of, cpu_time
 from vlmserve.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
@@ -46,7 +47,6 @@ from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
-PARTS = ("picture", "clip", "wait", "loop", "pool")
 _MEASURES = {"cpu": "CPU time", "wall": "by the clock"}
 _HD, _FULL_HD = (1280, 720), (1920, 1080)
 _LEVELS = "vlmserve, 8-bit levels only"
@@ -57,14 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the parts asked for; prints a table each, and with --json writes all figures."""
     args = _parser().parse_args(argv)
     torch.set_num_threads(1)
-    parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-        "picture": measure_picture,
-        "clip": measure_clip,
-        "wait": measure_wait,
-        "loop": measure_loop,
-        "pool": measure_pool,
-    }
-    figures = {part: parts[part](args) for part in args.parts}
+    figures = {part: PARTS[part](args) for part in args.parts}
     if args.json:
         args.json.write_text(json.dumps({"family": args.family, **figures}, indent=2) + "\n")
     return 0
@@ -118,7 +111,7 @@ def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
     """How long the event loop stands still while threads, or processes, do the same work; and Python's lock's part."""
     pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
     stalls: dict[str, list[float]] = {"nothing": [], "strangers": [], "threads": [], "processes": []}
-    with _shared_folder() as folder, _processes(args, folder) as processes, _threads(args) as threads:
+    with _pools(args) as (threads, processes, _):
         for _ in range(args.rounds):
             stalls["nothing"].append(asyncio.run(longest_stall(asyncio.sleep(1.0))))
             with _strangers(args.workers):
@@ -128,8 +121,8 @@ def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
     print(f"\nevent loop's longest stall, ms, while {args.pictures} pictures of 1080p are processed by {args.workers}")
     print("(strangers: as many processes that only count; what the machine alone is to blame for)")
     for name, values in stalls.items():
-        shown = ", ".join(f"{value * 1e3:.1f}" for value in values)
-        print(f"{name:12}{statistics.median(values) * 1e3:7.1f}   ({shown})")
+        each = ", ".join(f"{value * 1e3:.1f}" for value in values)
+        print(f"{name:12}{statistics.median(values) * 1e3:7.1f}   ({each})")
     processor = our_processor(args.family, threads=1)
     url = "data:image/png;base64," + base64.b64encode(np.random.default_rng(0).bytes(20 * 2**20)).decode()
     holds = {
@@ -145,13 +138,14 @@ def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
 def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
     """Threads against processes, from files to patches in the hands of another process (which does not read them)."""
     pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
-    with _shared_folder() as folder, _processes(args, folder) as processes, _threads(args) as threads:
+    with _pools(args) as (threads, processes, folder):
         ours, theirs = SharedArrays(folder, spare_bytes=SPARE_BYTES), SharedArrays(folder, mapped=True)
         pids = [os.getpid(), *children_of(os.getpid())]
 
         def by(pool: ProcessorPool) -> None:
-            for group in _groups(pictures, args.workers):
-                for medium in asyncio.run(pool.load(_requests(group))):
+            # as many at a time as keep the workers busy: memory for patches that nobody takes is not the question
+            for start in range(0, len(pictures), 2 * args.workers):
+                for medium in asyncio.run(pool.load(_requests(pictures[start : start + 2 * args.workers]))):
                     feature = medium.feature
                     theirs.take(ours.put(feature), feature.dtype, feature.shape)
 
@@ -169,8 +163,8 @@ def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
         ("the clock", timings["processes"].wall, timings["threads"].wall),
         ("CPU time", timings["processes"].cpu, timings["threads"].cpu),
     ):
-        print(f"processes take {shown(ratios(slow, quick))} as long by {what}")
-    return {name: {"cpu": timing.cpu, "wall": timing.wall} for name, timing in timings.items()}
+        print(f"processes take {ratios(slow, quick)} as long by {what}")
+    return {name: asdict(timing) for name, timing in timings.items()}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -197,11 +191,10 @@ def _compare(
     timings = in_turns({"vlmserve": _with_values(ours), _LEVELS: ours, **references}, rounds)
     print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   {_MEASURES[measure]}, times ours (rounds)")
     for name, timing in timings.items():
-        cpu, wall = timing.median()
-        ratio = ratios(getattr(timing, measure), getattr(timings["vlmserve"], measure))
-        beside = "" if name == "vlmserve" else shown(ratio)
+        cpu, wall = statistics.median(timing.cpu), statistics.median(timing.wall)
+        beside = "" if name == "vlmserve" else ratios(getattr(timing, measure), getattr(timings["vlmserve"], measure))
         print(f"{name:32}{cpu * 1e3:10.1f}{wall * 1e3:10.1f}   {beside}")
-    return {name: {"cpu": timing.cpu, "wall": timing.wall} for name, timing in timings.items()}
+    return {name: asdict(timing) for name, timing in timings.items()}
 
 
 def _values(made: ProcessedMedium) -> np.ndarray:
@@ -239,12 +232,6 @@ def _requests(pictures: Sequence[bytes]) -> list[ImageRequest]:
     return [ImageRequest(source=data) for data in pictures]
 
 
-def _groups(pictures: Sequence[bytes], workers: int) -> list[Sequence[bytes]]:
-    """As many at a time as keep the workers busy: memory for patches that nobody takes away is not the question."""
-    size = 2 * workers
-    return [pictures[start : start + size] for start in range(0, len(pictures), size)]
-
-
 @contextmanager
 def _strangers(count: int) -> Iterator[None]:
     """So many busy processes that have nothing to do with this one."""
@@ -258,29 +245,24 @@ def _strangers(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _shared_folder() -> Iterator[Path]:
-    with PrivateDirectory(shared_memory_base(), "vlmserve-bench") as private:
-        yield private.path
-
-
-@contextmanager
-def _threads(args: argparse.Namespace) -> Iterator[ProcessorPool]:
-    settings = PoolSettings(max_workers=args.workers, cache_mib=0)
-    pool = ProcessorPool(our_processor(args.family, threads=1), MediaFetcher(FetchSettings()), settings)
-    try:
-        yield pool
-    finally:
-        asyncio.run(pool.close())
-
-
-@contextmanager
-def _processes(args: argparse.Namespace, folder: Path) -> Iterator[ProcessorPool]:
+def _pools(args: argparse.Namespace) -> Iterator[tuple[ProcessorPool, ProcessorPool, Path]]:
+    """Of threads and of processes, and the folder of these for shared memory."""
     processor = our_processor(args.family, threads=1)
-    maker = ProcessMaker(processor, ProcessSettings(count=args.workers, shared_dir=folder))
     settings = PoolSettings(max_workers=args.workers, cache_mib=0)
-    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, maker)
-    try:
+    with PrivateDirectory(shared_memory_base(), "vlmserve-bench") as private, ExitStack() as stack:
+        maker = ProcessMaker(processor, ProcessSettings(count=args.workers, shared_dir=private.path))
+        processes = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, maker)
+        stack.callback(lambda: asyncio.run(processes.close()))
         maker.wait_ready()
-        yield pool
-    finally:
-        asyncio.run(pool.close())
+        threads = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings)
+        stack.callback(lambda: asyncio.run(threads.close()))
+        yield threads, processes, private.path
+
+
+PARTS = {
+    "picture": measure_picture,
+    "clip": measure_clip,
+    "wait": measure_wait,
+    "loop": measure_loop,
+    "pool": measure_pool,
+}

@@ -7,21 +7,23 @@ runs already is measured by itself (`vlmserve.bench.running`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vlmserve.bench.load import LoadResult, Timing, make_requests, run_load
-from vlmserve.bench.processes import MIB, BenchServer
+from vlmserve.bench.load import LoadClient, Round, Timing
+from vlmserve.bench.processes import MIB, tree_memory
+from vlmserve.bench.questions import make_questions
+from vlmserve.bench.running import measure_running
+from vlmserve.client.own_server import OwnServer
 from vlmserve.config.flags import CommandParser
+from vlmserve.config.number_words import above_zero, not_negative, positive
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import EngineError
 
@@ -45,33 +47,24 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     _check(parser, args)
-    if args.url is not None:
-        return _measure_running(args)
-    args.concurrency = args.concurrency or _CONCURRENCY
-    args.seed = args.seed or 0
-    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
-        model = Path(args.model) if args.model else _default_model(Path(folder))
-        baseline = None if args.no_baseline else _baseline(model, args)
-        served, memory = _served(model, args)
-    _print(args, served, memory, baseline)
+    args.concurrency = args.concurrency or ([] if args.request_rate else _CONCURRENCY)
+    figures = _measure_own(args) if args.url is None else {"rounds": measure_running(args)}
     if args.json:
-        figures = {
-            "settings": vars(args),
-            "served": {str(n): _figures(load) for n, load in served.items()},
-            "memory_bytes": memory,
-            "baseline": None if baseline is None else {**_figures(baseline[0]), "peak_bytes": baseline[1]},
-        }
-        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
+        settings = {name: value for name, value in vars(args).items() if name != "api_key"}
+        Path(args.json).write_text(json.dumps({"settings": settings, **figures}, indent=2) + "\n")
+    return int(any(one["failed"] for one in figures.get("rounds", [])))
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        prog="vlmserve bench serve",
-        usage="%(prog)s [options] [-- FLAGS ...]",
-        description=_ABOUT,
-        epilog=_EPILOG,
+        prog="vlmserve bench serve", usage="%(prog)s [options] [-- FLAGS ...]", description=_ABOUT, epilog=_EPILOG
     )
+
+    def number(*names: str, default: int, text: str, kind: Any = positive) -> None:
+        parser.add_argument(
+            *names, type=kind, default=default, metavar="N", help=f"{text} [default: %(default)s]" if default else text
+        )
+
     parser.add_argument(
         "--url", "--base-url", metavar="URL", help="measure the server at http://host:port, and start none"
     )
@@ -81,72 +74,23 @@ def _parser() -> CommandParser:
         help="checkpoint folder [default: random weights, Qwen3-0.6B-shaped text and a "
         "Qwen3-VL-2B-shaped tower in bfloat16]; with --url, the model's name there [default: the first]",
     )
-    parser.add_argument(
-        "--concurrency",
-        "--max-concurrency",
-        type=_positive,
-        nargs="+",
-        metavar="N",
-        help=f"requests at a time, one after the other [default: {' '.join(map(str, _CONCURRENCY))}]",
-    )
-    parser.add_argument(
-        "--request-rate",
-        type=_above_zero,
-        nargs="+",
-        default=[],
-        metavar="X",
-        help="with --url: requests a second, at random times (Poisson), instead of so many at a time",
-    )
-    parser.add_argument(
-        "--requests",
-        "--num-prompts",
-        type=_positive,
-        default=16,
-        metavar="N",
-        help="requests in all, for the largest concurrency; with --url, for each [default: %(default)s]",
-    )
-    parser.add_argument(
-        "--images",
-        type=_not_negative,
-        default=1,
-        metavar="N",
-        help="with --url: pictures in each request; 0 for text alone [default: %(default)s]",
-    )
-    parser.add_argument(
-        "--output-tokens", type=_positive, default=64, metavar="N", help="tokens of each answer [default: %(default)s]"
-    )
-    parser.add_argument(
-        "--image-size",
-        type=_positive,
-        default=256,
-        metavar="N",
-        help="side of the pictures, in pixels [default: %(default)s]",
-    )
-    parser.add_argument(
-        "--seed", type=_not_negative, metavar="N", help="of the pictures [default: 0; with --url, one drawn at random]"
-    )
-    parser.add_argument(
-        "--requests-alone",
-        type=_positive,
-        default=3,
-        metavar="N",
-        help="without --url: requests sent one at a time [default: %(default)s]",
-    )
-    parser.add_argument(
-        "--num-threads",
-        type=_positive,
-        default=available_cpus(),
-        metavar="N",
-        help="without --url: CPU threads of each side [default: %(default)s]",
-    )
+    text = f"requests at a time, one after the other [default: {' '.join(map(str, _CONCURRENCY))}]"
+    parser.add_argument("--concurrency", "--max-concurrency", type=positive, nargs="+", metavar="N", help=text)
+    text = "with --url: requests a second, at random times (Poisson), instead of so many at a time"
+    parser.add_argument("--request-rate", type=above_zero, nargs="+", default=[], metavar="X", help=text)
+    text = "requests in all, for the largest concurrency; with --url, for each"
+    number("--requests", "--num-prompts", default=16, text=text)
+    text = "with --url: pictures in each request; 0 for text alone"
+    number("--images", default=1, kind=not_negative, text=text)
+    number("--output-tokens", default=64, text="tokens of each answer")
+    number("--image-size", default=256, text="side of the pictures, in pixels")
+    text = "of the pictures [default: 0; with --url, one drawn at random]"
+    parser.add_argument("--seed", type=not_negative, metavar="N", help=text)
+    number("--requests-alone", default=3, text="without --url: requests sent one at a time")
+    number("--num-threads", default=available_cpus(), text="without --url: CPU threads of each side")
     parser.add_argument("--no-baseline", action="store_true", help="without --url: leave transformers out")
-    parser.add_argument(
-        "--memory-requests",
-        type=_not_negative,
-        default=0,
-        metavar="N",
-        help="without --url: more picture requests after these, of one token each, to see memory stay flat",
-    )
+    text = "without --url: more picture requests after these, of one token each, to see memory stay flat"
+    number("--memory-requests", default=0, kind=not_negative, text=text)
     parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
     parser.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="flags for the server")
     return parser
@@ -160,52 +104,28 @@ def _check(parser: CommandParser, args: argparse.Namespace) -> None:
         parser.error("with --url no server is started: flags after --, --memory-requests and --no-baseline go without")
 
 
-def _measure_running(args: argparse.Namespace) -> int:
-    from vlmserve.bench.running import RunningPlan, measure_running
-
-    plan = RunningPlan(
-        url=args.url,
-        api_key=args.api_key or os.environ.get("VLMSERVE_API_KEY") or None,
-        model=args.model,
-        requests=args.requests,
-        concurrency=tuple(args.concurrency or ([] if args.request_rate else _CONCURRENCY)),
-        rates=tuple(args.request_rate),
-        pictures=args.images,
-        side=args.image_size,
-        output_tokens=args.output_tokens,
-        seed=args.seed,
-    )
-    rounds = measure_running(plan)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "api_key"}
-        Path(args.json).write_text(json.dumps({"settings": settings, "rounds": rounds}, indent=2) + "\n")
-    return int(any(one["failed"] for one in rounds))
-
-
-def _number(kind: type[int] | type[float], good: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
-    def parse(text: str) -> int | float:
-        with contextlib.suppress(ValueError):
-            value = kind(text)
-            if good(value):
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} must be {allowed}")
-
-    return parse
-
-
-_positive = _number(int, lambda value: value >= 1, "a whole number of 1 or more")
-_not_negative = _number(int, lambda value: value >= 0, "a whole number of 0 or more")
-_above_zero = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
+def _measure_own(args: argparse.Namespace) -> dict[str, Any]:
+    args.seed = args.seed or 0
+    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
+        model = Path(args.model) if args.model else _default_model(Path(folder))
+        baseline = None if args.no_baseline else _baseline(model, args)
+        served, memory = _served(model, args)
+    _print(args, served, memory, baseline)
+    return {
+        "served": {str(n): _figures(load) for n, load in served.items()},
+        "memory_bytes": memory,
+        "baseline": None if baseline is None else {**_figures(baseline[0]), "peak_bytes": baseline[1]},
+    }
 
 
 def _default_model(folder: Path) -> Path:
-    from vlmserve.checkpoints.random import write_random_checkpoint
+    from vlmserve.bench.random_checkpoint import write_random_checkpoint
 
     print("writing a random checkpoint ...", file=sys.stderr)
     return write_random_checkpoint(folder / "model")
 
 
-def _baseline(model: Path, args: argparse.Namespace) -> tuple[LoadResult, int]:
+def _baseline(model: Path, args: argparse.Namespace) -> tuple[Round, int]:
     print(f"transformers: {args.requests} requests, one at a time ...", file=sys.stderr)
     plan = {
         "count": args.requests,
@@ -219,51 +139,56 @@ def _baseline(model: Path, args: argparse.Namespace) -> tuple[LoadResult, int]:
     if done.returncode:
         raise EngineError(f"the baseline failed with status {done.returncode}")
     found = json.loads(done.stdout.splitlines()[-1])
-    timings = tuple(Timing(ttft_s=a, total_s=b, tokens=c, text=d) for a, b, c, d in found["timings"])
-    return LoadResult(timings=timings, wall_s=found["wall_s"]), found["peak_bytes"]
+    timings = tuple(Timing(**timing) for timing in found["timings"])
+    return Round(timings=timings, wall_s=found["wall_s"]), found["peak_bytes"]
 
 
-def _served(model: Path, args: argparse.Namespace) -> tuple[dict[int, LoadResult], dict[str, int]]:
-    served: dict[int, LoadResult] = {}
-    largest = max(args.concurrency)
-    with BenchServer(model, ["--num-threads", str(args.num_threads), *args.server_flags]) as server:
-        memory = {"idle": server.memory("VmRSS")}
-        warm = make_requests(1, side=args.image_size, output_tokens=2, seed=args.seed + 1)
-        run_load(server.base_url, server.model, warm, 1)
+def _served(model: Path, args: argparse.Namespace) -> tuple[dict[int, Round], dict[str, int]]:
+    served: dict[int, Round] = {}
+    largest, side = max(args.concurrency), args.image_size
+    words = [str(model), "--served-model-name", "bench", "--log-level", "warning"]
+    words += ["--num-threads", str(args.num_threads), *args.server_flags]
+    with (
+        OwnServer(words, startup_timeout_s=600.0) as server,
+        closing(LoadClient(server.base_url, model="bench", proxies=False)) as client,
+    ):
+
+        def measure(count: int, seed: int, tokens: int, at_a_time: int) -> Round:
+            done = client.run(make_questions(count, side=side, seed=seed), tokens, at_a_time=at_a_time)
+            if done.failures or any(timing.tokens != tokens for timing in done.timings):
+                raise EngineError(f"not every answer has the {tokens} tokens asked for: {', '.join(done.failures)}")
+            return done
+
+        memory = {"idle": tree_memory(server.pid, "VmRSS")}
+        measure(1, args.seed + 1, 2, 1)
         for concurrency in args.concurrency:
             print(f"vlmserve: {concurrency} at a time ...", file=sys.stderr)
             # prefix and embedding caches must not help: every round has pictures of its own
             count = args.requests if concurrency == largest else args.requests_alone
             seed = args.seed if concurrency == largest else args.seed + 2 + concurrency
-            requests = make_requests(count, side=args.image_size, output_tokens=args.output_tokens, seed=seed)
-            served[concurrency] = run_load(server.base_url, server.model, requests, concurrency)
-        memory["peak"] = server.memory("VmHWM")
+            served[concurrency] = measure(count, seed, args.output_tokens, concurrency)
+        memory["peak"] = tree_memory(server.pid, "VmHWM")
+        count = args.memory_requests // 5
         for part in range(5 if args.memory_requests else 0):
-            requests = make_requests(
-                args.memory_requests // 5, side=args.image_size, output_tokens=1, seed=args.seed + 1000 + part
-            )
-            run_load(server.base_url, server.model, requests, largest)
-            memory[f"after {(part + 1) * len(requests)} more"] = server.memory("VmRSS")
-            print(f"vlmserve: {(part + 1) * len(requests)} more requests", file=sys.stderr)
+            measure(count, args.seed + 1000 + part, 1, largest)
+            memory[f"after {(part + 1) * count} more"] = tree_memory(server.pid, "VmRSS")
+            print(f"vlmserve: {(part + 1) * count} more requests", file=sys.stderr)
     return served, memory
 
 
-def _figures(load: LoadResult) -> dict[str, Any]:
+def _figures(load: Round) -> dict[str, Any]:
     return {
         "requests": len(load.timings),
         "ttft_s": statistics.median(t.ttft_s for t in load.timings),
         "per_token_s": statistics.median(t.per_token_s for t in load.timings),
         "total_s": statistics.median(t.total_s for t in load.timings),
         "tokens_per_s": load.tokens_per_s,
-        "pictures_per_s": load.pictures_per_s,
+        "pictures_per_s": len(load.timings) / load.wall_s,
     }
 
 
 def _print(
-    args: argparse.Namespace,
-    served: dict[int, LoadResult],
-    memory: dict[str, int],
-    baseline: tuple[LoadResult, int] | None,
+    args: argparse.Namespace, served: dict[int, Round], memory: dict[str, int], baseline: tuple[Round, int] | None
 ) -> None:
     rows = [(f"vlmserve, {n} at a time", _figures(load), memory["peak"]) for n, load in served.items()]
     if baseline:
@@ -279,7 +204,7 @@ def _print(
             f"{figures['pictures_per_s']:12.3f}{peak / MIB:10.0f}{figures['tokens_per_s'] / reference:12.2f}x"
         )
     print("server memory, MiB: " + ", ".join(f"{name} {value / MIB:.0f}" for name, value in memory.items()))
-    if baseline and max(served) in served and len(served[max(served)].timings) == len(baseline[0].timings):
+    if baseline and len(served[max(served)].timings) == len(baseline[0].timings):
         pairs = zip(served[max(served)].timings, baseline[0].timings, strict=True)
         same = sum(ours.text == theirs.text for ours, theirs in pairs)
         print(f"equal answers: {same} of {len(baseline[0].timings)} (16-bit arithmetic: near ties may fall either way)")

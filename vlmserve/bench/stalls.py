@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 _NAP_S = 0.001
@@ -39,26 +40,11 @@ def longest_hold(work: Callable[[], object], tries: int) -> float:
 
 
 def _hold(work: Callable[[], object]) -> float:
-    may_begin, done, may_end = threading.Event(), threading.Event(), threading.Event()
-
-    def run() -> None:
-        may_begin.wait()
-        try:
-            work()
-        finally:
-            done.set()
-        may_end.wait()  # its clock is read once more
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    longest, before = 0.0, time.clock_gettime(clock)
-    may_begin.set()
-    while not done.is_set():
-        now = time.clock_gettime(clock)
-        longest, before = max(longest, now - before), now
-    longest = max(longest, time.clock_gettime(clock) - before)
-    may_end.set()
-    thread.join()
-    return longest
+    with ThreadPoolExecutor(1) as thread:  # which stays when the work is done, and its clock with it
+        clock = thread.submit(lambda: time.pthread_getcpuclockid(threading.get_ident())).result()
+        longest, before = 0.0, time.clock_gettime(clock)
+        under_way = thread.submit(work)
+        while not under_way.done():
+            now = time.clock_gettime(clock)
+            longest, before = max(longest, now - before), now
+        return max(longest, time.clock_gettime(clock) - before)

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         figures = {part: _measure(part, subject, plan) for part in args.parts}
     if args.json:
         settings = {"checkpoint": what, "dtype": args.dtype, "device": args.device, **asdict(plan)}
-        measures = {part: [asdict(one) | {"met": one.met} for one in made] for part, made in figures.items()}
+        measures = {part: [_plain(one) for one in made] for part, made in figures.items()}
         args.json.write_text(json.dumps({"settings": settings, "measures": measures}, indent=2) + "\n")
     return 0
 
@@ -60,11 +61,17 @@ def _measure(part: str, subject: Subject, plan: Plan) -> list[Measure]:
     return measures
 
 
+def _plain(one: Measure) -> dict[str, Any]:
+    fields = asdict(one)
+    spread = fields.pop("spread")
+    return fields | {"value": spread["median"], "least": spread["least"], "most": spread["most"], "met": one.met}
+
+
 def _line(one: Measure) -> str:
     aim = "no target"
     if one.target is not None:
         aim = f"target: {one.bound} {one.target:.3g} {one.unit}, {'met' if one.met else 'missed'}"
-    return f"  {one.name} {one.value:.3g} {one.unit} ({one.least:.3g} to {one.most:.3g}); {aim}"
+    return f"  {one.name} {one.spread.shown('.3g', f' {one.unit}')}; {aim}"
 
 
 def _parser() -> argparse.ArgumentParser:

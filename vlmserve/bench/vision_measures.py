@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,10 +21,11 @@ from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import TemporalPatch
 from vision.workers.backend import EncoderBackend
 from vision.workers.settings import WorkerSettings
-from vlmserve.bench.interleaved import Timing, in_turns, ratios
+from vlmserve.bench.interleaved import Spread, Timing, in_turns, ratios
 from vlmserve.bench.media import clip
-from vlmserve.bench.vision_reference import ReferenceTower, check_rows, load_reference
-from vlmserve.bench.vision_subject import PLENTY, Subject, settle, take_rows
+from vlmserve.bench.reference import ReferenceTower, check_rows, load_reference
+from vlmserve.bench.vision_subject import PLENTY, Subject, finish, settle, take_rows
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.compute.tensors import dtype_name
 
 # (width, height) of pictures: square, wide, tall, and one in between
@@ -48,14 +48,11 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """One figure. value: the median of rounds, with the least and the most, in `unit`. target: what is aimed at, as a
-    bound of the median, None for none. about: what was done, and what else there is to know.
-    """
+    """One figure, in `unit`. target: what is aimed at, as a bound of the median, None for none. about: what was done,
+    and what else there is to know."""
 
     name: str
-    value: float
-    least: float
-    most: float
+    spread: Spread
     unit: str = "x"
     target: float | None = None
     bound: Literal["at least", "at most"] = "at least"
@@ -67,7 +64,8 @@ class Measure:
         """Whether the target is met; None without one."""
         if self.target is None:
             return None
-        return self.value >= self.target if self.bound == "at least" else self.value <= self.target
+        value = self.spread.median
+        return value >= self.target if self.bound == "at least" else value <= self.target
 
 
 def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
@@ -81,32 +79,23 @@ def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
     model = load_reference(subject.folder, dtype=subject.dtype)
     reference = ReferenceTower(model, device=subject.device, dtype=subject.dtype)
     del model  # its decoder is not needed
-
-    def ours() -> torch.Tensor:
-        rows = torch.cat(subject.runner.encode(patches))
-        subject.finish()
-        return rows
-
-    def theirs_packed() -> torch.Tensor:
-        rows = reference.encode(packed, grids)
-        subject.finish()
-        return rows
-
-    def theirs_singly() -> torch.Tensor:
-        rows = torch.cat([reference.encode(part, [grid]) for part, grid in zip(pixels, grids, strict=True)])
-        subject.finish()
-        return rows
-
-    off = check_rows(ours(), theirs_packed())
-    found = in_turns({"vlmserve": ours, "packed": theirs_packed, "one by one": theirs_singly}, plan.rounds)
+    off = check_rows(torch.cat(subject.runner.encode(patches)), reference.encode(packed, grids))
+    found = _turns(
+        subject,
+        plan,
+        {
+            "vlmserve": lambda: torch.cat(subject.runner.encode(patches)),
+            "packed": lambda: reference.encode(packed, grids),
+            "one by one": lambda: [reference.encode(part, [grid]) for part, grid in zip(pixels, grids, strict=True)],
+        },
+    )
     seconds = {name: _computing(subject, timing) for name, timing in found.items()}
     rates = ", ".join(f"{name} {len(packed) / float(np.median(each)):.0f}" for name, each in seconds.items())
     about = f"{len(packed)} patches, grids {grids}; patches/s: {rates}; rows are within {off:.2g} of each other"
     return [
-        _ratio(
-            f"time of transformers' tower, {name}, beside ours",
-            seconds[name],
-            seconds["vlmserve"],
+        Measure(
+            name=f"time of transformers' tower, {name}, beside ours",
+            spread=ratios(seconds[name], seconds["vlmserve"]),
             target=1.2,
             about=about,
             timings=found,
@@ -132,23 +121,24 @@ def measure_hits(subject: Subject, plan: Plan) -> list[Measure]:
             take_rows(each, picture.patches)
             settle(each)
 
-        def take(name: str) -> list[torch.Tensor]:
-            rows = take_rows(pools[name], picture.patches)
-            subject.finish()
-            return rows
-
-        found = in_turns({name: partial(take, name) for name in pools}, plan.rounds)
+        take = {name: partial(take_rows, each, picture.patches) for name, each in pools.items()}
+        found = _turns(subject, plan, take)
         if memory.stats().encoded != 1 or disk.stats().encoded != 1:
             raise AssertionError("rows that were to be found were encoded again")
-        wrong = [name for name in ("memory", "disk") if not torch.equal(take(name)[0], take("encode")[0])]
+        wrong = [name for name in ("memory", "disk") if not torch.equal(take[name]()[0], take["encode"]()[0])]
         if wrong:
             raise AssertionError(f"rows from {', '.join(wrong)} are not those that were encoded")
     cold_s = _computing(subject, found["encode"])
     return [
-        _ratio(f"time of encoding a {_LARGE[0]}x{_LARGE[1]} picture, beside a hit in {name}", cold_s, found[name].wall,
-               target=target, about=about, timings=found)
+        Measure(
+            name=f"time of encoding a {_LARGE[0]}x{_LARGE[1]} picture, beside a hit in {name}",
+            spread=ratios(cold_s, found[name].wall),
+            target=target,
+            about=about,
+            timings=found,
+        )
         for name, target in (("memory", 50.0), ("disk", 10.0))
-    ]  # fmt: skip
+    ]
 
 
 def measure_clips(subject: Subject, plan: Plan) -> list[Measure]:
@@ -158,11 +148,15 @@ def measure_clips(subject: Subject, plan: Plan) -> list[Measure]:
     second = subject.clip(data, VideoKnobs(video_start=4.0, video_end=19.75))
     common = len({patch.digest for patch in first.patches} & {patch.digest for patch in second.patches})
     seconds: dict[str, list[float]] = {"first": [], "second": []}
+    clock = time.process_time if subject.device.type == "cpu" else time.perf_counter
     # not `in_turns`: the second is only worth something after the first, in a cache that was empty
     for _ in range(plan.rounds):
         with subject.pool(device_bytes=PLENTY, max_patches=plan.max_patches) as pool:
             for name, medium in (("first", first), ("second", second)):
-                seconds[name].append(_timed(subject, partial(take_rows, pool, medium.patches)))
+                started = clock()
+                take_rows(pool, medium.patches)
+                finish(subject.device)
+                seconds[name].append(clock() - started)
             encoded = pool.stats().encoded
     reused = len(first.patches) + len(second.patches) - encoded
     if reused != common:
@@ -172,7 +166,8 @@ def measure_clips(subject: Subject, plan: Plan) -> list[Measure]:
         "and found"
     )
     name = "time of the second of two clips with 75% in common, beside the first"
-    return [_ratio(name, tuple(seconds["second"]), tuple(seconds["first"]), target=1 / 3, bound="at most", about=about)]
+    spread = ratios(seconds["second"], seconds["first"])
+    return [Measure(name=name, spread=spread, target=1 / 3, bound="at most", about=about)]
 
 
 def measure_lookup(subject: Subject, plan: Plan) -> list[Measure]:
@@ -193,22 +188,17 @@ def measure_lookup(subject: Subject, plan: Plan) -> list[Measure]:
                 each.append((time.perf_counter_ns() - started) / 1e3)
                 assert found is not None
             times.append(np.array(each))
-    made = []
-    for percent in (50, 99):
-        values = [float(np.percentile(each, percent)) for each in times]
-        made.append(
-            Measure(
-                name=f"one look-up in the embedding cache, p{percent}",
-                value=float(np.median(values)),
-                least=min(values),
-                most=max(values),
-                unit="us",
-                target=50.0,
-                bound="at most",
-                about=f"{_LOOKUPS} keys",
-            )
+    return [
+        Measure(
+            name=f"one look-up in the embedding cache, p{percent}",
+            spread=Spread.of([float(np.percentile(each, percent)) for each in times]),
+            unit="us",
+            target=50.0,
+            bound="at most",
+            about=f"{_LOOKUPS} keys",
         )
-    return made
+        for percent in (50, 99)
+    ]
 
 
 def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
@@ -217,13 +207,9 @@ def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
 
     patches = [subject.picture(*size, seed=200 + seed).patches[0] for seed, size in enumerate(_PICTURES * 2)]
     with ExitStack() as stack:
-        shared = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="vlmserve-bench-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        )
 
         def processes(count: int) -> EncoderBackend:
-            folder = Path(shared) / str(count)
-            folder.mkdir(mode=0o700)
+            folder = stack.enter_context(PrivateDirectory(shared_memory_base(), "vlmserve-bench")).path
             backend = ProcessBackend(
                 WorkerSettings(
                     model=subject.folder,
@@ -248,17 +234,20 @@ def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
             torch.set_num_threads(2)
             try:
                 take_rows(pools[name], patches)
-                subject.finish()
             finally:
                 torch.set_num_threads(plan.threads)
 
-        found = in_turns({name: partial(take, name) for name in pools}, plan.rounds)
+        found = _turns(subject, plan, {name: partial(take, name) for name in pools})
     about = f"{len(patches)} pictures, {sum(patch.num_patches for patch in patches)} patches, by the clock"
     return [
-        _ratio(f"time of {name}, beside two processes", found[name].wall, found["two processes"].wall, about=about,
-               timings=found)
+        Measure(
+            name=f"time of {name}, beside two processes",
+            spread=ratios(found[name].wall, found["two processes"].wall),
+            about=about,
+            timings=found,
+        )
         for name in ("one process", "two threads")
-    ]  # fmt: skip
+    ]
 
 
 def _computing(subject: Subject, timing: Timing) -> tuple[float, ...]:
@@ -266,35 +255,12 @@ def _computing(subject: Subject, timing: Timing) -> tuple[float, ...]:
     return timing.cpu if subject.device.type == "cpu" else timing.wall
 
 
-def _timed(subject: Subject, run: Callable[[], object]) -> float:
-    clock = time.process_time if subject.device.type == "cpu" else time.perf_counter
-    started = clock()
-    run()
-    subject.finish()
-    return clock() - started
+def _turns(subject: Subject, plan: Plan, alternatives: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
+    def finished(run: Callable[[], object]) -> None:
+        run()
+        finish(subject.device)
 
-
-def _ratio(
-    name: str,
-    slow: tuple[float, ...],
-    quick: tuple[float, ...],
-    *,
-    target: float | None = None,
-    bound: Literal["at least", "at most"] = "at least",
-    about: str = "",
-    timings: dict[str, Timing] | None = None,
-) -> Measure:
-    middle, least, most = ratios(slow, quick)
-    return Measure(
-        name=name,
-        value=middle,
-        least=least,
-        most=most,
-        target=target,
-        bound=bound,
-        about=about,
-        timings=timings or {},
-    )
+    return in_turns({name: partial(finished, run) for name, run in alternatives.items()}, plan.rounds)
 
 
 PARTS: dict[str, Callable[[Subject, Plan], list[Measure]]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vision.workers.backend import EncoderBackend, InlineBackend
 from vlmserve.bench.media import jpeg
-from vlmserve.bench.processor_reference import image_settings, video_settings
-from vlmserve.checkpoints.random import VISION_SIZES, write_random_checkpoint
+from vlmserve.bench.processor_reference import write_settings
+from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
 from vlmserve.engine.encoder import embed_shape, make_cache
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 
@@ -37,7 +36,6 @@ _TEXT_SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 2048,
     "intermediate_size": 256,
-    "vocab_size": 1024,
 }
 
 
@@ -50,8 +48,7 @@ def write_checkpoint(folder: Path, *, depth: int) -> Path:
         "deepstack_visual_indexes": sorted({max(0, depth * part // 4 - 1) for part in (1, 2, 3)}),
     }
     write_random_checkpoint(folder, text_sizes=_TEXT_SIZES, vision_sizes=sizes)
-    for name, settings in (("preprocessor", image_settings), ("video_preprocessor", video_settings)):
-        (folder / f"{name}_config.json").write_text(json.dumps(settings("qwen3_vl")))
+    write_settings(folder, "qwen3_vl")
     return folder
 
 
@@ -86,11 +83,6 @@ class Subject:
         """A part of a video file, on the time grid at two frames a second."""
         return _medium(self.processor.process_video(data, knobs))
 
-    def finish(self) -> None:
-        """Wait for what the device still computes."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     @contextmanager
     def pool(
         self,
@@ -115,6 +107,12 @@ class Subject:
             yield pool
         finally:
             pool.close()
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what the device still computes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from vlmserve.cache.quantities import age, show_size, size
 from vlmserve.cache.show import list_entries, print_entries, print_summary, summarise
 from vlmserve.cache.tend import PruneRules, prune, verify
 from vlmserve.config.flags import CommandParser
+from vlmserve.config.number_words import positive
 from vlmserve.config.settings import ENV_PREFIX
 
 _VARIABLE = f"{ENV_PREFIX}EMBEDDING_CACHE_DIR"
@@ -62,25 +63,17 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     listing = add("ls", "list entries, the last used first")
-    listing.add_argument("--limit", type=_positive, metavar="N", help="list no more than these")
+    listing.add_argument("--limit", type=positive, metavar="N", help="list no more than these")
     add("stats", "count entries and bytes, model by model")
     verifying = add("verify", "read every entry, name the bad ones and exit with 1 if there are any")
     verifying.add_argument("--remove", action="store_true", help="remove damaged entries")
     pruning = add("prune", "remove entries that are old, or too many, or of models no longer served")
-    pruning.add_argument(
-        "--max-size",
-        type=size,
-        metavar="SIZE",
-        help="those not used for longest, until no more than e.g. 10GiB are left",
-    )
+    text = "those not used for longest, until no more than e.g. 10GiB are left"
+    pruning.add_argument("--max-size", type=size, metavar="SIZE", help=text)
     pruning.add_argument("--older-than", type=age, metavar="AGE", help="those not used for longer than e.g. 7d or 12h")
     which = pruning.add_mutually_exclusive_group()
-    which.add_argument(
-        "--fingerprint",
-        action="append",
-        metavar="F",
-        help="those of this fingerprint (or how it begins); with the flags above: of those only; may be repeated",
-    )
+    text = "those of this fingerprint (or how it begins); with the flags above: of those only; may be repeated"
+    which.add_argument("--fingerprint", action="append", metavar="F", help=text)
     which.add_argument("--all-but", action="append", metavar="F", help="the same, of all other fingerprints")
     pruning.add_argument("--unpin", action="store_true", help="pinned entries, too")
     pruning.add_argument("--dry-run", action="store_true", help="only say what would be removed")
@@ -100,13 +93,11 @@ def _directory(parser: argparse.ArgumentParser, given: str | None) -> Path:
 def _verify(folder: EmbeddingFolder, args: argparse.Namespace) -> int:
     count, bad = verify(folder, remove=args.remove)
     if args.json:
-        found = [
-            {**_named(one.entry), "path": str(one.entry.path), "why": one.why, "removed": one.removed} for one in bad
-        ]
+        found = [{**_named(entry), "path": str(entry.path), "why": why, "removed": gone} for entry, why, gone in bad]
         _print_json({"entries": count, "bad": found})
     else:
-        for one in bad:
-            print(f"BAD: {one.entry.path}: {one.why}" + (" (removed)" if one.removed else ""))
+        for entry, why, gone in bad:
+            print(f"BAD: {entry.path}: {why}" + (" (removed)" if gone else ""))
         print(f"{count} entries, {len(bad)} bad")
     return int(bool(bad))
 
@@ -115,15 +106,8 @@ def _prune(folder: EmbeddingFolder, rules: PruneRules, args: argparse.Namespace)
     gone, left = prune(folder, rules, dry_run=args.dry_run)
     gone_bytes, left_bytes = (sum(entry.bytes for entry in entries) for entries in (gone, left))
     if args.json:
-        _print_json(
-            {
-                "dry_run": args.dry_run,
-                "removed": [_named(entry) for entry in gone],
-                "removed_bytes": gone_bytes,
-                "left_entries": len(left),
-                "left_bytes": left_bytes,
-            }
-        )
+        sums = {"removed_bytes": gone_bytes, "left_entries": len(left), "left_bytes": left_bytes}
+        _print_json({"dry_run": args.dry_run, "removed": [_named(entry) for entry in gone], **sums})
         return 0
     pinned = sum(entry.pinned for entry in left)
     print(
@@ -143,10 +127,7 @@ def _rules(parser: argparse.ArgumentParser, folder: EmbeddingFolder, args: argpa
         if len(fits) != 1:
             parser.error(f"{len(fits)} fingerprints begin with {start!r}; there are: {', '.join(known) or 'none'}")
         named.update(fits)
-    if args.fingerprint:
-        chosen = named
-    else:
-        chosen = set(known) - named
+    chosen = named if args.fingerprint else set(known) - named
     return PruneRules(fingerprints=chosen, older_than_s=args.older_than, max_bytes=args.max_size, unpin=args.unpin)
 
 
@@ -157,10 +138,3 @@ def _named(entry: StoredEntry) -> dict[str, Any]:
 def _print_json(value: Any) -> None:
     json.dump(value, sys.stdout, indent=2)
     print()
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value

@@ -11,15 +11,6 @@ from vision.cache.folder import EmbeddingFolder, StoredEntry, least_recently_use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BadEntry:
-    """An entry that cannot be used, why, and whether it was removed."""
-
-    entry: StoredEntry
-    why: str
-    removed: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PruneRules:
     """Which entries go. fingerprints: those of others stay. older_than_s: what was not used for longer goes. max_bytes:
     then, what was not used for longest goes until no more is left. Neither: all go. unpin: pinned ones, too."""
@@ -30,8 +21,9 @@ class PruneRules:
     unpin: bool
 
 
-def verify(folder: EmbeddingFolder, *, remove: bool) -> tuple[int, list[BadEntry]]:
-    """Read every entry: how many there are, and the bad ones. remove: those that are damaged."""
+def verify(folder: EmbeddingFolder, *, remove: bool) -> tuple[int, list[tuple[StoredEntry, str, bool]]]:
+    """Read every entry: how many there are, and the bad ones: (entry, why, whether it was removed). remove: those that
+    are damaged."""
     count, bad = 0, []
     for entry in folder.entries(now_s=time.time()):
         try:
@@ -39,13 +31,11 @@ def verify(folder: EmbeddingFolder, *, remove: bool) -> tuple[int, list[BadEntry
                 try:
                     read_entry(file, bytes.fromhex(entry.key))
                 except DamagedEntryError as error:
-                    bad.append(
-                        BadEntry(entry=entry, why=str(error), removed=remove and remove_damaged(entry.path, file))
-                    )
+                    bad.append((entry, str(error), remove and remove_damaged(entry.path, file)))
         except FileNotFoundError:
             continue  # evicted meanwhile
         except OSError as error:
-            bad.append(BadEntry(entry=entry, why=f"it cannot be read: {error.strerror}", removed=False))
+            bad.append((entry, f"it cannot be read: {error.strerror}", False))
         count += 1
     return count, bad
 

@@ -8,8 +8,8 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeAlias
 
 from vlmserve import __version__
 from vlmserve.config.flags import CommandParser
@@ -21,9 +21,6 @@ from vlmserve.doctor.media import PROBES, media_findings
 from vlmserve.doctor.model import files_finding, model_findings, model_folder
 from vlmserve.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.doctor.probing import run_probes
-
-Report: TypeAlias = Mapping[str, Sequence[Finding]]
-"""Findings by their section."""
 
 _ABOUT = """\
 Tell what this machine and installation have, and lack: versions, GPU, memory, media libraries, optional extras, the
@@ -43,14 +40,17 @@ def main(argv: Sequence[str]) -> int:
     report = examine(args.model)
     counts = {status: sum(one.status is status for found in report.values() for one in found) for status in Status}
     if args.json:
-        _print_json(report, counts)
+        findings = [{"section": section, **asdict(one)} for section, found in report.items() for one in found]
+        tally = {"problems": counts[Status.PROBLEM], "notes": counts[Status.NOTE]}
+        json.dump({"version": __version__, **tally, "findings": findings}, sys.stdout, indent=2)
+        print()
     else:
         _print(report, counts)
     return int(counts[Status.PROBLEM] > 0)
 
 
-def examine(model: str | None) -> Report:
-    """Everything. Libraries are imported in two child processes at a time; in this one, none is."""
+def examine(model: str | None) -> dict[str, list[Finding]]:
+    """Everything, by section. Libraries are imported in two child processes at a time; in this one, none is."""
     needed, extras = read_requirements()
     folder = None if model is None else model_folder(model)
     modules = [one.module for one in needed if one.installed is not None and one.module not in (None, "torch")]
@@ -64,8 +64,14 @@ def examine(model: str | None) -> Report:
         files = files_finding()
         probed = {name: found for each in probing for name, found in each.result().items()}
     imports = {module: probed[f"import:{module}"] for module in modules if module} | {"torch": probed["torch"]}
+    python = platform.python_version()
+    ourselves = Finding(
+        name="vlmserve",
+        text=f"{__version__}, Python {python} ({sys.executable})",
+        data={"version": __version__, "python": python, "executable": sys.executable},
+    )
     report = {
-        "vlmserve": [_ourselves(), *needed_findings(needed, imports)],
+        "vlmserve": [ourselves, *needed_findings(needed, imports)],
         "machine": machine,
         "GPU": list(gpu_findings(nvidia, probed["torch"])),
         "media": list(media_findings(probed)),
@@ -79,53 +85,20 @@ def examine(model: str | None) -> Report:
     return report
 
 
-def _ourselves() -> Finding:
-    return Finding(
-        name="vlmserve",
-        text=f"{__version__}, Python {platform.python_version()} ({sys.executable})",
-        data={"version": __version__, "python": platform.python_version(), "executable": sys.executable},
-    )
-
-
-def _print(report: Report, counts: Mapping[Status, int]) -> None:
+def _print(report: Mapping[str, Sequence[Finding]], counts: Mapping[Status, int]) -> None:
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = 2 + max(len(one.name) for found in report.values() for one in found)
     for section, found in report.items():
         print(section)
         remedy = None
         for one in found:
-            status = f"{one.status:9}"
-            if coloured:
-                status = f"\x1b[{_COLOURS[one.status]}m{status}\x1b[0m"
+            status = f"\x1b[{_COLOURS[one.status]}m{one.status:9}\x1b[0m" if coloured else f"{one.status:9}"
             print(f"  {status}{one.name:{width}}{one.text}")
             if one.remedy and one.remedy != remedy:
                 print(f"  {'':9}{'':{width}}-> {one.remedy}")
             remedy = one.remedy
         print()
     print(f"{_count(counts[Status.PROBLEM], 'problem')}, {_count(counts[Status.NOTE], 'note')}")
-
-
-def _print_json(report: Report, counts: Mapping[Status, int]) -> None:
-    findings = [
-        {
-            "section": section,
-            "name": one.name,
-            "status": one.status,
-            "text": one.text,
-            "remedy": one.remedy,
-            "data": dict(one.data),
-        }
-        for section, found in report.items()
-        for one in found
-    ]
-    content = {
-        "version": __version__,
-        "problems": counts[Status.PROBLEM],
-        "notes": counts[Status.NOTE],
-        "findings": findings,
-    }
-    json.dump(content, sys.stdout, indent=2)
-    print()
 
 
 def _count(number: int, what: str) -> str:

@@ -6,7 +6,7 @@ import platform
 import subprocess
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vlmserve.config.engine_args import EngineArgs
@@ -65,39 +65,30 @@ def gpu_findings(nvidia: Nvidia, torch: Probed) -> Iterator[Finding]:
 
 
 def _driver(nvidia: Nvidia) -> Finding:
-    data = {"gpus": list(nvidia.gpus), "in_machine": nvidia.in_machine, "trouble": nvidia.trouble}
+    data = asdict(nvidia)
     if nvidia.gpus:
         return Finding(name="driver", text="; ".join(nvidia.gpus), data=data)
-    if nvidia.in_machine:
-        why = f"nvidia-smi says: {nvidia.trouble}" if nvidia.trouble else "there is no nvidia-smi"
-        return Finding(
-            name="driver",
-            text=f"there is an NVIDIA GPU, and no driver that works: {why}",
-            status=Status.NOTE,
-            remedy="install NVIDIA's driver; in a container, start it with docker run --gpus all",
-            data=data,
-        )
-    return Finding(name="driver", text="no NVIDIA GPU: models run on the CPU", data=data)
+    if not nvidia.in_machine:
+        return Finding(name="driver", text="no NVIDIA GPU: models run on the CPU", data=data)
+    why = f"nvidia-smi says: {nvidia.trouble}" if nvidia.trouble else "there is no nvidia-smi"
+    text = f"there is an NVIDIA GPU, and no driver that works: {why}"
+    remedy = "install NVIDIA's driver; in a container, start it with docker run --gpus all"
+    return Finding(name="driver", text=text, status=Status.NOTE, remedy=remedy, data=data)
 
 
 def _build(nvidia: Nvidia, torch: dict[str, typing.Any]) -> Finding:
     version, cuda = torch["version"], torch["cuda"]
-    data = {"version": version, "cuda": cuda, "hip": torch["hip"], "cuda_available": torch["cuda_available"]}
+    data = {name: torch[name] for name in ("version", "cuda", "hip", "cuda_available")}
     built = f"CUDA {cuda}" if cuda else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU only"
-    if nvidia.gpus and not torch["cuda_available"]:
-        why = (
-            f"finds no GPU that it can use: the driver may be too old for CUDA {cuda}, or CUDA_VISIBLE_DEVICES hides it"
-            if cuda
-            else "leaves the NVIDIA GPU unused"
-        )
-        return Finding(
-            name="torch build",
-            text=f"{version} is built for {built}, and {why}",
-            status=Status.PROBLEM,
-            remedy="update NVIDIA's driver" if cuda else _cuda_build(version),
-            data=data,
-        )
-    return Finding(name="torch build", text=f"{version} is built for {built}", data=data)
+    text = f"{version} is built for {built}"
+    if torch["cuda_available"] or not nvidia.gpus:
+        return Finding(name="torch build", text=text, data=data)
+    if cuda:
+        text += f", and finds no GPU that it can use: the driver may be too old for CUDA {cuda}, or "
+        text, remedy = text + "CUDA_VISIBLE_DEVICES hides it", "update NVIDIA's driver"
+    else:
+        text, remedy = f"{text}, and leaves the NVIDIA GPU unused", _cuda_build(version)
+    return Finding(name="torch build", text=text, status=Status.PROBLEM, remedy=remedy, data=data)
 
 
 def _cuda_build(version: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -34,20 +35,17 @@ def machine_findings() -> Iterator[Finding]:
 
 def system() -> Finding:
     """The operating system, and the Python that runs this."""
-    name = platform.system()
-    release = ""
-    if name == "Linux":
-        try:
-            release = platform.freedesktop_os_release().get("PRETTY_NAME", "")
-        except OSError:
-            release = ""
-    text = ", ".join(filter(None, [release, f"{name} {platform.release()} {platform.machine()}"]))
+    name, kernel, kind, distribution = platform.system(), platform.release(), platform.machine(), ""
+    with contextlib.suppress(OSError):
+        distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    text = ", ".join(filter(None, [distribution, f"{name} {kernel} {kind}"]))
+    foreign = name != "Linux"
     return Finding(
         name="system",
-        text=text if name == "Linux" else f"{text}: vlmserve is made for Linux",
-        status=Status.OK if name == "Linux" else Status.PROBLEM,
-        remedy=None if name == "Linux" else "run it on Linux, or in a Linux container",
-        data={"system": name, "release": platform.release(), "machine": platform.machine(), "distribution": release},
+        text=f"{text}: vlmserve is made for Linux" if foreign else text,
+        status=Status.PROBLEM if foreign else Status.OK,
+        remedy="run it on Linux, or in a Linux container" if foreign else None,
+        data={"system": name, "release": kernel, "machine": kind, "distribution": distribution},
     )
 
 

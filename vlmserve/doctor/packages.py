@@ -65,14 +65,8 @@ def read_requirements(folder: Path = ROOT) -> tuple[list[Requirement], dict[str,
         for line in importlib.metadata.requires(NAME) or ():
             found = _EXTRA.search(line)
             (needed if found is None else extras.setdefault(found.group(1), [])).append(line)
-    return (
-        [_requirement(line) for line in needed],
-        {
-            extra: [_requirement(line) for line in lines]
-            for extra, lines in extras.items()
-            if extra not in _EXTRAS_LEFT_OUT
-        },
-    )
+    extras = {extra: lines for extra, lines in extras.items() if extra not in _EXTRAS_LEFT_OUT}
+    return list(map(_requirement, needed)), {extra: list(map(_requirement, lines)) for extra, lines in extras.items()}
 
 
 def needed_findings(needed: Sequence[Requirement], imports: Mapping[str, Probed]) -> Iterator[Finding]:
@@ -83,12 +77,16 @@ def needed_findings(needed: Sequence[Requirement], imports: Mapping[str, Probed]
             error = imports[requirement.module].error
         broken = error and f"{requirement.installed} is installed, and cannot be imported: {error}"
         lacks = requirement.lacks or broken
-        again = ["--force-reinstall"] if broken else []
+        remedy = None
+        if lacks:  # one command for all that are missing
+            again = ["--force-reinstall"] if broken else []
+            missing = requirement.installed is None
+            remedy = install() if missing else pip_install(*again, requirement.text)
         yield Finding(
             name=requirement.name,
             text=lacks or f"{requirement.installed} ({requirement.bounds or 'any version'})",
             status=Status.PROBLEM if lacks else Status.OK,
-            remedy=_remedy(requirement, *again) if lacks else None,
+            remedy=remedy,
             data={"installed": requirement.installed, "needed": requirement.bounds, "import_error": error},
         )
 
@@ -118,7 +116,8 @@ def install(extra: str | None = None) -> str:
 def pip_install(*words: str) -> str:
     """A command for a shell. (uv makes environments without pip.)"""
     if importlib.util.find_spec("pip") is None:
-        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *_for_uv(words)])
+        words = tuple("--reinstall" if word == "--force-reinstall" else word for word in words)
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *words])
     return shlex.join([sys.executable, "-m", "pip", "install", *words])
 
 
@@ -129,15 +128,6 @@ def _project(folder: Path) -> dict[str, Any] | None:
         return None
     project: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
     return project if project.get("name") == NAME else None
-
-
-def _for_uv(words: Sequence[str]) -> list[str]:
-    return ["--reinstall" if word == "--force-reinstall" else word for word in words]
-
-
-def _remedy(requirement: Requirement, *options: str) -> str:
-    """One command for all that are missing."""
-    return install() if requirement.installed is None else pip_install(*options, requirement.text)
 
 
 def _requirement(line: str) -> Requirement:

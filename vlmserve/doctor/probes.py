@@ -69,25 +69,26 @@ def _picture(kind: str) -> dict[str, Any]:
 
     from PIL import Image
 
-    from processors.image.decoding import DecodeLimits, decode_image
-
     buffer = io.BytesIO()
     Image.new("RGB", (32, 24), (200, 60, 30)).save(buffer, kind)
-    image = decode_image(buffer.getvalue(), DecodeLimits())
-    return {"size": list(image.size)}
+    return _decoded(buffer.getvalue())
 
 
 def _sample(name: str) -> dict[str, Any]:
     """Reads a sample picture, or counts the frames of a sample clip."""
     path = SAMPLES / name
     if path.suffix != ".mp4":
-        from processors.image.decoding import DecodeLimits, decode_image
-
-        return {"size": list(decode_image(path.read_bytes(), DecodeLimits()).size)}
+        return _decoded(path.read_bytes())
     import av
 
     with av.open(str(path)) as container:
         return {"frames": sum(1 for _ in container.decode(video=0))}
+
+
+def _decoded(picture: bytes) -> dict[str, Any]:
+    from processors.image.decoding import DecodeLimits, decode_image
+
+    return {"size": list(decode_image(picture, DecodeLimits()).size)}
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 from vlmserve import __version__
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import resolve_model
+from vlmserve.config.number_words import above_zero, positive
 from vlmserve.verify.cases import KINDS, Case, made_cases, own_case
 from vlmserve.verify.comparison import Finding, Verdict, compare
 from vlmserve.verify.ours import RunSettings, our_answers
@@ -32,11 +31,12 @@ def main(argv: Sequence[str]) -> int:
         dtype=args.dtype, device=args.device, max_tokens=args.max_tokens, num_threads=args.num_threads
     )
     tolerance = TOLERANCES[args.dtype] if args.tolerance is None else args.tolerance
-    with tempfile.TemporaryDirectory(prefix="vlmserve-verify-") as media:
-        findings = run(folder, folder, _cases(args, Path(media)), settings, tolerance)
+    findings = run(folder, folder, _cases(args), settings, tolerance)
     _print(args, findings, tolerance)
     if args.json:
-        _write_json(args, findings, tolerance)
+        about = {"model": args.model, "dtype": args.dtype, "device": args.device, "versions": _versions()}
+        content = about | {"tolerance": tolerance, "findings": [asdict(finding) for finding in findings]}
+        args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return int(any(finding.verdict is Verdict.DIFFERENT for finding in findings))
 
 
@@ -44,19 +44,13 @@ def run(
     folder: Path, reference_folder: Path, cases: Sequence[Case], settings: RunSettings, tolerance: float
 ) -> list[Finding]:
     """Both sides one after the other, so that only one model is in memory at a time."""
-    _note(f"vlmserve: {len(cases)} cases, each whole, out of a warm cache and in small chunks ...")
+    print(f"vlmserve: {len(cases)} cases, each whole, out of a warm cache and in small chunks ...", file=sys.stderr)
     ours = our_answers(folder, cases, settings)
-    _note(f"transformers: {len(cases)} cases ...")
+    print(f"transformers: {len(cases)} cases ...", file=sys.stderr)
     theirs = reference_answers(reference_folder, cases, settings)
+    rounded = settings.dtype != "float32"
     return [
-        compare(
-            case.name,
-            variant,
-            answers[place],
-            theirs[place],
-            tolerance=tolerance,
-            allow_near_ties=settings.dtype != "float32",
-        )
+        compare(case.name, variant, answers[place], theirs[place], tolerance=tolerance, allow_near_ties=rounded)
         for place, case in enumerate(cases)
         for variant, answers in ours.items()
     ]
@@ -70,46 +64,30 @@ def _parser() -> argparse.ArgumentParser:
         epilog="In float32 every token must be equal. In 16 bits rounding decides where two tokens are about equally "
         "likely; an answer that parts from the reference's there is reported as a near tie and compared up to there.",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        default="",
-        help="checkpoint folder, or a Hugging Face hub id; left out: the small built-in model",
-    )
+    text = "checkpoint folder, or a Hugging Face hub id; left out: the small built-in model"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=text)
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="compute type [default: float32]")
-    parser.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU"
-    )
-    parser.add_argument(
-        "--cases",
-        metavar="KIND,...",
-        type=_kinds,
-        help=f"which of {','.join(KINDS)} to run [default: all, or none beside own inputs]",
-    )
-    parser.add_argument("--max-tokens", type=_positive, default=32, help="longest answer, in tokens [default: 32]")
-    parser.add_argument(
-        "--picture", type=_file, action="append", default=[], metavar="FILE", help="ask about this too; may be repeated"
-    )
-    parser.add_argument(
-        "--video", type=_file, action="append", default=[], metavar="FILE", help="ask about this too; may be repeated"
-    )
+    text = "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU"
+    parser.add_argument("--device", default="auto", help=text)
+    text = f"which of {','.join(KINDS)} to run [default: all, or none beside own inputs]"
+    parser.add_argument("--cases", metavar="KIND,...", type=_kinds, help=text)
+    parser.add_argument("--max-tokens", type=positive, default=32, help="longest answer, in tokens [default: 32]")
+    for name in ("--picture", "--video"):
+        text = "ask about this too; may be repeated"
+        parser.add_argument(name, type=_file, action="append", default=[], metavar="FILE", help=text)
     parser.add_argument("--prompt", help="the question about own pictures and videos, or without any")
-    parser.add_argument(
-        "--tolerance",
-        type=_above_zero,
-        help="largest difference of logprobs that is none "
-        f"[default: {', '.join(f'{value:g} in {name}' for name, value in TOLERANCES.items())}]",
-    )
-    parser.add_argument("--num-threads", type=_positive, help="CPU threads of both sides [default: all cores]")
+    default = ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
+    text = f"largest difference of logprobs that is none [default: {default}]"
+    parser.add_argument("--tolerance", type=above_zero, help=text)
+    parser.add_argument("--num-threads", type=positive, help="CPU threads of both sides [default: all cores]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     return parser
 
 
-def _cases(args: argparse.Namespace, media: Path) -> list[Case]:
+def _cases(args: argparse.Namespace) -> list[Case]:
     own = bool(args.picture or args.video or args.prompt)
     kinds = args.cases if args.cases is not None else () if own else KINDS
-    cases = made_cases(kinds, media)
+    cases = made_cases(kinds)
     return [*cases, own_case(args.picture, args.video, args.prompt)] if own else cases
 
 
@@ -134,27 +112,11 @@ def _print(args: argparse.Namespace, findings: Sequence[Finding], tolerance: flo
     )
 
 
-def _write_json(args: argparse.Namespace, findings: Sequence[Finding], tolerance: float) -> None:
-    content = {
-        "model": args.model,
-        "dtype": args.dtype,
-        "device": args.device,
-        "versions": _versions(),
-        "tolerance": tolerance,
-        "findings": [asdict(finding) for finding in findings],
-    }
-    args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def _versions() -> str:
     import torch
     import transformers
 
     return f"vlmserve {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _kinds(text: str) -> tuple[str, ...]:
@@ -163,20 +125,6 @@ def _kinds(text: str) -> tuple[str, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(KINDS)}")
     return kinds
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
 
 
 def _file(text: str) -> Path:

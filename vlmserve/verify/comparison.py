@@ -1,13 +1,34 @@
-"""One of our answers beside the reference's."""
+"""What both sides say about a case, and one of our answers beside the reference's."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
-from vlmserve.verify.answers import Answer, Step
-
+TOP = 20
+"""Alternatives kept of each step, on both sides."""
 _FIRST_STEP_TOP = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One output token. logprob: its own. top: the TOP most likely tokens and their logprobs, best first."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One greedy answer. prompt_tokens: with all pad tokens. cached_tokens: of the prompt, taken from the prefix cache.
+
+    steps: one for each token, the one that ends the answer included.
+    """
+
+    prompt_tokens: int
+    steps: tuple[Step, ...]
+    cached_tokens: int = 0
 
 
 class Verdict(enum.StrEnum):

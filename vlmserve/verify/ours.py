@@ -12,8 +12,8 @@ import torch
 
 from vlmserve.offline.llm import LLM, Completion
 from vlmserve.tokenizer.sampling import SamplingOverrides
-from vlmserve.verify.answers import TOP, Answer, Step
 from vlmserve.verify.cases import Case
+from vlmserve.verify.comparison import TOP, Answer, Step
 
 WHOLE, WARM, CHUNKS = "whole", "warm cache", "small chunks"
 _CHUNK = 32  # tokens: every case is cut, most of them inside a picture

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageOps
 
-from vlmserve.verify.answers import TOP, Answer, Step
 from vlmserve.verify.cases import Case, media_paths
+from vlmserve.verify.comparison import TOP, Answer, Step
 from vlmserve.verify.ours import RunSettings
 from vlmserve.verify.plain_clip import length_of, read_frames
 from vlmserve_common.compute.devices import resolve_device
@@ -96,8 +96,8 @@ class Reference:
         """Frames uint8 [T, H, W, 3] and metadata; of all there are, those that transformers' processor asks for."""
         from transformers.video_utils import VideoMetadata
 
-        length = length_of(path)
-        metadata = VideoMetadata(total_num_frames=length.frames, fps=length.rate)
+        frames, rate = length_of(path)
+        metadata = VideoMetadata(total_num_frames=frames, fps=rate)
         processor = self._processor.video_processor
         names = ("num_frames", "min_frames", "max_frames", "temporal_patch_size")
         asked = {name: getattr(processor, name, None) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -12,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmserve.config.checks import SettingsError
-from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
+from vlmserve.config.flags import CommandParser, add_settings
 from vlmserve.config.model_path import is_model
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 if TYPE_CHECKING:
-    from vlmserve.warmup.progress import Progress, Tally
-    from vlmserve.warmup.sources import Found
-    from vlmserve.warmup.target import Target
+    from vlmserve.warmup.local import LocalTarget
+    from vlmserve.warmup.remote import RemoteTarget
+    from vlmserve.warmup.sources import Source
 
 USAGE_ERROR = 2
 _INTERRUPTED = 130
@@ -51,33 +52,21 @@ _LEFT_OUT = {
     "processor_cache_mib",
     "video_reference",
 }
-_OWN = ("config", "words", "url", "api_key", "concurrency", "pin", "resume", "errors", "json", GIVEN_AS)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Command:
-    settings: ServerSettings
-    sources: Sequence[str]
-    url: str | None
-    concurrency: int
-    pin: bool
-    resume: Path | None
-    errors: Path | None
-    json: bool
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit status. Raises VlmserveError or OSError, with a message fit for the user, when nothing can be done."""
+    args = _parser().parse_intermixed_args(argv)
     try:
-        command = _read(argv)
+        settings = _settings(args)
         from vlmserve.warmup.sources import find_sources
 
-        found = find_sources(command.sources, sys.stdin.buffer)
+        sources, ignored = find_sources(args.words, sys.stdin.buffer)
     except SettingsError as error:
         for line in str(error).splitlines():
             print(f"vlmserve warmup: error: {line}", file=sys.stderr)
         return USAGE_ERROR
-    return _run(command, found)
+    return _run(args, settings, sources, ignored)
 
 
 def _parser() -> CommandParser:
@@ -113,57 +102,69 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(argv: Sequence[str]) -> _Command:
-    args = vars(_parser().parse_intermixed_args(argv))
-    flags = {name: value for name, value in args.items() if name not in _OWN}
-    if args["api_key"] is not None:
-        flags["api_key"] = args["api_key"]
-    sources: list[str] = args["words"]
-    url = args["url"]
-    if url is None and "model" not in flags and is_model(sources[0], alone=len(sources) == 1):
-        flags["model"], sources = sources[0], sources[1:]
-    settings = load_settings(flags, config=args["config"])
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    """Leaves in `args.words` the sources alone, and in `args.concurrency` a number."""
+    names = {setting.name for setting in iter_settings()}
+    flags = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    if args.url is None and "model" not in flags and is_model(args.words[0], alone=len(args.words) == 1):
+        flags["model"] = args.words.pop(0)
+    settings = load_settings(flags, config=args.config)
     engine = settings.engine
-    if not sources:
+    if not args.words:
         raise SettingsError(f"{flags['model']!r} is a model: name a SOURCE, too")
-    if url is None and engine.embedding_cache_dir is None:
+    if args.url is None and engine.embedding_cache_dir is None:
         raise SettingsError("name the folder that keeps embeddings (--embedding-cache-dir), or a server (--url)")
-    if url is not None and ("model" in flags or "embedding_cache_dir" in flags):
+    if args.url is not None and ("model" in flags or "embedding_cache_dir" in flags):
         raise SettingsError("with --url, the server's own model and --embedding-cache-dir are used: name none here")
-    concurrency = args["concurrency"]
-    if concurrency is None:
-        concurrency = 4 if url is not None else engine.max_mm_workers + engine.media_processes + 1
-    if concurrency < 1:
-        raise SettingsError(f"--concurrency is {concurrency}; it must be 1 or more")
-    return _Command(
-        settings=settings,
-        sources=sources,
-        url=url,
-        concurrency=concurrency,
-        pin=args["pin"],
-        resume=args["resume"],
-        errors=args["errors"],
-        json=args["json"],
-    )
+    if args.concurrency is None:
+        args.concurrency = 4 if args.url is not None else engine.max_mm_workers + engine.media_processes + 1
+    if args.concurrency < 1:
+        raise SettingsError(f"--concurrency is {args.concurrency}; it must be 1 or more")
+    return settings
 
 
-def _run(command: _Command, found: Found) -> int:
+def _run(args: argparse.Namespace, settings: ServerSettings, sources: Sequence[Source], ignored: int) -> int:
+    from processors.fetch.blocking import BlockingFetcher
+    from vlmserve.tokenizer.stage import stage_limits
+    from vlmserve.warmup.journal import Journal
     from vlmserve.warmup.progress import Progress, Tally, describe, summary
+    from vlmserve.warmup.requests import SourceReader
+    from vlmserve.warmup.run import WarmupRun
     from vlmserve_common.logs import configure_logging
 
-    configure_logging(command.settings.log_level, "warmup")
-    tally = Tally(total=len(found.sources), ignored=found.ignored)
-    target = _make_target(command)
+    configure_logging(settings.log_level, "warmup")
+    tally = Tally(total=len(sources), ignored=ignored)
+    target = _make_target(args, settings)
     progress = Progress(tally, sys.stderr)
     notes: list[str] = []
+    # Local files are read wherever they are: the user has named them.
+    fetch = dataclasses.replace(stage_limits(settings).fetch, allowed_local_media_path="/")
+
+    async def warm_up() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(target.close)
+            stack.callback(lambda: notes.extend(target.notes()))
+            errors = args.errors and stack.enter_context(args.errors.open("w", encoding="utf-8"))
+            journal = args.resume and stack.enter_context(contextlib.closing(Journal(args.resume, target.settings)))
+            run = WarmupRun(
+                target=target,
+                reader=SourceReader(stack.enter_context(contextlib.closing(BlockingFetcher(fetch)))),
+                tally=tally,
+                progress=progress,
+                journal=journal,
+                errors=errors,
+                concurrency=args.concurrency,
+            )
+            await run.run(sources)
+
     interrupted = False
     try:
-        asyncio.run(_warm_up(command, found, target, tally, progress, notes))
+        asyncio.run(warm_up())
     except KeyboardInterrupt:
         interrupted = True
     finally:
         progress.finish()
-        if command.json:
+        if args.json:
             json.dump(summary(tally, progress.seconds, notes, interrupted=interrupted), sys.stdout, indent=2)
             print()
         else:
@@ -171,44 +172,11 @@ def _run(command: _Command, found: Found) -> int:
     return _INTERRUPTED if interrupted else int(tally.failed > 0)
 
 
-async def _warm_up(
-    command: _Command, found: Found, target: Target, tally: Tally, progress: Progress, notes: list[str]
-) -> None:
-    from processors.fetch.blocking import BlockingFetcher
-    from vlmserve.tokenizer.stage import stage_limits
-    from vlmserve.warmup.journal import Journal
-    from vlmserve.warmup.requests import SourceReader
-    from vlmserve.warmup.run import WarmupRun
-
-    # Local files are read wherever they are: the user has named them.
-    fetch = dataclasses.replace(stage_limits(command.settings).fetch, allowed_local_media_path="/")
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(target.close)
-        stack.callback(lambda: notes.extend(target.notes()))
-        errors = None if command.errors is None else stack.enter_context(command.errors.open("w", encoding="utf-8"))
-        journal = None
-        if command.resume is not None:
-            journal = Journal(command.resume, target.settings)
-            stack.callback(journal.close)
-        fetcher = BlockingFetcher(fetch)
-        stack.callback(fetcher.close)
-        run = WarmupRun(
-            target,
-            SourceReader(fetcher),
-            tally=tally,
-            progress=progress,
-            journal=journal,
-            errors=errors,
-            concurrency=command.concurrency,
-        )
-        await run.run(found.sources)
-
-
-def _make_target(command: _Command) -> Target:
-    if command.url is not None:
+def _make_target(args: argparse.Namespace, settings: ServerSettings) -> LocalTarget | RemoteTarget:
+    if args.url is not None:
         from vlmserve.warmup.remote import RemoteTarget
 
-        return RemoteTarget(command.url, api_key=command.settings.api_key, pin=command.pin)
+        return RemoteTarget(args.url, api_key=settings.api_key, pin=args.pin)
     from vlmserve.warmup.local import LocalTarget
 
-    return LocalTarget(command.settings, pin=command.pin)
+    return LocalTarget(settings, pin=args.pin)

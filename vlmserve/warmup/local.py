@@ -21,7 +21,7 @@ from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.memory.sizing import check_weights_fit, weight_bytes
 from vlmserve.models.registry import load_config
 from vlmserve.tokenizer.stage import make_request_media, stage_limits
-from vlmserve.warmup.encoder_thread import EncoderThread
+from vlmserve.warmup.encoder_loop import EncoderLoop
 from vlmserve.warmup.requests import WarmupBody
 from vlmserve.warmup.target import Warmed, WarmupStopped
 from vlmserve_common.compute.cpus import available_cpus
@@ -31,7 +31,8 @@ from vlmserve_common.errors import EngineError
 
 
 class LocalTarget:
-    """See `Target`. settings.engine.embedding_cache_dir must be there. pin: entries are never evicted.
+    """settings.engine.embedding_cache_dir must be there. pin: entries are never evicted. `settings` is text that is
+    another where the same medium would become other entries.
 
     Raises CheckpointError, and EngineError for a folder that cannot be used.
     """
@@ -59,21 +60,13 @@ class LocalTarget:
             stack.callback(lambda: asyncio.run(self._media.close()))  # for what fails here
             dtype = dtype_setting(args.dtype)
             tower = outline_tower(folder, dtype=dtype)
+            tower_dtype = next(tower.parameters()).dtype
             if not args.num_encoders:
-                tower_dtype = next(tower.parameters()).dtype
                 check_weights_fit(weight_bytes(tower), model=args.model, dtype=tower_dtype, device=device)
                 tower = load_tower(folder, device=device, dtype=dtype)
-            self._pool = build_encoder_pool(
-                args,
-                tower,
-                dtype=next(tower.parameters()).dtype,
-                device=device,
-                start=start,
-            )
-            self._encoder = EncoderThread(
-                self._pool, max_patches=resolve_warmup_patches(args, device), num_threads=num_threads
-            )
-            stack.callback(self._encoder.close)
+            self._pool = build_encoder_pool(args, tower, dtype=tower_dtype, device=device, start=start)
+            max_patches = resolve_warmup_patches(args, device)
+            self._encoder = EncoderLoop(self._pool, max_patches=max_patches, num_threads=num_threads)
             self._stack = stack.pop_all()
         assert self._pool.store is not None
         self._store = self._pool.store
@@ -81,11 +74,12 @@ class LocalTarget:
         self.settings = f"{'pinned' if pin else 'unpinned'} {digest.hexdigest()}"
 
     async def encode(self, body: WarmupBody) -> Warmed:
-        """See `Target`."""
+        """Return when everything is encoded and, where there is a disk, saved. BadRequestError and EngineError are
+        about this request, WarmupStopped about all."""
         named = self._media.media_of(body.messages, body.mm_processor_kwargs, self._counts)
         items = [data_item(medium) for medium in await self._media.load(named)]
         keys = tuple(self._pool.key(patch) for item in items for patch in temporal_patches(item))
-        output = await asyncio.wrap_future(self._encoder.encode(items, pin=self._pin))
+        output = await self._encoder.encode(items, pin=self._pin)
         if output.error is not None:
             raise EngineError(output.error.message)
         if any(item.saved is False for item in output.items):
@@ -93,17 +87,18 @@ class LocalTarget:
         return Warmed(items=output.items, keys=keys)
 
     def holds(self, keys: Sequence[bytes]) -> bool:
-        """See `Target`."""
+        """Whether entries of these keys are still there, as far as that can be known."""
         return all(key in self._store for key in keys)
 
     def notes(self) -> list[str]:
-        """See `Target`."""
+        """What the user should know at the end, a sentence each."""
         evictions = self._store.stats().evictions
         if not evictions:
             return []
         return [f"{evictions} entries gave way to others: the cache is full (settings --embedding-cache-gib, --pin)"]
 
     async def close(self) -> None:
-        """See `Target`."""
+        """Break off what is under way, and write what waits to be written."""
         await self._media.close()
+        await self._encoder.close()
         await asyncio.to_thread(self._stack.close)

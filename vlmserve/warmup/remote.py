@@ -18,24 +18,26 @@ from vlmserve_common.errors import BadRequestError, EngineError
 # Waits between tries while a server says that it has too much to do (429) or is not ready (503).
 _WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 _BUSY = (429, 503)
+_COUNTED = ("temporal_patches", "encoded", "patches_encoded", "saved")
 _CONNECT_TIMEOUT_S = 10.0
 
 
 class RemoteTarget:
-    """See `Target`. url: http://host:port, with or without /v1. What the server still holds later cannot be known."""
+    """url: http://host:port, with or without /v1. `settings`: see `LocalTarget`. What the server still holds later
+    cannot be known."""
 
     def __init__(self, url: str, *, api_key: str | None, pin: bool) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1/warmup"
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        timeout, limits = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S), httpx2.Limits(max_connections=None)
+        self._client = httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits)
         self._pin = pin
         self._saves = True
-        self._client: httpx2.AsyncClient | None = None
         self.settings = f"{'pinned' if pin else 'unpinned'} {self._url}"
 
     async def encode(self, body: WarmupBody) -> Warmed:
-        """See `Target`."""
+        """Return when everything is encoded and, where there is a disk, saved. BadRequestError and EngineError are
+        about this request, WarmupStopped about all."""
         content = await asyncio.to_thread(self._content, body)
         for wait_s in (*_WAITS_S, None):
             status, answer = await self._post(content)
@@ -47,33 +49,25 @@ class RemoteTarget:
         raise self._error(status, answer)
 
     def holds(self, keys: Sequence[bytes]) -> bool:
-        """See `Target`."""
+        """Whether entries of these keys are still there, as far as that can be known."""
         return True
 
     def notes(self) -> list[str]:
-        """See `Target`."""
+        """What the user should know at the end, a sentence each."""
         if self._saves:
             return []
         return ["the server keeps no embeddings on disk (--embedding-cache-dir): they go when it ends, or before"]
 
     async def close(self) -> None:
-        """See `Target`."""
-        if self._client is not None:
-            await self._client.aclose()
+        """Break off what is under way, and write what waits to be written."""
+        await self._client.aclose()
 
     def _content(self, body: WarmupBody) -> bytes:
-        request = server_request(body)
-        if self._pin:
-            request["pin"] = True
-        return json.dumps(request).encode()
+        return json.dumps(server_request(body) | ({"pin": True} if self._pin else {})).encode()
 
     async def _post(self, content: bytes) -> tuple[int, Any]:
-        if self._client is None:
-            timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-            limits = httpx2.Limits(max_connections=None)
-            self._client = httpx2.AsyncClient(timeout=timeout, limits=limits)
         try:
-            response = await self._client.post(self._url, content=content, headers=self._headers)
+            response = await self._client.post(self._url, content=content)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise WarmupStopped(f"no answer from {self._url}: {str(error) or type(error).__name__}") from None
         try:
@@ -84,13 +78,7 @@ class RemoteTarget:
     def _warmed(self, answer: Any) -> Warmed:
         try:
             items = tuple(
-                EncodedItem(
-                    modality=Modality(item["type"]),
-                    temporal_patches=item["temporal_patches"],
-                    encoded=item["encoded"],
-                    patches_encoded=item["patches_encoded"],
-                    saved=item["saved"],
-                )
+                EncodedItem(modality=Modality(item["type"]), **{name: item[name] for name in _COUNTED})
                 for item in answer["items"]
             )
         except (TypeError, KeyError, ValueError):
@@ -104,11 +92,11 @@ class RemoteTarget:
         """What is wrong with one request is that request's; everything else ends the run."""
         told = answer.get("error") if isinstance(answer, dict) else None
         told = told if isinstance(told, dict) else {}
-        message, code = told.get("message") or f"HTTP status {status}", told.get("code")
+        message, code, param = told.get("message") or f"HTTP status {status}", told.get("code"), told.get("param")
         if status == 500:
             return EngineError(message)
-        if status in (400, 413, 422) and code != "no_embedding_cache":
-            return BadRequestError(message, param=told.get("param"), code=code, status=status)
-        if status == 404 and (told.get("param") or "").startswith("messages"):
-            return BadRequestError(message, param=told.get("param"), code=code, status=status)  # an uploaded file
+        is_bad = status in (400, 413, 422) and code != "no_embedding_cache"
+        no_upload = status == 404 and (param or "").startswith("messages")
+        if is_bad or no_upload:
+            return BadRequestError(message, param=param, code=code, status=status)
         return WarmupStopped(f"{self._url}: {message}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import blake3
 
@@ -31,19 +31,16 @@ class WarmupBody:
     mm_processor_kwargs: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedSource:
-    """identity: another one if anything about the source or its files has changed. read: reads the files, blocking;
-    raises BadRequestError."""
-
-    identity: str
-    read: Callable[[], WarmupBody]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Content:
+class Opened(Generic[T]):
+    """A source or file. identity: another one if anything about it, or its files, has changed. read: reads the files,
+    blocking; raises BadRequestError."""
+
     identity: str
-    read: Callable[[], bytes]
+    read: Callable[[], T]
 
 
 class SourceReader:
@@ -52,11 +49,11 @@ class SourceReader:
     def __init__(self, fetcher: BlockingFetcher) -> None:
         self._fetcher = fetcher
 
-    def open(self, source: Source) -> OpenedSource:
+    def open(self, source: Source) -> Opened[WarmupBody]:
         """Find out what a source is: files are only looked at, while http(s) URLs are fetched. BadRequestError."""
         return self._open_medium(source) if isinstance(source, Medium) else self._open_request(source)
 
-    def _open_medium(self, medium: Medium) -> OpenedSource:
+    def _open_medium(self, medium: Medium) -> Opened[WarmupBody]:
         content = self._content(medium.address, Path(), None)
 
         def read() -> WarmupBody:
@@ -65,14 +62,14 @@ class SourceReader:
             part = {"type": modality.value, modality.value: data}
             return WarmupBody(messages=[{"role": "user", "content": [part]}], mm_processor_kwargs={})
 
-        return OpenedSource(identity=content.identity, read=read)
+        return Opened(identity=content.identity, read=read)
 
-    def _open_request(self, line: RequestLine) -> OpenedSource:
+    def _open_request(self, line: RequestLine) -> Opened[WarmupBody]:
         with line.manifest.open("rb") as file:
             file.seek(line.offset)
             text = file.readline()
         sent, kwargs = _parse(text)
-        contents: dict[tuple[str, Modality], _Content] = {}
+        contents: dict[tuple[str, Modality], Opened[bytes]] = {}
         for param, address, modality in named_files(sent):
             try:
                 contents[address, modality] = self._content(address, line.manifest.parent, modality)
@@ -87,20 +84,20 @@ class SourceReader:
             files = {key: content.read() for key, content in contents.items()}
             return WarmupBody(messages=with_files(sent, files), mm_processor_kwargs=kwargs)
 
-        return OpenedSource(identity=f"request {digest.hexdigest()}", read=read)
+        return Opened(identity=f"request {digest.hexdigest()}", read=read)
 
-    def _content(self, address: str, folder: Path, modality: Modality | None) -> _Content:
+    def _content(self, address: str, folder: Path, modality: Modality | None) -> Opened[bytes]:
         """modality: None if it is not known yet."""
         path = local_path(address, folder)
         limit = modality or Modality.VIDEO
         if path is None and not address.startswith("data:"):
             data = self._fetcher.fetch(address, modality=limit)
-            return _Content(identity=f"bytes {blake3.blake3(data).hexdigest()}", read=lambda: data)
+            return Opened(identity=f"bytes {blake3.blake3(data).hexdigest()}", read=lambda: data)
         if path is None:
             identity, url = f"url {blake3.blake3(address.encode()).hexdigest()}", address
         else:
             identity, url = _file_identity(path), path.absolute().as_uri()
-        return _Content(identity=identity, read=lambda: self._fetcher.fetch(url, modality=limit))
+        return Opened(identity=identity, read=lambda: self._fetcher.fetch(url, modality=limit))
 
 
 def server_request(body: WarmupBody) -> dict[str, Any]:

@@ -54,16 +54,9 @@ class RequestLine:
 Source: TypeAlias = Medium | RequestLine
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """ignored: files in folders that are neither pictures nor videos."""
-
-    sources: tuple[Source, ...]
-    ignored: int
-
-
-def find_sources(words: Sequence[str], stdin: BinaryIO) -> Found:
-    """What the words of a command line stand for; "-" is a list on `stdin`.
+def find_sources(words: Sequence[str], stdin: BinaryIO) -> tuple[list[Source], int]:
+    """What the words of a command line stand for, and how many files in folders are neither pictures nor videos.
+    "-" is a list on `stdin`.
 
     Raises SettingsError for one that stands for nothing, OSError for a manifest that cannot be read.
     """
@@ -88,7 +81,7 @@ def find_sources(words: Sequence[str], stdin: BinaryIO) -> Found:
                 sources += _lines(path)
             else:
                 sources.append(Medium(address=str(path)))
-    return Found(sources=tuple(sources), ignored=ignored)
+    return sources, ignored
 
 
 def _address(text: str, folder: Path) -> str:

@@ -10,8 +10,8 @@ import torch
 from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.bench.gpu_measures import PARTS, Bench
-from vlmserve.bench.gpu_subject import FULL, SMALL, Ours, make_prompts
-from vlmserve.checkpoints.random import write_random_checkpoint
+from vlmserve.bench.gpu_sizes import FULL, SMALL, make_prompts
+from vlmserve.bench.random_checkpoint import write_random_checkpoint
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import EngineError
 
@@ -46,20 +46,20 @@ def test_prompts_have_the_tokens_they_are_to_have(tmp_path):
     folder = write_random_checkpoint(tmp_path, text_sizes=SMALL.text, vision_sizes=SMALL.vision)
     tokenizer = load_text_tokenizer(folder)
     for sizes in (SMALL, FULL):
-        prompts = make_prompts(tokenizer, max(sizes.batches), sizes.short_prompt, 0)
+        prompts = make_prompts(tokenizer, max(sizes.batches), sizes.short_prompt)
         assert len(set(prompts)) == max(sizes.batches)
         assert {len(tokenizer.encode(text)) for text in prompts} == {sizes.short_prompt}
-    assert make_prompts(tokenizer, 1, 16, 0) == make_prompts(tokenizer, 1, 16, 0)
+    assert make_prompts(tokenizer, 1, 16) == make_prompts(tokenizer, 1, 16)
     tokenizer.encode = lambda text: [1, 2]
     with pytest.raises(EngineError, match="too few of the words"):
-        make_prompts(tokenizer, 1, 16, 0)
+        make_prompts(tokenizer, 1, 16)
 
 
 def test_rows_that_were_to_be_found_are_found(tmp_path, monkeypatch):
     folder = write_random_checkpoint(tmp_path, text_sizes=SMALL.text, vision_sizes=SMALL.vision)
     bench = object.__new__(Bench)  # its cache alone needs neither engine
     bench._sizes, bench._device, bench._dtype = SMALL, torch.device("cpu"), torch.bfloat16
-    bench._rounds, bench._seed, bench._folder = 1, 0, folder
+    bench._rounds, bench._folder = 1, folder
     assert [one.name for one in bench.cache()] == [
         "rows of a picture, encoded",
         "rows of a picture, found in the device",
@@ -69,13 +69,9 @@ def test_rows_that_were_to_be_found_are_found(tmp_path, monkeypatch):
         bench.cache()
 
 
-def test_all_sizes_fit_the_kv_cache(tmp_path):
+def test_all_sizes_fit_the_kv_cache():
     for sizes in (SMALL, FULL):
         assert sizes.kv_tokens >= max(sizes.batches) * (sizes.short_prompt + sizes.answer)
         assert sizes.kv_tokens >= sizes.long_prompt + 64
         assert sizes.kv_tokens >= sizes.side**2 // 256 + 512
         assert sizes.kv_tokens % 16 == 0
-    folder = write_random_checkpoint(tmp_path, text_sizes=SMALL.text, vision_sizes=SMALL.vision)
-    ours = Ours(folder, SMALL, device=torch.device("cpu"), dtype=torch.float32)
-    assert ours.llm.info.max_total_tokens == SMALL.kv_tokens
-    ours.llm.close()

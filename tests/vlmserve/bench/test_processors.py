@@ -72,7 +72,7 @@ def test_alternatives_take_turns():
     timings = in_turns({name: lambda name=name: order.append(name) for name in "ab"}, 2)
     assert order == ["a", "b"] * 3
     assert [len(timing.cpu) for timing in timings.values()] == [2, 2]
-    assert ratios((2.0, 9.0, 4.0), (1.0, 3.0, 1.0)) == (3.0, 2.0, 4.0)
+    assert str(ratios((2.0, 9.0, 4.0), (1.0, 3.0, 1.0))) == "3.00 x (2.00 to 4.00)"
 
 
 def test_stalls_and_holds_are_seen():

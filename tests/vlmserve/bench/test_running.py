@@ -13,7 +13,7 @@ import pytest
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
 from vlmserve import cli
 from vlmserve.bench import running
-from vlmserve.bench.load import Timing
+from vlmserve.bench.load import LoadClient, NoAnswerError, Round, Timing
 
 FLAGS = ["bench", "serve", "--image-size", "28", "--output-tokens", "5"]
 
@@ -62,7 +62,7 @@ def test_a_request_rate(served: Served, monkeypatch: pytest.MonkeyPatch, capsys:
         assert cli.main([*words, "--request-rate", "500", "--num-prompts", "5", "--images", "0"]) == 0
     assert all(request.mm_inputs is None for request in served.scheduler.requests)
     assert "500 requests a second: 5 answered, 0 failed" in capsys.readouterr().out
-    arrivals = running._arrivals(2000, 4.0, 0)
+    arrivals = running.poisson_arrivals(2000, 4.0, 0)
     assert arrivals[0] == 0
     assert np.diff(arrivals).min() > 0
     assert np.diff(arrivals).mean() == pytest.approx(1 / 4, rel=0.1)
@@ -73,7 +73,7 @@ def test_percentiles() -> None:
         Timing(ttft_s=n / 100, total_s=n / 100 + 1, tokens=11, text="", gaps_s=(0.1,) * 10, prompt_tokens=7)
         for n in range(1, 101)
     )
-    figures = running.Round(name="x", timings=timings, failures=("no",), wall_s=10.0).figures(2)
+    figures = running.round_figures(Round(timings=timings, failures=("no",), wall_s=10.0), 2)
     assert figures["ttft_s"] == pytest.approx({"mean": 0.505, "p50": 0.505, "p90": 0.901, "p99": 0.9901})
     assert figures["tpot_s"]["p99"] == pytest.approx(0.1)
     assert (figures["failed"], figures["requests_per_s"], figures["pictures_per_s"]) == (1, 10.0, 20.0)
@@ -83,14 +83,14 @@ def test_percentiles() -> None:
 def test_what_fails_is_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, count = running.ask, iter(range(100))
+    real, count = LoadClient._ask, iter(range(100))
 
     async def sometimes(*args: object) -> Timing:
         if next(count) % 2:
-            raise RuntimeError("HTTP 500: broken")
+            raise NoAnswerError("HTTP 500: broken")
         return await real(*args)
 
-    monkeypatch.setattr(running, "ask", sometimes)
+    monkeypatch.setattr(LoadClient, "_ask", sometimes)
     with real_server(served.app) as port:
         words = [*FLAGS, "--url", f"http://127.0.0.1:{port}", "--api-key", "sesame", "--requests", "4"]
         assert cli.main([*words, "--concurrency", "1"]) == 1

@@ -10,8 +10,9 @@ import torch
 from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.bench import vision_measures, vision_subject
+from vlmserve.bench.interleaved import Spread
+from vlmserve.bench.reference import check_rows
 from vlmserve.bench.vision_measures import Measure, Plan
-from vlmserve.bench.vision_reference import check_rows
 from vlmserve.bench.vision_subject import Subject, write_checkpoint
 
 PLAN = Plan(rounds=1, threads=1, max_patches=512)
@@ -21,7 +22,7 @@ TINY_TOWER = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "num_p
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(vision_subject, "VISION_SIZES", vision_subject.VISION_SIZES | TINY_TOWER)
-    text = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 1024}
+    text = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96}
     monkeypatch.setattr(vision_subject, "_TEXT_SIZES", text)
     monkeypatch.setattr(vision_measures, "_LARGE", (256, 256))
     monkeypatch.setattr(vision_measures, "_LOOKUPS", 50)
@@ -53,7 +54,7 @@ def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
 def test_encoder_processes_are_measured(subject):
     measures = vision_measures.measure_workers(subject, PLAN)
     assert set(measures[0].timings) == {"one process", "two processes", "two threads"}
-    assert all(one.value > 0 and one.met is None for one in measures)
+    assert all(one.spread.least > 0 and one.met is None for one in measures)
 
 
 def test_a_wrong_tower_is_not_timed(subject):
@@ -78,7 +79,7 @@ def test_one_row_that_is_off_is_seen():
 
 def test_a_target_is_met_from_its_own_side():
     def measure(value, bound):
-        return Measure(name="", value=value, least=value, most=value, target=2.0, bound=bound)
+        return Measure(name="", spread=Spread.of([value]), target=2.0, bound=bound)
 
     assert [measure(value, "at least").met for value in (1.9, 2.0, 2.1)] == [False, True, True]
     assert [measure(value, "at most").met for value in (1.9, 2.0, 2.1)] == [True, True, False]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vlmserve.checkpoints.tiny import write_tiny_model
+from tests.default_model import copy_default_model
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.doctor import machine
 from vlmserve.doctor.finding import Finding, Status
@@ -208,7 +208,7 @@ def test_the_built_in_model_is_as_it_was_made(tmp_path: Path) -> None:
 
 
 def test_a_model_and_the_memory_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tiny_model(tmp_path)
+    copy_default_model(tmp_path)
     monkeypatch.setattr(sizing, "free_memory", lambda device: (2**34, 2**34))
     fits = examine(str(tmp_path))
     assert fits["kv_tokens"] > 0

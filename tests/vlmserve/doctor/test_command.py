@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import ROOT
-from vlmserve.checkpoints.tiny import write_tiny_model
 
 
 def run(*words: str, python: Path | str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def run(*words: str, python: Path | str = sys.executable, **environment: str) ->
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of this machine and a model whose weights are cut off."""
     folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
+    copy_default_model(folder)
     weights = folder / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1)
     done = run(str(folder), "--json")

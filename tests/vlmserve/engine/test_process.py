@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.default_model import copy_default_model
 from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
-from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
@@ -26,7 +26,7 @@ def test_encoder_processes_start_as_the_server_does(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(process_backend, "ProcessBackend", told)
     monkeypatch.setattr(process, "Sender", lambda *_: SimpleNamespace(send=None))
-    write_tiny_model(tmp_path)
+    copy_default_model(tmp_path)
     args = EngineArgs(model=str(tmp_path), num_threads=1, max_total_tokens=1024, encoder_dp_size=1)
     channels = Channels.in_directories(tmp_path, tmp_path / "shared")
     start = StartSettings(shared_dir=tmp_path / "shared", log_level="error", startup_timeout_s=7.5, ready_by=12.5)

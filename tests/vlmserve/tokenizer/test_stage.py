@@ -13,9 +13,9 @@ import pytest
 from processors.families.base import MultimodalProcessor
 from processors.pool import process_maker
 from processors.pool.process_maker import ProcessMaker, ProcessSettings
+from tests.default_model import copy_default_model
 from tests.processors.fake_media_worker import PAUSE, fake_worker
 from tests.vlmserve.server_process import PATIENCE_S
-from vlmserve.checkpoints.tiny import write_tiny_model
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
@@ -32,7 +32,7 @@ def folder() -> Iterator[Path]:
     """On tmpfs; holds a model, and what the workers note down."""
     with PrivateDirectory(shared_memory_base(), "vlmserve-test") as private:
         (private.path / "shared").mkdir()
-        write_tiny_model(private.path)
+        copy_default_model(private.path)
         yield private.path
 
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from vlmserve.verify.answers import Answer, Step
-from vlmserve.verify.comparison import Finding, Verdict, compare
+from vlmserve.verify.comparison import Answer, Finding, Step, Verdict, compare
 
 
 def step(token: int, **logprobs: float) -> Step:

@@ -1,23 +1,23 @@
 """A full-size Qwen3-VL checkpoint with random weights, to measure speed and memory with.
 
-Everything but the sizes is the tiny random model's: tokenizer, template, processor settings. Rows of the embedding
-beyond the tokenizer's vocabulary are zero, so that a greedy answer keeps to tokens that are text.
+Its tokenizer and template are the built-in model's. Rows of the embedding beyond the tokenizer's vocabulary are zero.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from vlmserve.checkpoints.tiny import write_tiny_model
+from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.models.registry import load_config, make_model
-from vlmserve_common.checkpoint.reader import INDEX_FILE, SINGLE_FILE, read_json
+from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
+from vlmserve_common.checkpoint.reader import INDEX_FILE, read_json
 from vlmserve_common.checkpoint.weights import stored_tensors
 
 # Qwen3-0.6B's decoder
@@ -30,6 +30,7 @@ TEXT_SIZES: dict[str, Any] = {
     "intermediate_size": 3072,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
+    "rope_theta": 5_000_000,
     "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
 }
 # Qwen3-VL-2B's tower, with rows as wide as that decoder
@@ -43,6 +44,7 @@ VISION_SIZES: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [5, 11, 17],
 }
+_MIN_PIXELS, _MAX_PIXELS, _MAX_VIDEO_PIXELS = 64**2, 1024**2, 4096**2
 _EMBED_STD, _LOGIT_STD = 0.05, 2.5
 _SHARD_BYTES = 512 * 1024**2
 
@@ -50,40 +52,41 @@ _SHARD_BYTES = 512 * 1024**2
 def write_random_checkpoint(
     folder: Path,
     *,
-    dtype: torch.dtype = torch.bfloat16,
     text_sizes: dict[str, Any] = TEXT_SIZES,
     vision_sizes: dict[str, Any] = VISION_SIZES,
     seed: int = 0,
 ) -> Path:
-    """Write the checkpoint into `folder` (made if need be), in shards, and return it. The same seed, the same bytes.
+    """Write the checkpoint into `folder` (made if need be), in bfloat16 and in shards, and return it. The same seed,
+    the same bytes.
 
-    text_sizes, vision_sizes: fields of `text_config` and `vision_config` that differ from the tiny model's.
+    text_sizes, vision_sizes: fields of `text_config` and `vision_config` that differ from the built-in model's.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_tiny_model(folder)
-    (folder / SINGLE_FILE).unlink()
+    for file in (*DEFAULT_MODEL.glob("*.json"), *DEFAULT_MODEL.glob("*.jinja")):
+        shutil.copyfile(file, folder / file.name)
+    for name, most in (("preprocessor", _MAX_PIXELS), ("video_preprocessor", _MAX_VIDEO_PIXELS)):
+        settings = read_json(folder, f"{name}_config.json")
+        settings["size"] = {"shortest_edge": _MIN_PIXELS, "longest_edge": most}
+        _write_json(folder / f"{name}_config.json", settings)
     config = read_json(folder, "config.json")
-    used_rows = config["text_config"]["vocab_size"]
-    config["text_config"] |= text_sizes | {"dtype": str(dtype).removeprefix("torch.")}
+    own_head = {"tie_word_embeddings": False}
+    config |= own_head
+    config["text_config"] |= text_sizes | own_head | {"dtype": "bfloat16"}
     config["vision_config"] |= vision_sizes
     _write_json(folder / "config.json", config)
-    model = make_model(config, load_config(folder), torch.device("meta"), dtype)
+    used_rows = load_text_tokenizer(folder).num_ids
+    model = make_model(config, load_config(folder), torch.device("meta"), torch.bfloat16)
     shards: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
-    for name, shape in _published(model):
-        pending[name] = _random(name, shape, used_rows, generator).to(dtype)
+    for stored, tensor in stored_tensors(model):
+        name = stored if stored.startswith("lm_head.") else f"model.{stored}"  # as published checkpoints have it
+        pending[name] = _random(name, tuple(tensor.shape), used_rows, generator).bfloat16()
         if sum(tensor.nbytes for tensor in pending.values()) >= _SHARD_BYTES:
             _save_shard(folder, pending, shards)
     _save_shard(folder, pending, shards)
     _write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": shards})
     return folder
-
-
-def _published(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as published Qwen3-VL checkpoints have them."""
-    for name, tensor in stored_tensors(model):
-        yield name if name.startswith("lm_head.") else f"model.{name}", tuple(tensor.shape)
 
 
 def _random(name: str, shape: tuple[int, ...], used_rows: int, generator: torch.Generator) -> torch.Tensor:

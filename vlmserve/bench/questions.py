@@ -1,0 +1,46 @@
+"""What a benchmark asks: distinct pictures with a short question each."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+
+def picture_part(picture: bytes) -> dict[str, object]:
+    """A PNG file as a part of a message in OpenAI's form."""
+    url = "data:image/png;base64," + base64.b64encode(picture).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """About pictures (PNG files), or about none."""
+
+    pictures: tuple[bytes, ...]
+    text: str
+
+    def messages(self, part: Callable[[bytes], dict[str, object]] = picture_part) -> list[dict[str, object]]:
+        """The conversation. part: what stands for a picture in it."""
+        return [{"role": "user", "content": [*map(part, self.pictures), {"type": "text", "text": self.text}]}]
+
+
+def make_questions(count: int, *, pictures: int = 1, side: int, seed: int) -> list[Question]:
+    """Questions about pictures of side x side pixels that differ in every pixel, so that no cache helps."""
+    made = []
+    for number in range(count):
+        shown = tuple(_picture(side, [seed, number * pictures + place]) for place in range(pictures))
+        text = f"What is shown? Answer in a few words. ({seed}-{number})"  # texts differ, too
+        made.append(Question(pictures=shown, text=text))
+    return made
+
+
+def _picture(side: int, seed: list[int]) -> bytes:
+    small = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC).save(file, "PNG")
+    return file.getvalue()

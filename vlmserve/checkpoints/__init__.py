@@ -1,1 +1,0 @@
-"""Checkpoints that we make ourselves, for tests and measurements."""
