@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.tokenizer.file_parts import FindFile
@@ -10,11 +12,12 @@ from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve_common.errors import BadRequestError
 
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingOverrides))
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def to_generate_request(
-    request: ChatCompletionRequest, request_id: str, *, max_n: int, find_file: FindFile
+    request: ChatCompletionRequest, request_id: str, *, max_n: int = 128, find_file: FindFile
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
@@ -46,22 +49,11 @@ def to_generate_request(
 
 def _sampling(request: ChatCompletionRequest) -> SamplingOverrides:
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return SamplingOverrides(
-        max_new_tokens=limit,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        stop=None if request.stop is None else tuple(request.stop),
-        stop_token_ids=None if request.stop_token_ids is None else tuple(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
-        logit_bias=None if request.logit_bias is None else _logit_bias(request.logit_bias),
-        skip_special_tokens=request.skip_special_tokens,
-    )
+    given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}
+    given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if given[name] is not None}
+    if request.logit_bias is not None:
+        given["logit_bias"] = _logit_bias(request.logit_bias)
+    return SamplingOverrides(**{**given, "max_new_tokens": limit})
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
