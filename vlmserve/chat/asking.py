@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from vlmserve.client.answer import Answer, Stats, read_answer
+from vlmserve.client.answer import Answer, Stats
 from vlmserve.client.chat_client import ChatClient
 
 
@@ -26,7 +26,7 @@ def ask(client: ChatClient, body: Mapping[str, Any], write: Callable[[str], None
 
     async def read() -> None:
         nonlocal answer
-        async with aclosing(client.stream(body)) as chunks, aclosing(read_answer(chunks)) as answers:
+        async with aclosing(client.ask(body)) as answers:
             async for now in answers:
                 piece, answer = now.text[len(answer.text) :], now
                 if piece:

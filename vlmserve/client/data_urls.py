@@ -39,6 +39,9 @@ def _part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _url(content: Any) -> Any:
     """URLs, and uploaded files, stay as they are."""
-    if not isinstance(content, bytes):
-        return content
+    return data_url(content) if isinstance(content, bytes) else content
+
+
+def data_url(content: bytes) -> str:
+    """A picture's or video's file as a URL."""
     return f"data:{mime_type(content[:HEAD_BYTES])};base64,{base64.b64encode(content).decode()}"

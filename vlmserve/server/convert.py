@@ -27,7 +27,7 @@ def to_generate_request(
     _refuse_unsupported(request)
     n = 1 if request.n is None else request.n
     if not 1 <= n <= max_n:
-        raise BadRequestError(f"n is {n}; it must be between 1 and {max_n}", param="n", code="invalid_value")
+        raise _invalid("n", f"n is {n}; it must be between 1 and {max_n}")
     continue_final = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
     return GenerateReqInput(
@@ -59,29 +59,22 @@ def _sampling(request: ChatCompletionRequest) -> SamplingOverrides:
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for key in given:
         if not _TOKEN_ID.fullmatch(key):
-            raise BadRequestError(
-                f"logit_bias has the key {key[:40]!r}; its keys must be token ids",
-                param="logit_bias",
-                code="invalid_value",
-            )
+            raise _invalid("logit_bias", f"logit_bias has the key {key[:40]!r}; its keys must be token ids")
     return {int(key): bias for key, bias in given.items()}
 
 
 def _check_combinations(request: ChatCompletionRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
-        raise BadRequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+        raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if request.stream_options is not None and not request.stream:
-        raise BadRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+        raise _invalid("stream_options", "stream_options needs stream: true")
     names = [tool["function"]["name"] for tool in request.tools or []]  # type: ignore[index]
     choice = request.tool_choice
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        raise BadRequestError(
-            f"tool_choice names the function {choice.function.name!r}, which is not among the tools {names}",
-            param="tool_choice",
-            code="invalid_value",
-        )
+        what = f"tool_choice names the function {choice.function.name!r}, which is not among the tools {names}"
+        raise _invalid("tool_choice", what)
     if choice == "required" and not names:
-        raise BadRequestError("tool_choice required needs tools", param="tool_choice", code="invalid_value")
+        raise _invalid("tool_choice", "tool_choice required needs tools")
 
 
 def _refuse_unsupported(request: ChatCompletionRequest) -> None:
@@ -94,6 +87,10 @@ def _refuse_unsupported(request: ChatCompletionRequest) -> None:
     for name in ("prediction", "web_search_options", "functions", "function_call"):
         if getattr(request, name) is not None:
             raise _unsupported(name, name)
+
+
+def _invalid(param: str, what: str) -> BadRequestError:
+    return BadRequestError(what, param=param, code="invalid_value")
 
 
 def _unsupported(param: str, what: str) -> BadRequestError:

@@ -16,9 +16,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from processors.fetch.byte_limit import ByteLimit
@@ -233,7 +233,7 @@ class FileStore:
         return record if (record.id, record.bytes) == (file_id, size) else None
 
 
-class Upload:
+class Upload(AbstractContextManager["Upload"]):
     """A file being written; a context manager that leaves nothing behind unless it was committed.
 
     Its methods may be called in different threads, also while another one is still at work.
@@ -276,12 +276,7 @@ class Upload:
                 self._file.close()
                 self._store.abandon(self)
 
-    def __enter__(self) -> Upload:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
