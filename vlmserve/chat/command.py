@@ -78,14 +78,14 @@ def _answer_one(args: argparse.Namespace, media: Sequence[Medium]) -> int:
     with _talker(args) as talker:
         messages = chat_messages(args.system, (), question, lambda medium: medium.part(args.options))
         try:
-            outcome = ask(talker.client, chat_body(talker.model, messages, args.options), _write)
+            answer, stopped = ask(talker.client, chat_body(talker.model, messages, args.options), _write)
             _write("\n")
         except BrokenPipeError:  # who read the answer has enough of it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-    if outcome.stopped:
+    if stopped:
         return 128 + signal.SIGINT
-    for note in outcome.answer.notes:
+    for note in answer.notes:
         print(f"vlmserve chat: {note}", file=sys.stderr)
     return 0
 

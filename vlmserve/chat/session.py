@@ -149,21 +149,20 @@ class Session:
         messages = self._messages(before, question)
         body = chat_body(self._talker.model, messages, self._options)
         try:
-            outcome = ask(self._talker.client, body, self._terminal.piece)
+            answer, stopped = ask(self._talker.client, body, self._terminal.piece)
         except ServerError as error:
             self._terminal.error(self._talker.whats_wrong() or str(error))
             self._terminal.note("The question does not count; /retry asks it again.")
             return
-        answer = outcome.answer
         self._terminal.end_line()
-        if outcome.stopped:
+        if stopped:
             kept = "what was said counts" if answer.text else "the question does not count; /retry asks it again"
             self._terminal.note(f"(stopped; {kept})")
         for note in answer.notes:
             self._terminal.note(f"({note})")
         if answer.stats is not None and self._stats:
             self._terminal.note(f"({stats_line(answer.stats)})")
-        if answer.text or not outcome.stopped:
+        if answer.text or not stopped:
             self._turns = [*before, Turn(question=question, answer=answer.text)]
 
     def _messages(self, turns: Sequence[Turn[Medium]], question: Question[Medium] | None) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import Request
@@ -42,11 +43,5 @@ async def warm_up(served: ServedModel, request: Request) -> Response:
 
 
 def _describe(item: EncodedItem) -> dict[str, Any]:
-    return {
-        "type": item.modality.value,
-        "temporal_patches": item.temporal_patches,
-        "encoded": item.encoded,
-        "found": item.found,
-        "patches_encoded": item.patches_encoded,
-        "saved": item.saved,
-    }
+    counts = asdict(item)
+    return {"type": counts.pop("modality").value, "found": item.found, **counts}

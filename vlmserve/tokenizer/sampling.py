@@ -70,7 +70,7 @@ def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "m
     config = read_json(folder / "generation_config.json") if source == "model" else {}
     if config.get("do_sample") is False:
         config = {"temperature": 0.0, "repetition_penalty": config.get("repetition_penalty")}
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    known = [field.name for field in fields(SamplingDefaults)]
     return SamplingDefaults(**{name: config[name] for name in known if config.get(name) is not None})
 
 
