@@ -14,6 +14,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
+# The quick tests run in several processes, a file in one of them, so that what a file sets up is set up once.
+PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 DEVICE ?= cuda
 
 .PHONY: serve setup setup-test lint test test-full test-gpu docs clean
@@ -47,7 +49,7 @@ lint: setup-test
 	@$(BIN)/lint-imports
 
 test: lint
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PARALLEL) $(PYTEST_ARGS)
 
 test-full: setup-test
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)

@@ -8,7 +8,7 @@ import struct
 import pytest
 from PIL import Image
 
-from processors import decoding
+from processors.image import decoding
 from processors.image.av1_sizes import FrameSizes, av1_units
 from processors.image.avif_structure import check_avif
 from processors.image.decoding import DecodeLimits

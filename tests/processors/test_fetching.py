@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from processors import fetching
+from processors.fetch import fetching
 from processors.fetch.fetching import FetchSettings, MediaFetcher
 from tests.processors.web import BODY, TLS, closed_port, serve
 from vlmserve_common.errors import BadRequestError

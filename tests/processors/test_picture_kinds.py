@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, features
 
-from processors import rgb
+from processors.image import rgb
 from processors.image.decoding import DecodeLimits, decode_image, normalize_image
 from processors.image.formats import looks_like_picture
 from tests.processors.helpers import encoded, picture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin, TiffImagePlugin
 
-from processors import decoding
+from processors.image import decoding
 from processors.image.decoding import decode_image, normalize_image
 from tests.processors.helpers import encoded, noise, picture
 from tests.processors.test_decoding import FILES, LIMITS, animation, exif, png_chunk

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from processors import pool as pool_module
 from processors.fetch.fetching import FetchSettings, MediaFetcher
 from processors.fetch.media_file import MediaFile
+from processors.pool import pool as pool_module
 from processors.pool.making import FatalMediumError
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest

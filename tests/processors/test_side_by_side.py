@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from processors import side_by_side as module
+from processors.video import side_by_side as module
 from processors.video.side_by_side import side_by_side
 
 WAIT_S = 20.0  # a bound for waits on other threads, never waited for when all is well

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vision import attention
+from vision.towers import attention
 from vision.towers.grids import group_segments
 
 torch.set_num_threads(1)

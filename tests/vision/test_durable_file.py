@@ -42,7 +42,7 @@ def steps(monkeypatch):
 def leave_temporary(folder, kernel=None):
     """A temporary file as a killed writer leaves it, perhaps one of another kernel."""
     code = (
-        "import os, pathlib, sys; from vision import durable_file as d;"
+        "import os, pathlib, sys; from vision.cache import durable_file as d;"
         "os.fsync = lambda fd: os._exit(9); d.write_file(pathlib.Path(sys.argv[1]), [b'half'], time_s=0)"
     )
     before = set(folder.iterdir())

@@ -29,7 +29,8 @@ from tests.vision.store_helpers import (
     rows,
     temporary_files,
 )
-from vision import durable_file, embedding_store
+from vision.cache import durable_file
+from vision.cache import store as embedding_store
 from vision.cache.folder import EmbeddingFolder
 from vision.cache.store import EmbeddingStore
 from vlmserve_common.errors import EngineError

@@ -16,10 +16,10 @@ from tests.vision.backends import PATIENCE_S, Fakes, collect
 from tests.vision.fake_worker import DIE, PAUSE
 from tests.vision.patches import make_patch
 from tests.vlmserve.server_process import gone
-from vision import worker_keeper
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EncoderPool, PoolLimits, RowShape
 from vision.towers.temporal_patch import TemporalPatch
+from vision.workers import keeper as worker_keeper
 from vision.workers.backend import EncodeBatch
 from vision.workers.process_backend import ProcessBackend
 from vlmserve_common.process.child import ChildProcess

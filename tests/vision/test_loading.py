@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
-from vision import fingerprint
+from vision.towers import fingerprint
 from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.loading import load_tower
 from vlmserve.models.registry import load_model

@@ -9,7 +9,8 @@ import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import conversations
-from vlmserve import LLM, SamplingOverrides, engine
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.engine import build
 from vlmserve.executor.model_runner import ModelRunner
 
 SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
@@ -66,7 +67,7 @@ def test_encoder_processes_share_a_folder_with_engines_that_encode_themselves_an
     model = make_checkpoint("qwen3_vl", tmp_path / "model")
     first, cold = run(model, tmp_path / "cache")
     made = []
-    monkeypatch.setattr(engine, "ModelRunner", lambda **parts: made.append(parts["model"]) or ModelRunner(**parts))
+    monkeypatch.setattr(build, "ModelRunner", lambda **parts: made.append(parts["model"]) or ModelRunner(**parts))
     again, warm = run(model, tmp_path / "cache", encoder_dp_size=1)
     assert again == first
     assert (warm.encoded, warm.disk.hits) == (0, cold.encoded)

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,9 @@ import pytest
 from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, gone
 
 
-def _fake_server(folder: Path, *flags: str, port: int = 0, **environment: str) -> ServerProcess:
+def _fake_server(folder: Path, runtime: Path, *flags: str, port: int = 0, **environment: str) -> ServerProcess:
     words = [sys.executable, "-m", "tests.vlmserve.fake_server", str(folder), "--port", str(port), *flags]
-    return ServerProcess(words, folder / "run", **environment)
+    return ServerProcess(words, runtime, **environment)
 
 
 @pytest.fixture
@@ -29,12 +30,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
     servers: list[ServerProcess] = []
 
     def make(*flags: str, **options: Any) -> ServerProcess:
-        servers.append(_fake_server(tmp_path, *flags, **options))
+        servers.append(_fake_server(tmp_path, Path(short) / "run", *flags, **options))
         return servers[-1]
 
-    yield make
-    for server in servers:
-        server.end()
+    with tempfile.TemporaryDirectory(prefix="v") as short:  # a socket's path may have 107 bytes
+        yield make
+        for server in servers:
+            server.end()
 
 
 def _await(condition: object, seconds: float = PATIENCE_S) -> None:
