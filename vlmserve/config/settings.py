@@ -8,6 +8,7 @@ texts are made from these fields.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -34,7 +35,7 @@ from vlmserve.config.plain_problems import sentence
 from vlmserve.config.spelling import did_you_mean
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def load_settings(
     None looks at VLMSERVE_CONFIG. defaults: values of a command's own, where nothing else is said. An unset model
     is "". Raises SettingsError, one line for each problem.
     """
-    from pydantic import ConfigDict, ValidationError, create_model
+    from pydantic import ValidationError
 
     settings = {setting.name: setting for setting in iter_settings()}
     path = config or os.environ.get(ENV_PREFIX + "CONFIG") or None
@@ -185,10 +186,8 @@ def load_settings(
     for values, prefix in ((from_yaml, f"{path}: "), (foreign, ENV_PREFIX), (ours, ENV_PREFIX), (flags, "--")):
         found, found_at = translated(values, settings, {name: _place(prefix, name) for name in values})
         given, places = given | found, places | found_at
-    fields: dict[str, Any] = {setting.name: (setting.type, setting.default) for setting in settings.values()}
-    reader = create_model("Settings", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
     try:
-        read = reader(**{name: usual_word(name, value) for name, value in given.items()})
+        read = _reader()(**{name: usual_word(name, value) for name, value in given.items()})
     except ValidationError as error:
         raise SettingsError("\n".join(_explain(error, settings, places))) from None
     of_engine = {field.name for field in dataclasses.fields(EngineArgs)}
@@ -198,6 +197,15 @@ def load_settings(
     if problems:
         raise SettingsError("\n".join(problems))
     return whole
+
+
+@functools.cache
+def _reader() -> type[BaseModel]:
+    """What checks and converts the values: a model with a field for every setting."""
+    from pydantic import ConfigDict, create_model
+
+    fields: dict[str, Any] = {setting.name: (setting.type, setting.default) for setting in iter_settings()}
+    return create_model("Settings", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
 
 
 def _place(prefix: str, name: str) -> str:
