@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -109,11 +109,6 @@ def verify_num_logprobs(num_logprobs: int | None) -> None:
     """BadRequestError unless it is None or 0 to 20, as OpenAI's top_logprobs."""
     if num_logprobs is not None:
         _check_range("top_logprobs", num_logprobs, 0, MAX_TOP_LOGPROBS)
-
-
-def choice_params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of choice `index` of a request with several: they differ in their seed only."""
-    return replace(params, seed=choice_seed(params.seed, index))
 
 
 def choice_seed(seed: int, index: int) -> int:
