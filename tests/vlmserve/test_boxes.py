@@ -177,7 +177,7 @@ def test_the_work_on_endless_repetition_grows_with_its_length(piece):
         finally:
             gc.enable()
 
-    assert seconds(8000) < 80 * max(seconds(500), 0.002)
+    assert seconds(4000) < 80 * max(seconds(250), 0.001)
 
 
 SOURCE = {"source_size": {"width": 640, "height": 480}, "scale": {"x": 2.0, "y": 1.5}}

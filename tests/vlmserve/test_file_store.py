@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ import pytest
 from processors.fetch.media_file import ByteLimit
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
 from vlmserve.server import file_store
-from vlmserve.server.file_store import FileLimits, FileRecord, FileStore
+from vlmserve.server.file_store import FileRecord, FileStore
 from vlmserve_common.errors import BadRequestError, EngineError
 
-LIMITS = FileLimits(max_bytes=1000, max_total_bytes=2500, max_files=4)
+LIMITS = ServerSettings(engine=EngineArgs(model=""), max_file_bytes=1000, max_file_store_bytes=2500, max_files=4)
 
 
 class Clock:
@@ -160,7 +163,7 @@ def test_files_expire(store, clock, tmp_path):
 
 
 def test_files_expire_by_the_setting(tmp_path, clock):
-    limits = FileLimits(max_bytes=10, max_total_bytes=10, max_files=1, expire_after_s=60)
+    limits = replace(LIMITS, max_file_bytes=10, max_file_store_bytes=10, max_files=1, file_expire_after_s=60)
     store = FileStore(tmp_path, limits, clock=clock)
     put(store)
     clock.now += 60
@@ -258,7 +261,7 @@ def test_a_closed_upload_takes_no_more(store):
 
 
 def test_many_threads(tmp_path):
-    store = FileStore(tmp_path, FileLimits(max_bytes=100, max_total_bytes=10_000, max_files=100))
+    store = FileStore(tmp_path, replace(LIMITS, max_file_bytes=100, max_file_store_bytes=10_000, max_files=100))
 
     def work(number: int) -> None:
         record = put(store, bytes([number]) * number, owner=str(number % 3))

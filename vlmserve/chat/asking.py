@@ -5,28 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
-from vlmserve.client.answer import Answer, Stats, read_answer
+from vlmserve.client.answer import Answer, Stats
 from vlmserve.client.chat_client import ChatClient
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """stopped: by Ctrl-C; the answer is then what had come."""
+def ask(client: ChatClient, body: Mapping[str, Any], write: Callable[[str], None]) -> tuple[Answer, bool]:
+    """The answer, and whether Ctrl-C stopped it; it is then what had come. Raises ServerError.
 
-    answer: Answer
-    stopped: bool = False
-
-
-def ask(client: ChatClient, body: Mapping[str, Any], write: Callable[[str], None]) -> Outcome:
-    """Raises ServerError. Call it in the main thread, where Ctrl-C arrives. write: takes each piece of text."""
+    Call it in the main thread, where Ctrl-C arrives. write: takes each piece of text.
+    """
     answer = Answer(text="")
 
     async def read() -> None:
         nonlocal answer
-        async with aclosing(client.stream(body)) as chunks, aclosing(read_answer(chunks)) as answers:
+        async with aclosing(client.ask(body)) as answers:
             async for now in answers:
                 piece, answer = now.text[len(answer.text) :], now
                 if piece:
@@ -35,8 +29,8 @@ def ask(client: ChatClient, body: Mapping[str, Any], write: Callable[[str], None
     try:
         asyncio.run(read())
     except KeyboardInterrupt:
-        return Outcome(answer=answer, stopped=True)
-    return Outcome(answer=answer)
+        return answer, True
+    return answer, False
 
 
 def stats_line(stats: Stats) -> str:

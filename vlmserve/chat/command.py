@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vlmserve.config.checks import SettingsError, flag
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser, add_settings
 from vlmserve.config.settings import ENV_PREFIX, iter_settings, load_settings
 
 if TYPE_CHECKING:
-    from vlmserve.chat.media import Medium
     from vlmserve.chat.session import Talker
+    from vlmserve.client.media import Medium
 
 _API_KEY = ENV_PREFIX + "API_KEY"
 # What only a server that others use needs; --api-key is the chat's own flag.
@@ -45,98 +44,77 @@ examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    """serve: the settings of an own server; model: of its settings, "" for the built-in one."""
-
-    url: str | None
-    api_key: str | None
-    model: str
-    served_name: str | None
-    serve: Mapping[str, Any]
-    config: str | None
-    files: tuple[str, ...]
-    ask: str | None
-    system: str | None
-    options: Mapping[str, Any]
-    history: bool
-
-
 def main(argv: Sequence[str]) -> int:
     """Chat until the user leaves, or answer one question; returns the exit status.
 
     Raises VlmserveError or OSError, with a message fit for the user, if there is no answer or no server.
     """
-    command = _read(argv)
+    args = _read(argv)
     # a terminal window that is closed: what was made is to be cleared away
     with contextlib.suppress(ValueError):  # in another thread than the main one, where signals are not ours
         signal.signal(signal.SIGHUP, _exit)
-    media = _open_all(command.files)
-    if command.ask is not None or not sys.stdin.isatty():
-        return _answer_one(command, media)
+    media = _open_all(args.files)
+    if args.ask is not None or not sys.stdin.isatty():
+        return _answer_one(args, media)
     from vlmserve.chat.session import Session
     from vlmserve.chat.terminal import Terminal, history_file
 
-    with _talker(command) as talker:
-        terminal = Terminal(history=history_file() if command.history else None)
-        session = Session(talker, terminal, system=command.system, options=command.options, media=media)
+    with _talker(args) as talker:
+        terminal = Terminal(history=None if args.no_history else history_file())
+        session = Session(talker, terminal, system=args.system, options=args.options, media=media)
         terminal.line(f"{talker.model}: ask away. /help lists the commands, Ctrl-D leaves.")
         session.run()
     return 0
 
 
-def _answer_one(command: _Command, media: Sequence[Medium]) -> int:
+def _answer_one(args: argparse.Namespace, media: Sequence[Medium]) -> int:
     from vlmserve.chat.asking import ask
-    from vlmserve.chat.conversation import Question, chat_body, chat_messages
+    from vlmserve.client.conversation import Question, chat_body, chat_messages
 
-    text = command.ask if command.ask is not None else sys.stdin.read().strip()
+    text = args.ask if args.ask is not None else sys.stdin.read().strip()
     if not text:
         _complain("there is no question: give one with --ask, or on standard input")
     question = Question(text=text, media=tuple(media))
-    with _talker(command) as talker:
-        messages = chat_messages(command.system, (), question, command.options)
+    with _talker(args) as talker:
+        messages = chat_messages(args.system, (), question, lambda medium: medium.part(args.options))
         try:
-            outcome = ask(talker.client, chat_body(talker.model, messages, command.options), _write)
+            answer, stopped = ask(talker.client, chat_body(talker.model, messages, args.options), _write)
             _write("\n")
         except BrokenPipeError:  # who read the answer has enough of it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-    if outcome.stopped:
+    if stopped:
         return 128 + signal.SIGINT
-    for note in outcome.answer.notes:
+    for note in answer.notes:
         print(f"vlmserve chat: {note}", file=sys.stderr)
     return 0
 
 
 @contextlib.contextmanager
-def _talker(command: _Command) -> Iterator[Talker]:
+def _talker(args: argparse.Namespace) -> Iterator[Talker]:
     """The server that there is, or one of our own."""
     import asyncio
 
     from vlmserve.chat.session import Talker
     from vlmserve.chat.terminal import shown_while
     from vlmserve.client.chat_client import ChatClient
-    from vlmserve.client.own_server import OwnServer
+    from vlmserve.client.own_server import own_model
     from vlmserve.config.model_path import resolve_model
     from vlmserve_common.errors import CheckpointError
 
-    if command.url is not None:
-        client = ChatClient(command.url, api_key=command.api_key)
-        yield Talker(client=client, model=command.served_name or asyncio.run(client.model()))
+    if args.url is not None:
+        client = ChatClient(args.url, api_key=args.api_key)
+        yield Talker(client=client, model=args.served_name or asyncio.run(client.model()))
         return
-    words = [*_words(command.serve), *(["--config", command.config] if command.config else [])]
-    if command.model:
-        folder = resolve_model(command.model)  # fetched here, if need be, where its progress can be seen
+    words = ["--max-body-mib", str(_BODY_MIB), *_words(args.serve), *(["--config", args.config] if args.config else [])]
+    if args.model:
+        folder = resolve_model(args.model)  # fetched here, if need be, where its progress can be seen
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{command.model!r} has no config.json: it is no model (name pictures one by one)")
-        words += ["--model", str(folder), "--served-model-name", command.served_name or command.model]
-    words = ["--log-level", "warning", "--shutdown-timeout-s", "0", "--max-body-mib", str(_BODY_MIB), *words]
-    key = secrets.token_urlsafe()  # nobody else is to use it
+            raise CheckpointError(f"{args.model!r} has no config.json: it is no model (name pictures one by one)")
+        words += ["--model", str(folder), "--served-model-name", args.served_name or args.model]
     with contextlib.ExitStack() as stack:
-        with shown_while(f"Starting a server for {command.model or 'the small built-in model'}", sys.stderr):
-            server = stack.enter_context(OwnServer(words, {_API_KEY: key}))
-            client = ChatClient(server.base_url, api_key=key)
-            model = asyncio.run(client.model())
+        with shown_while(f"Starting a server for {args.model or 'the small built-in model'}", sys.stderr):
+            server, client, model = stack.enter_context(own_model(words))
         yield Talker(client=client, model=model, whats_wrong=_how_it_ended(server))
 
 
@@ -149,46 +127,35 @@ def _how_it_ended(server: Any) -> Callable[[], str | None]:
     return tell
 
 
-def _read(argv: Sequence[str]) -> _Command:
+def _read(argv: Sequence[str]) -> argparse.Namespace:
+    """What was given: serve are an own server's settings, model of these ("": the built-in one), options the requests',
+    files the FILEs."""
     args = _parser().parse_intermixed_args(argv)
-    settings = {name: value for name, value in vars(args).items() if name in _servers_own()}
-    config, files = args.config, tuple(args.words)
+    args.serve = {name: value for name, value in vars(args).items() if name in _servers_own()}
+    args.files = list(args.words)
+    args.options = _options(args)
+    if args.url is not None:
+        args.served_name, args.model = args.serve.pop("model", None), ""
+        if args.serve or args.config:
+            name = flag(next(iter(args.serve), "config"))
+            _complain(f"with --url, the server's own settings are used: {name} has no place here")
+        args.api_key = args.api_key or os.environ.get(_API_KEY) or None
+        return args
+    if args.api_key is not None:
+        _complain("--api-key goes with --url; a server of the chat's own takes nobody else's requests")
+    if args.files and "model" not in args.serve and _is_model(args.files[0]):
+        args.serve["model"] = args.files.pop(0)
     try:
-        options = _options(args)
-        if args.url is not None:
-            served_name = settings.pop("model", None)
-            if settings or config:
-                name = flag(next(iter(settings))) if settings else "--config"
-                _complain(f"with --url, the server's own settings are used: {name} has no place here")
-            model = ""
-        else:
-            if args.api_key is not None:
-                _complain("--api-key goes with --url; a server of the chat's own takes nobody else's requests")
-            if files and "model" not in settings and _is_model(files[0]):
-                settings["model"], *rest_of_files = files
-                files = tuple(rest_of_files)
-            loaded = load_settings(settings, config=config)
-            model, served_name = loaded.engine.model, loaded.served_model_name
-            settings.pop("model", None)
+        loaded = load_settings(args.serve, config=args.config)
     except SettingsError as error:
         _complain(str(error))
-    return _Command(
-        url=args.url,
-        api_key=args.api_key or os.environ.get(_API_KEY) or None,
-        model=model,
-        served_name=served_name,
-        serve=settings,
-        config=config,
-        files=files,
-        ask=args.ask,
-        system=args.system,
-        options=options,
-        history=not args.no_history,
-    )
+    args.model, args.served_name = loaded.engine.model, loaded.served_model_name
+    args.serve.pop("model", None)
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
-    from vlmserve.chat.options import OPTIONS
+    from vlmserve.client.options import OPTIONS
 
     parser = CommandParser(
         prog="vlmserve chat", usage="%(prog)s [MODEL] [FILE ...] [options]", description=_ABOUT, epilog=_EPILOG
@@ -222,7 +189,7 @@ def _servers_own() -> set[str]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    from vlmserve.chat.options import OPTIONS, OptionError, parse_assignment, parse_option
+    from vlmserve.client.options import OPTIONS, OptionError, parse_assignment, parse_option
 
     try:
         given = {name: getattr(args, name, None) for name in OPTIONS if name not in _servers_own()}
@@ -234,7 +201,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _is_model(word: str) -> bool:
     """Whether the first word names a model rather than a file; both may have a slash in them."""
-    from vlmserve.chat.media import ending_modality, is_web_address
+    from vlmserve.client.media import ending_modality, is_web_address
 
     if is_web_address(word) or word == "-":
         return False
@@ -253,7 +220,7 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _open_all(files: Sequence[str]) -> list[Medium]:
-    from vlmserve.chat.media import medium_of_bytes, open_medium
+    from vlmserve.client.media import medium_of_bytes, open_medium
 
     return [
         medium_of_bytes("standard input", sys.stdin.buffer.read()) if file == "-" else open_medium(file)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import islice
 from urllib.parse import urlsplit
 
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
-from vlmserve.chat.media import ending_modality, is_web_address, local_path
+from vlmserve.client.conversation import Question, Turn
+from vlmserve.client.media import Medium, ending_modality, is_web_address, local_path
+from vlmserve.client.media_names import begins_as_medium
 
 _SHELL_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+""")
 _BARE_WORD = re.compile(r"(?:[^\s\\]|\\.|\\$)+")
@@ -53,6 +54,19 @@ def find_mentions(line: str) -> list[Mention]:
     return mentions
 
 
+def make_question(
+    line: str,
+    mentions: Sequence[Mention],
+    named: Sequence[Medium],
+    waiting: Sequence[Medium],
+    turns: Sequence[Turn[Medium]],
+) -> Question[Medium]:
+    """The question of a line, with the media that it names and those that waited for one."""
+    all_media = [*(medium for turn in turns for medium in turn.question.media), *waiting, *named]
+    labels = [_label(all_media, len(all_media) - len(named) + number) for number in range(len(named))]
+    return Question(text=question_text(line, mentions, labels), media=(*waiting, *named))
+
+
 def question_text(line: str, mentions: Sequence[Mention], labels: Sequence[str]) -> str:
     """The line without the mentions: what the model is asked.
 
@@ -89,7 +103,7 @@ def _mention_at(line: str, place: int) -> Mention | None:
             if ending_modality(urlsplit(word).path) is not None:
                 return Mention(start=place, end=end, word=word)
         elif os.path.isfile(local_path(word)):
-            if explicit or _is_media(word):
+            if explicit or begins_as_medium(local_path(word)):
                 return Mention(start=place, end=end, word=word)
         elif missing is None and ending_modality(word) is not None:
             missing = Mention(start=place, end=end, word=word)
@@ -122,9 +136,8 @@ def _unquoted(text: str) -> str:
         return text
 
 
-def _is_media(word: str) -> bool:
-    try:
-        with local_path(word).open("rb") as file:
-            return modality_of(file.read(HEAD_BYTES)) is not None
-    except OSError:
-        return False
+def _label(media: Sequence[Medium], place: int) -> str:
+    """What a text calls the medium at a place of the conversation."""
+    medium = media[place]
+    alike = [other for other, one in enumerate(media) if one.modality is medium.modality]
+    return f"the {medium.kind}" if len(alike) == 1 else f"{medium.kind} {1 + alike.index(place)}"

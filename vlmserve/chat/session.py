@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -13,12 +12,13 @@ from typing import Any
 
 from processors.inputs import Modality
 from vlmserve.chat.asking import ask, stats_line
-from vlmserve.chat.conversation import Question, Turn, chat_body, chat_messages, make_question
-from vlmserve.chat.media import KINDS, Medium, MediumError, open_medium
-from vlmserve.chat.mentions import find_mentions, split_words
-from vlmserve.chat.options import OPTIONS, OptionError, option_named, parse_option
+from vlmserve.chat.mentions import find_mentions, make_question, split_words
 from vlmserve.chat.terminal import Terminal
 from vlmserve.client.chat_client import ChatClient, ServerError
+from vlmserve.client.conversation import Question, Turn, chat_body, chat_messages
+from vlmserve.client.media import KINDS, Medium, MediumError, open_medium
+from vlmserve.client.options import OPTIONS, OptionError, option_named, parse_option
+from vlmserve.config.spelling import did_you_mean
 
 HELP = """\
 Type a question; name pictures and videos in it by path or web address, or drop them on the terminal.
@@ -64,9 +64,9 @@ class Session:
         self._terminal = terminal
         self._system = system
         self._options = dict(options)
-        self._turns: list[Turn] = []
+        self._turns: list[Turn[Medium]] = []
         self._waiting = list(media)
-        self._last: Question | None = None
+        self._last: Question[Medium] | None = None
         self._stats = True
         self._saved: set[Path] = set()
         self._commands: dict[str, Callable[[str], None]] = {
@@ -125,9 +125,8 @@ class Session:
             return
         mentions = [] if verbatim else find_mentions(line)
         if not verbatim and _LOOKS_LIKE_COMMAND.match(line.strip()) and not mentions:
-            close = difflib.get_close_matches(word, self._commands, n=1)
-            hint = f"did you mean {close[0]}?" if close else "/help lists them"
-            self._terminal.error(f"there is no command {word}; {hint}")
+            guess = did_you_mean(word, self._commands, "; /help lists them")
+            self._terminal.error(f"there is no command {word}{guess}")
             return
         try:
             named = [open_medium(mention.word) for mention in mentions]
@@ -144,28 +143,30 @@ class Session:
         self._waiting = []
         self._ask(question, self._turns)
 
-    def _ask(self, question: Question, before: Sequence[Turn]) -> None:
+    def _ask(self, question: Question[Medium], before: Sequence[Turn[Medium]]) -> None:
         """A question that is answered becomes a turn behind `before`; else all stays as it is."""
         self._last = question
-        messages = chat_messages(self._system, before, question, self._options)
+        messages = self._messages(before, question)
         body = chat_body(self._talker.model, messages, self._options)
         try:
-            outcome = ask(self._talker.client, body, self._terminal.piece)
+            answer, stopped = ask(self._talker.client, body, self._terminal.piece)
         except ServerError as error:
             self._terminal.error(self._talker.whats_wrong() or str(error))
             self._terminal.note("The question does not count; /retry asks it again.")
             return
-        answer = outcome.answer
         self._terminal.end_line()
-        if outcome.stopped:
+        if stopped:
             kept = "what was said counts" if answer.text else "the question does not count; /retry asks it again"
             self._terminal.note(f"(stopped; {kept})")
         for note in answer.notes:
             self._terminal.note(f"({note})")
         if answer.stats is not None and self._stats:
             self._terminal.note(f"({stats_line(answer.stats)})")
-        if answer.text or not outcome.stopped:
+        if answer.text or not stopped:
             self._turns = [*before, Turn(question=question, answer=answer.text)]
+
+    def _messages(self, turns: Sequence[Turn[Medium]], question: Question[Medium] | None) -> list[dict[str, Any]]:
+        return chat_messages(self._system, turns, question, lambda medium: medium.part(self._options))
 
     def _wait_with(self, media: Sequence[Medium]) -> None:
         self._waiting += media
@@ -217,7 +218,7 @@ class Session:
             raise OptionError("/save needs the file to write")
         path = Path(os.path.expanduser(rest)).absolute()
         if path.suffix.lower() == ".json":
-            messages = chat_messages(self._system, self._turns, None, self._options)
+            messages = self._messages(self._turns, None)
             text = json.dumps({"model": self._talker.model, "messages": messages}, indent=2, ensure_ascii=False) + "\n"
         else:
             text = _as_text(self._system, self._turns)
@@ -238,7 +239,7 @@ def _list(media: Sequence[Medium]) -> str:
     return ", ".join(f"{medium.kind} {os.path.basename(medium.name)}" for medium in media)
 
 
-def _as_text(system: str | None, turns: Sequence[Turn]) -> str:
+def _as_text(system: str | None, turns: Sequence[Turn[Medium]]) -> str:
     paragraphs = [] if system is None else [f"System: {system}"]
     for turn in turns:
         paragraphs += [f"[{medium.kind}: {medium.name}]" for medium in turn.question.media]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import httpx2
 
+from vlmserve.client.answer import Answer, read_answer
 from vlmserve_common.errors import VlmserveError
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -46,6 +47,12 @@ class ChatClient:
                 if "error" in chunk:
                     raise ServerError(_told(chunk) or "the answer broke off")
                 yield chunk
+
+    async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
+        """The answer after each piece of text, see `read_answer`. Raises ServerError, and ends as `stream` does."""
+        async with aclosing(self.stream(body)) as chunks, aclosing(read_answer(chunks)) as answers:
+            async for answer in answers:
+                yield answer
 
     @asynccontextmanager
     async def _request(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from processors.fetch.fetching import FetchSettings
 from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from processors.plain_words import first_bytes
+from vlmserve.tokenizer.message_parts import map_parts
 from vlmserve_common.errors import BadRequestError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -47,7 +48,7 @@ def with_files(messages: Sequence[Message], files: Mapping[tuple[str, Modality],
     """Messages with bytes in place of what `named_files` names, in parts of Qwen's form ({"type": "image", "image":
     bytes})."""
 
-    def with_file(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_file(part: Mapping[str, Any], _place: str) -> Mapping[str, Any]:
         if not _named_by(part):
             return part
         kind = part["type"]
@@ -63,7 +64,7 @@ def with_files(messages: Sequence[Message], files: Mapping[tuple[str, Modality],
             content = files[value, modality]
         return {**others, "type": modality.value, modality.value: content}
 
-    return [_map_parts(message, with_file) for message in messages]
+    return map_parts(messages, with_file)
 
 
 def _named_by(part: Mapping[str, Any]) -> list[str]:
@@ -72,8 +73,3 @@ def _named_by(part: Mapping[str, Any]) -> list[str]:
         value = value.get("url")
     values = value if isinstance(value, list) else [value]
     return [address for address in values if isinstance(address, str) and not address.startswith("data:")]
-
-
-def _map_parts(message: Message, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Message:
-    parts = message.get("content")
-    return {**message, "content": [change(part) for part in parts]} if isinstance(parts, list) else message

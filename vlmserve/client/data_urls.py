@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from processors.fetch.sniffing import HEAD_BYTES, mime_type
+from vlmserve.tokenizer.message_parts import map_parts
 
 
 def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -15,15 +16,10 @@ def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
     They become image_url and video_url parts, which all servers know, with a part's other fields (knobs) beside them;
     a list of frames stays in Qwen's form, for there is no other.
     """
-    return [_for_server(message) for message in messages]
+    return map_parts(messages, _part)
 
 
-def _for_server(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    parts = message.get("content")
-    return {**message, "content": [_part(part) for part in parts]} if isinstance(parts, list) else message
-
-
-def _part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+def _part(part: Mapping[str, Any], _place: str) -> Mapping[str, Any]:
     kind = part.get("type")
     value = part.get(kind) if kind in ("image", "video") else None
     if isinstance(value, list):
@@ -39,6 +35,9 @@ def _part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _url(content: Any) -> Any:
     """URLs, and uploaded files, stay as they are."""
-    if not isinstance(content, bytes):
-        return content
+    return data_url(content) if isinstance(content, bytes) else content
+
+
+def data_url(content: bytes) -> str:
+    """A picture's or video's file as a URL."""
     return f"data:{mime_type(content[:HEAD_BYTES])};base64,{base64.b64encode(content).decode()}"

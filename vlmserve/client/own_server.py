@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+from vlmserve.client.chat_client import ChatClient
+from vlmserve.config.settings import ENV_PREFIX
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import die_with_parent
 
@@ -79,7 +83,15 @@ class OwnServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def own_model(words: Sequence[str]) -> Iterator[tuple[OwnServer, ChatClient, str]]:
+    """An own server that nobody else can use, a client of it, and its model's name. words: as of `OwnServer`."""
+    key = secrets.token_urlsafe()
+    quiet = ("--log-level", "warning", "--shutdown-timeout-s", "0")
+    with OwnServer([*quiet, *words], {ENV_PREFIX + "API_KEY": key}) as server:
+        client = ChatClient(server.base_url, api_key=key)
+        yield server, client, asyncio.run(client.model())

@@ -49,8 +49,12 @@ def _same(ours: str, vllm: str = "", sglang: str = "", answer: str = "", **more:
     return ForeignSetting(vllm=_words(vllm), sglang=_words(sglang), sets=_words(ours), answer=answer, **more)
 
 
-def _answered(answer: str, vllm: str = "", sglang: str = "", fine: str = "", **more: Any) -> ForeignSetting:
-    return ForeignSetting(vllm=_words(vllm), sglang=_words(sglang), answer=answer, fine=_words(fine), **more)
+def _answered(
+    answer: str, vllm: str = "", sglang: str = "", fine: str = "", *, both: str = "", **more: Any
+) -> ForeignSetting:
+    """both: names that are the same in either."""
+    vllm_names, sglang_names = _words(f"{both} {vllm}"), _words(f"{both} {sglang}")
+    return ForeignSetting(vllm=vllm_names, sglang=sglang_names, answer=answer, fine=_words(fine), **more)
 
 
 def _mapping(value: Any, example: str) -> Mapping[str, Any]:
@@ -148,7 +152,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         fine=ANY,
         switch=True,
     ),
-    _answered("no code of a checkpoint is ever run", "trust_remote_code", "trust_remote_code", fine=ANY, switch=True),
+    _answered("no code of a checkpoint is ever run", both="trust_remote_code", fine=ANY, switch=True),
     _answered("GET /metrics is always there", sglang="enable_metrics", fine=ANY, switch=True),
     _answered("that is what is served", sglang="enable_multimodal", fine=ANY, switch=True),
     _answered(_NO_GRAPHS, "enforce_eager", "disable_cuda_graph", fine=ANY, switch=True),
@@ -156,10 +160,10 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("there is none at the start", sglang="skip_server_warmup", fine=ANY, switch=True),
     _answered("requests that lose their KV cache are computed again", "swap_space", fine=ANY),
     _answered("the least recently used prefix goes first", sglang="radix_eviction_policy", fine="lru"),
-    _answered("weights are read from safetensors", "load_format", "load_format", fine="auto safetensors"),
-    _answered("the checkpoint's fast tokenizer is used", "tokenizer_mode", "tokenizer_mode", fine="auto"),
-    _answered("every token is sent as it comes", "stream_interval", "stream_interval", fine="1"),
-    _answered("models are our own, see the README for the families", "model_impl", "model_impl", fine="auto"),
+    _answered("weights are read from safetensors", both="load_format", fine="auto safetensors"),
+    _answered("the checkpoint's fast tokenizer is used", both="tokenizer_mode", fine="auto"),
+    _answered("every token is sent as it comes", both="stream_interval", fine="1"),
+    _answered("models are our own, see the README for the families", both="model_impl", fine="auto"),
     _answered("a request may ask for 20 at the most", "max_logprobs", convert=_twenty_at_the_most),
     # said in another way here
     _answered(
@@ -177,8 +181,8 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(_ENCODERS, "mm_encoder_tp_mode", fine="weights"),
     _answered(_ENCODERS, sglang="mm_enable_dp_encoder", switch=True, fine="false"),
     _answered("--max-video-frames and --video-fps say which frames are used", "media_io_kwargs"),
-    _answered("name a folder: hf download MODEL --revision REVISION prints it", "revision", "revision"),
-    _answered("the variable HF_HOME says where checkpoints are kept", "download_dir", "download_dir"),
+    _answered("name a folder: hf download MODEL --revision REVISION prints it", both="revision"),
+    _answered("the variable HF_HOME says where checkpoints are kept", both="download_dir"),
     _answered("the checkpoint's own tokenizer is used", "tokenizer", "tokenizer_path"),
     _answered(
         _PROXY, "ssl_keyfile ssl_certfile root_path allowed_origins", "ssl_keyfile ssl_certfile fastapi_root_path"
@@ -193,15 +197,8 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
     _answered("mixture-of-experts models are not supported yet", "enable_expert_parallel", switch=True, fine="false"),
     _answered("quantised weights are not supported yet", "quantization q", "quantization", fine="none"),
-    _answered(
-        "the KV cache has the type of --dtype; others are not supported yet",
-        "kv_cache_dtype",
-        "kv_cache_dtype",
-        fine="auto",
-    ),
-    _answered(
-        "weights stay on one device; offloading is not supported yet", "cpu_offload_gb", "cpu_offload_gb", fine="0"
-    ),
+    _answered("the KV cache has the type of --dtype; others are not supported yet", both="kv_cache_dtype", fine="auto"),
+    _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
     _answered(_NO_GRAPHS, "compilation_config O", "cuda_graph_max_bs cuda_graph_bs"),
     _answered(_NO_GRAPHS, sglang="enable_torch_compile", switch=True, fine="false"),
     _answered("the one vision attention is PyTorch's so far", "mm_encoder_attn_backend", "mm_attention_backend"),
@@ -210,17 +207,17 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         "speculative_config",
         "speculative_algorithm speculative_draft_model_path",
     ),
-    _answered("LoRA adapters are not supported yet", "enable_lora", "enable_lora", switch=True, fine="false"),
+    _answered("LoRA adapters are not supported yet", both="enable_lora", switch=True, fine="false"),
     _answered(
         "LoRA adapters are not supported yet", "lora_modules max_loras max_lora_rank", "lora_paths max_loras_per_batch"
     ),
-    _answered("tool calls are not parsed yet", "tool_call_parser", "tool_call_parser"),
+    _answered("tool calls are not parsed yet", both="tool_call_parser"),
     _answered("tool calls are not parsed yet", "enable_auto_tool_choice", switch=True, fine="false"),
-    _answered("reasoning is not parsed yet: it is part of the answer", "reasoning_parser", "reasoning_parser"),
+    _answered("reasoning is not parsed yet: it is part of the answer", both="reasoning_parser"),
     _answered(
         "structured output is not supported yet", "guided_decoding_backend structured_outputs_config", "grammar_backend"
     ),
-    _answered("the checkpoint's own template is used; another is not supported yet", "chat_template", "chat_template"),
+    _answered("the checkpoint's own template is used; another is not supported yet", both="chat_template"),
     _answered("requests say it themselves; defaults for all are not supported yet", "override_generation_config"),
     _answered("embeddings are not supported yet", "task runner", fine="auto generate"),
     _answered("embeddings are not supported yet", sglang="is_embedding", switch=True, fine="false"),

@@ -8,8 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmserve.client.answer import Answer, Stats, read_answer
+from vlmserve.client.answer import Answer, Stats
 from vlmserve.client.chat_client import ChatClient, ServerError
+from vlmserve.client.options import OptionError
 from vlmserve.demo.conversation import (
     Message,
     Question,
@@ -19,7 +20,7 @@ from vlmserve.demo.conversation import (
     question_message,
 )
 from vlmserve.demo.drawing import Drawing, draw_marks
-from vlmserve.demo.request import SettingError, chat_body, files_of, read_settings
+from vlmserve.demo.request import chat_body, files_of, read_settings
 from vlmserve.demo.seen import Medium, see
 
 
@@ -63,11 +64,11 @@ class Chat:
         answer = Answer(text="")
         try:
             body = await asyncio.to_thread(chat_body, self.model, turns, question, read_settings(form))
-            async with aclosing(self._client.stream(body)) as chunks, aclosing(read_answer(chunks)) as answers:
+            async with aclosing(self._client.ask(body)) as answers:
                 async for answer in answers:
                     yield View(messages=[*shown, answer_message(answer.text)])
             outcome = await asyncio.to_thread(_outcome, answer, files_of(turns, question))
-        except (SettingError, ServerError, OSError) as error:
+        except (OptionError, ServerError, OSError) as error:
             said = [answer_message(answer.text)] if answer.text else []
             yield View(messages=[*shown, *said, error_message(str(error))])
             return

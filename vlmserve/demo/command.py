@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib
 import importlib.util
 import os
-import secrets
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vlmserve.config.flags import CommandParser
@@ -45,28 +44,18 @@ class DemoError(VlmserveError):
     """The demo cannot run; the message says what to do."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    url: str | None
-    api_key: str | None
-    host: str
-    port: int
-    share: bool
-    serve: tuple[str, ...]
-
-
 def main(argv: Sequence[str]) -> int:
     """Serve the page until SIGINT or SIGTERM; returns the exit status.
 
     Raises VlmserveError or OSError, with a message fit for the user, if it cannot be, or if the model's server ends.
     """
-    command = _read(argv)
+    args = _read(argv)
     if importlib.util.find_spec("gradio") is None:
         raise DemoError("the demo needs Gradio: pip install 'vlmserve[demo]'")
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())
         try:
-            _run(command, stack)
+            _run(args, stack)
         except StopRequested:
             return 0
         finally:
@@ -74,19 +63,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(command: _Command, stack: ExitStack) -> None:
+def _run(args: argparse.Namespace, stack: ExitStack) -> None:
     """Never returns. What it starts, the stack ends."""
     from vlmserve.demo.waiting import WaitingPage
     from vlmserve.server.listening import listen
 
-    listener = listen(command.host, command.port)  # a taken port is known before a model is loaded
+    listener = listen(args.host, args.port)  # a taken port is known before a model is loaded
     port = listener.getsockname()[1]
-    doing = "Starting the model's server" if command.url is None else f"Asking {command.url} for its model"
+    doing = "Starting the model's server" if args.url is None else f"Asking {args.url} for its model"
     with WaitingPage(listener, f"{doing} ...") as waiting:
-        host = f"[{command.host}]" if ":" in command.host else command.host
+        host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"{doing} and loading the page: http://{host}:{port}/ is there already", file=sys.stderr, flush=True)
         keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
-        chat, server = _connect(command, stack)
+        chat, server = _connect(args, stack)
         waiting.doing = f"{chat.model} is there; loading the page ..."
 
         from vlmserve.demo.page import Page
@@ -94,30 +83,27 @@ def _run(command: _Command, stack: ExitStack) -> None:
 
         page = Page(chat, load_samples(), _note(chat.model))
     stack.callback(page.close)
-    url = page.launch(command.host, port, share=command.share, allowed_paths=[FOLDER])
+    url = page.launch(args.host, port, share=args.share, allowed_paths=[FOLDER])
     print(f"vlmserve demo: {chat.model} at {url}", flush=True)
     while server is None:
         signal.pause()
     raise EngineError(f"the model's server ended with status {server.wait()}")
 
 
-def _connect(command: _Command, stack: ExitStack) -> tuple[Chat, OwnServer | None]:
+def _connect(args: argparse.Namespace, stack: ExitStack) -> tuple[Chat, OwnServer | None]:
     """The chat with a model that is there, and the server, if it is the demo's own."""
     from vlmserve.client.chat_client import ChatClient
-    from vlmserve.client.own_server import OwnServer
+    from vlmserve.client.own_server import own_model
     from vlmserve.demo.chat import Chat
 
-    if command.url is not None:
-        client = ChatClient(command.url, api_key=command.api_key)
+    if args.url is not None:
+        client = ChatClient(args.url, api_key=args.api_key)
         return Chat(client, asyncio.run(client.model())), None
     loading = threading.Thread(target=_load_page, daemon=True)
     loading.start()  # Gradio takes seconds, and this thread is about to wait for the server
-    key = secrets.token_urlsafe()  # nobody else is to use it
-    words = ("--log-level", "warning", "--shutdown-timeout-s", "0", *command.serve)
-    server = stack.enter_context(OwnServer(words, {_API_KEY: key}))
+    server, client, model = stack.enter_context(own_model(args.serve))
     loading.join()
-    client = ChatClient(server.base_url, api_key=key)
-    return Chat(client, asyncio.run(client.model())), server
+    return Chat(client, model), server
 
 
 def _load_page() -> None:
@@ -133,7 +119,8 @@ def _note(model: str) -> str:
     )
 
 
-def _read(argv: Sequence[str]) -> _Command:
+def _read(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of the demo's own, and as `serve` the words that go to its server."""
     parser = CommandParser(prog="vlmserve demo", usage="%(prog)s [MODEL] [options]", description=_ABOUT, epilog=_EPILOG)
     parser.add_argument("--url", metavar="URL", help="use the server at http://host:port/v1, and load no model")
     parser.add_argument("--api-key", metavar="KEY", help=f"of that server [env: {_API_KEY}]")
@@ -151,14 +138,9 @@ def _read(argv: Sequence[str]) -> _Command:
         parser.error("--api-key goes with --url; a server of the demo's own takes nobody else's requests")
     if not 0 <= args.port <= 65535:
         parser.error(f"--port is {args.port}; it must be between 0 and 65535")
-    return _Command(
-        url=args.url,
-        api_key=args.api_key or os.environ.get(_API_KEY) or None,
-        host=args.host,
-        port=args.port,
-        share=args.share,
-        serve=tuple(rest),
-    )
+    args.serve = rest
+    args.api_key = args.api_key or os.environ.get(_API_KEY) or None
+    return args
 
 
 def keep_gradio_to_itself(folder: str, set_variable: Callable[[str, str], None] = os.environ.__setitem__) -> None:

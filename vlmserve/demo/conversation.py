@@ -8,33 +8,20 @@ from __future__ import annotations
 
 import mimetypes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from vlmserve.client import conversation
+
 Message: TypeAlias = Mapping[str, Any]
+Question = conversation.Question[Path]
+Turn = conversation.Turn[Path]
 ERROR_TITLE = "Error"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """files: pictures and videos, which go before the text."""
-
-    text: str
-    files: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """A question and its answer, maybe a stopped one."""
-
-    question: Question
-    answer: str
 
 
 def question_message(question: Question) -> dict[str, Any]:
     """A question as the page shows it."""
-    content = [_file(path) for path in question.files]
+    content = [_file(path) for path in question.media]
     if question.text:
         content.append(_text(question.text))
     return {"role": "user", "content": content}
@@ -79,7 +66,7 @@ def _answered(messages: Sequence[Message]) -> Iterator[Turn]:
 def _question(message: Message) -> Question:
     parts = message["content"]
     files = [Path(part["file"]["path"]) for part in parts if part["type"] == "file"]
-    return Question(text=_texts(message), files=tuple(files))
+    return Question(text=_texts(message), media=tuple(files))
 
 
 def _texts(message: Message) -> str:

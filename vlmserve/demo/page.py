@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from gradio.components.chatbot import FileMessage, TextMessage
 from vlmserve.demo import panels
 from vlmserve.demo.chat import Chat, Outcome, View
 from vlmserve.demo.conversation import Message, Question, last_question
-from vlmserve.demo.request import RequestSettings
+from vlmserve.demo.request import FIELDS
 from vlmserve.demo.samples import make_thumbnails
 
-_SETTINGS = tuple(field.name for field in fields(RequestSettings))
 _HEADERS = ["", "label", "x1", "y1", "x2", "y2"]
 _STYLE = Path(__file__).parent / "page.css"
 # A click on a sample; the conversation may be out of sight then.
@@ -112,7 +110,7 @@ class Page:
                 panels.gallery(make_thumbnails(self._samples)), elem_id="samples", js_on_load=_SAMPLE_CLICKS
             )
             with gr.Accordion("Settings", open=False, elem_id="settings"):
-                settings = list(_settings_inputs().values())
+                settings = _settings_inputs()
             outputs = [box, chatbot, column, picture, rows, saw]
             asked = box.submit(self._ask, [box, chatbot, *settings], outputs, api_name="ask", concurrency_limit=None)
             again = chatbot.retry(
@@ -147,7 +145,7 @@ class Page:
     ) -> AsyncIterator[list[Any]]:
         """Ask about pictures and videos. (This is the text of the page's own API; so are the names.)"""
         settings = (max_tokens, temperature, top_p, seed, detail, min_pixels, max_pixels, fps)
-        question = Question(text=message["text"], files=tuple(map(Path, message["files"])))
+        question = Question(text=message["text"], media=tuple(map(Path, message["files"])))
         async for update in self._updates(history, question, settings):
             yield update
 
@@ -165,7 +163,7 @@ class Page:
         self, history: Sequence[Message], question: Question, settings: Sequence[Any]
     ) -> AsyncIterator[list[Any]]:
         """Values of the outputs, in their order, after each step."""
-        form = dict(zip(_SETTINGS, settings, strict=True))
+        form = dict(zip(FIELDS, settings, strict=True))
         view = View(messages=history)
         box, aside = _busy(), _waiting()
         async with aclosing(self._chat.ask(history, question, form)) as views:
@@ -189,8 +187,8 @@ def _take_back_little(chatbot: gr.Chatbot) -> None:
     chatbot._preprocess_content = check  # type: ignore[assignment,method-assign]
 
 
-def _settings_inputs() -> dict[str, Any]:
-    """An input for each field of RequestSettings, in their order.
+def _settings_inputs() -> list[Any]:
+    """An input for each of FIELDS, in their order.
 
     Numbers are asked for as texts: Gradio's own field for them makes 0 of an empty one as soon as it is shown."""
 
@@ -204,18 +202,7 @@ def _settings_inputs() -> dict[str, Any]:
         min_pixels, max_pixels = field("least pixels of a picture"), field("most pixels of a picture")
         fps = field("frames a second of a clip")
         detail = gr.Radio(["auto", "low", "high"], value="auto", label="detail of pictures", min_width=140)
-    inputs = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "detail": detail,
-        "min_pixels": min_pixels,
-        "max_pixels": max_pixels,
-        "fps": fps,
-    }
-    assert tuple(inputs) == _SETTINGS
-    return inputs
+    return [max_tokens, temperature, top_p, seed, detail, min_pixels, max_pixels, fps]
 
 
 def _waiting() -> list[Any]:

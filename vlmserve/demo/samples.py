@@ -35,7 +35,7 @@ def load_samples(folder: Path = FOLDER) -> tuple[Question, ...]:
     """Those questions that the page offers. Raises OSError where the files are not."""
     samples = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
     return tuple(
-        Question(text=sample["question"], files=tuple(folder / name for name in sample["media"]))
+        Question(text=sample["question"], media=tuple(folder / name for name in sample["media"]))
         for sample in samples
         if sample.get("offered", False)
     )
@@ -47,7 +47,7 @@ def make_thumbnails(samples: Sequence[Question]) -> tuple[Thumbnail, ...]:
 
 
 def _thumbnail(sample: Question) -> Thumbnail:
-    contents = [path.read_bytes() for path in sample.files]
+    contents = [path.read_bytes() for path in sample.media]
     clips = [modality_of(data[:HEAD_BYTES]) is Modality.VIDEO for data in contents]
     images = [
         _first_frame(data) if clip else decode_image(data, DecodeLimits())

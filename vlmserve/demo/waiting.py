@@ -6,9 +6,9 @@ import html
 import socket
 import threading
 import time
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 # The page that follows does not have this; so a browser knows when to load it.
 _MARK = "X-Vlmserve-Starting"
@@ -46,7 +46,7 @@ _PAGE = """\
 """
 
 
-class WaitingPage:
+class WaitingPage(AbstractContextManager["WaitingPage"]):
     """Answers every request with a page that says what is being done. listener: bound; it is closed in the end.
 
     A context manager; leave it before others are to listen at the address.
@@ -64,12 +64,7 @@ class WaitingPage:
         seconds = time.monotonic() - self._started
         return _PAGE.format(doing=html.escape(self.doing), seconds=seconds, mark=_MARK)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

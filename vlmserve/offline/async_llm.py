@@ -8,7 +8,6 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from multiprocessing.connection import wait
 
 import torch
@@ -26,7 +25,7 @@ from vlmserve.messages import (
     TextOutput,
 )
 from vlmserve.offline.engine import build_offline_engine
-from vlmserve.tokenizer.detokenizer import DetokenizerManager
+from vlmserve.tokenizer.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
 from vlmserve.tokenizer.stage import StageLimits
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, TokenizerManager
@@ -51,7 +50,7 @@ class AsyncLLM:
         self._engine = build_offline_engine(args, limits, self._take, log_level=log_level)
         self.args, self.info = self._engine.args, self._engine.info
         self._detokenizer = DetokenizerManager(self._engine.stage.tokenizer)
-        self._joined: dict[str, TextOutput] | None = {} if joined else None
+        self._unfinished: dict[str, TextOutput] | None = {} if joined else None
         self._inbox: queue.SimpleQueue[SchedulerInput | object] = queue.SimpleQueue()
         self._wake_up = WakeUp()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,7 +143,7 @@ class AsyncLLM:
         texts, aborts = self._detokenizer.process(batch)
         for abort in aborts:
             self._engine.scheduler.handle(abort)
-        outputs = texts.outputs if self._joined is None else self._join(texts.outputs, self._joined)
+        outputs = texts.outputs if self._unfinished is None else self._join(texts.outputs, self._unfinished)
         if outputs:
             self._tell(self._manager.handle, BatchTextOutput(outputs=tuple(outputs)))
 
@@ -152,14 +151,7 @@ class AsyncLLM:
         """What is whole now."""
         whole = []
         for output in outputs:
-            before = unfinished.pop(output.rid, None)
-            if before is not None:
-                output = replace(
-                    output,
-                    text=before.text + output.text,
-                    token_ids=before.token_ids + output.token_ids,
-                    logprobs=None if output.logprobs is None else (before.logprobs or ()) + output.logprobs,
-                )
+            output = join_outputs(unfinished.pop(output.rid, None), output)
             if output.finish_reason is None:
                 unfinished[output.rid] = output
             else:

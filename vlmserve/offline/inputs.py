@@ -20,6 +20,7 @@ from vlmserve.config.checks import SettingsError, check_engine_args, type_proble
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.spelling import did_you_mean
 from vlmserve.tokenizer.chat_messages import MediaCounts
+from vlmserve.tokenizer.message_parts import map_parts
 from vlmserve.tokenizer.sampling import SamplingOverrides
 
 Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
@@ -79,13 +80,13 @@ def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequ
     parts += [{"type": "video", "video": video} for video in _several(videos)]
     if isinstance(chat, str):
         content = [*parts, {"type": "text", "text": chat}] if parts else chat
-        return _with_paths([{"role": "user", "content": content}])
+        return map_parts([{"role": "user", "content": content}], _part)
     if parts:
         raise TypeError("images and videos go with a text; in a list of messages they stand in the messages' content")
     if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
         what = 'a conversation is a text, or a list of messages such as {"role": "user", "content": "Hello"}'
         raise TypeError(f"{what}; this is {reprlib.repr(chat)}")
-    return _with_paths(chat)
+    return map_parts(chat, _part)
 
 
 def sampling_of(sampling: SamplingOverrides | None, options: Mapping[str, Any]) -> SamplingOverrides:
@@ -112,17 +113,8 @@ def _several(media: Any) -> Iterable[Any]:
     return media if isinstance(media, Iterable) and not isinstance(media, str | bytes | np.ndarray) else [media]
 
 
-def _with_paths(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _part(part: Any, _place: str) -> Any:
     """A part of another shape than expected is left alone: whoever checks messages says what is wrong with it."""
-    return [
-        {**message, "content": [_part(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list | tuple)
-        else message
-        for message in messages
-    ]
-
-
-def _part(part: Any) -> Any:
     if not isinstance(part, Mapping):
         return part
     kind = part.get("type")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Unpack
 
 from processors.families.report import MediumReport, report_json
@@ -13,7 +13,6 @@ from processors.fetch.fetching import FetchSettings
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
-    FinishReason,
     SchedulerOutput,
     SchedulerStats,
     TextOutput,
@@ -22,7 +21,7 @@ from vlmserve.messages import (
 )
 from vlmserve.offline.engine import build_offline_engine
 from vlmserve.offline.inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
-from vlmserve.tokenizer.detokenizer import DetokenizerManager
+from vlmserve.tokenizer.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve.tokenizer.stage import StageLimits
@@ -48,23 +47,7 @@ class Completion:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass
-class _Pending:
-    """The answer to one request so far."""
-
-    media: tuple[MediumReport, ...] = ()
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    last: TextOutput | None = None
-
-    @property
-    def last_reason(self) -> FinishReason | None:
-        """Why the answer ended, None while it has not."""
-        return None if self.last is None else self.last.finish_reason
-
-
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model loaded into this process.
 
         with LLM("Qwen/Qwen3-VL-2B-Instruct") as llm:
@@ -89,7 +72,7 @@ class LLM:
         self._stack.callback(self._loop.close)
         self._stack.callback(lambda: self._loop.run(self._media.close()))
         self._detokenizer = DetokenizerManager(engine.stage.tokenizer)
-        self._pending: dict[str, _Pending] = {}
+        self._answers: dict[str, TextOutput | None] = {}  # so far
         args = self.args
         self._max_waiting = min(args.max_running_requests, args.max_queued_requests)
         self._requests = 0
@@ -160,12 +143,7 @@ class LLM:
         """End the media threads and the encoder's workers. The model goes with the object."""
         self._stack.close()
 
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(
@@ -175,7 +153,7 @@ class LLM:
         num_logprobs: int | None,
         mm_processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Completion]:
-        rids = []
+        reports: dict[str, tuple[MediumReport, ...]] = {}
         try:
             for prompt in prompts:
                 messages, media = self._build(prompt, sampling, num_logprobs, mm_processor_kwargs)
@@ -183,16 +161,16 @@ class LLM:
                     # only so many wait at a time, pictures and all
                     while len(self._scheduler.waiting_queue) >= self._max_waiting:
                         self._scheduler.step_or_wait()
-                    rids.append(message.rid)
-                    self._pending[message.rid] = _Pending(media=media)
+                    reports[message.rid], self._answers[message.rid] = media, None
                     self._scheduler.handle(message)
             while not self._scheduler.is_idle():
                 self._scheduler.step_or_wait()
             self._scheduler.step()  # the checks of an idle engine
-            return [_completion(self._pending[rid], num_logprobs is not None) for rid in rids]
+            return [_completion(self._answers[rid], media) for rid, media in reports.items()]
         finally:
-            for rid in rids:
-                if self._pending.pop(rid).last_reason is None:  # an exception came first
+            for rid in reports:
+                answer = self._answers.pop(rid)
+                if answer is None or answer.finish_reason is None:  # an exception came first
                     self._scheduler.handle(AbortReq(rid=rid))
 
     def _build(
@@ -221,31 +199,25 @@ class LLM:
         for abort in aborts:
             self._scheduler.handle(abort)
         for output in texts.outputs:
-            pending = self._pending.get(output.rid)
-            if pending is None:  # given up
-                continue
-            pending.text.append(output.text)
-            pending.token_ids.extend(output.token_ids)
-            pending.logprobs.extend(output.logprobs or ())
-            pending.last = output
+            if output.rid in self._answers:  # else given up
+                self._answers[output.rid] = join_outputs(self._answers[output.rid], output)
 
 
-def _completion(pending: _Pending, with_logprobs: bool) -> Completion:
-    last = pending.last
-    if last is None or last.finish_reason is None:
+def _completion(answer: TextOutput | None, media: tuple[MediumReport, ...]) -> Completion:
+    if answer is None or answer.finish_reason is None:
         raise EngineError("a request ended without an answer")
-    reason = last.finish_reason
+    reason = answer.finish_reason
     if reason.type == "error":
         if reason.status < 500:
             raise BadRequestError(reason.message, status=reason.status)
         raise EngineError(reason.message)
     return Completion(
-        text="".join(pending.text),
-        token_ids=tuple(pending.token_ids),
+        text=answer.text,
+        token_ids=answer.token_ids,
         finish_reason=reason.type,
-        prompt_tokens=last.prompt_tokens,
-        cached_tokens=last.cached_tokens,
-        logprobs=tuple(pending.logprobs) if with_logprobs else None,
-        mm_report=report_json(pending.media),
-        warnings=tuple(warning for medium in pending.media for warning in medium.warnings()),
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        logprobs=answer.logprobs,
+        mm_report=report_json(media),
+        warnings=tuple(warning for medium in media for warning in medium.warnings()),
     )

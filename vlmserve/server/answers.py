@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from processors.families.report import MediumReport, report_json
@@ -28,61 +28,42 @@ class AnswerHead:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
 
 
-@dataclass(slots=True)
-class Usage:
-    """Tokens of a whole request: the prompt once, the answers of all choices."""
-
-    prompt: int = 0
-    cached: int = 0
-    _completions: dict[int, int] = field(default_factory=dict)
-
-    def add(self, item: ChoiceOutput) -> None:
-        """Take an output's totals."""
-        self.prompt = item.output.prompt_tokens
-        self._completions[item.index] = item.output.completion_tokens
-        if item.index == 0:  # later choices find the first one's prompt in the cache
-            self.cached = item.output.cached_tokens
-
-    def as_json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        completion = sum(self._completions.values())
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": completion,
-            "total_tokens": self.prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
 class AnswerWriter:
-    """Writes one request's answer of n choices. logprobs, mm_report: whether they were asked for; timings come with the
-    latter.
+    """Writes one request's answer of n choices. logprobs, mm_report, include_usage: whether they were asked for;
+    timings come with mm_report.
 
     Where something could not be done as the request has it, the answer has `warnings`, asked for or not.
     """
 
     def __init__(
-        self, head: AnswerHead, tokenizer: TextTokenizer, *, n: int, logprobs: bool, mm_report: bool = False
+        self,
+        head: AnswerHead,
+        tokenizer: TextTokenizer,
+        *,
+        n: int,
+        logprobs: bool,
+        mm_report: bool = False,
+        include_usage: bool = False,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._n = n
         self._logprobs = logprobs
         self._mm_report = mm_report
+        self._include_usage = include_usage
+        # what the outputs so far say of the whole request
+        self._prompt = self._cached = 0
+        self._completions = [0] * n
+        self._media: tuple[MediumReport, ...] = ()
+        self._timings: Timings | None = None
 
     async def whole(self, outputs: AsyncIterator[ChoiceOutput]) -> dict[str, Any]:
         """The chat.completion of all outputs."""
-        n = self._n
-        media: tuple[MediumReport, ...] = ()
-        timings: Timings | None = None
-        texts: list[list[str]] = [[] for _ in range(n)]
-        logprobs: list[list[dict[str, Any]]] = [[] for _ in range(n)]
-        finishes: list[FinishReason | None] = [None] * n
-        usage = Usage()
+        texts: list[list[str]] = [[] for _ in range(self._n)]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in range(self._n)]
+        finishes: list[FinishReason | None] = [None] * self._n
         async for item in outputs:
-            usage.add(item)
-            media = item.media
-            timings = timings or item.timings
+            self._note(item)
             texts[item.index].append(item.output.text)
             finishes[item.index] = item.output.finish_reason
             if self._logprobs:
@@ -95,53 +76,61 @@ class AnswerWriter:
                 "finish_reason": _finish_type(finishes[index]),
                 "stop_reason": _stop_reason(finishes[index]),
             }
-            for index in range(n)
+            for index in range(self._n)
         ]
-        about = self._about(media, timings)
-        return self._head.object("chat.completion", choices=choices, usage=usage.as_json(), **about)
+        return self._head.object("chat.completion", choices=choices, usage=self._usage(), **self._about())
 
-    async def chunks(
-        self, outputs: AsyncIterator[ChoiceOutput], *, include_usage: bool
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, outputs: AsyncIterator[ChoiceOutput]) -> AsyncIterator[dict[str, Any]]:
         """The chat.completion.chunks: per choice its role first and its finish_reason last; then the usage.
 
         The last one of all has what is to be said about the media.
         """
-        usage = Usage()
-        media: tuple[MediumReport, ...] = ()
-        timings: Timings | None = None
         left = self._n
         started: set[int] = set()
         async for item in outputs:
-            usage.add(item)
-            media = item.media
-            timings = timings or item.timings
+            self._note(item)
             if item.index not in started:
                 started.add(item.index)
-                yield self._chunk(item.index, {"role": "assistant", "content": ""}, include_usage)
+                yield self._chunk(item.index, {"role": "assistant", "content": ""})
             tokens = self._tokens(item.output) if self._logprobs else None
             if item.output.text or tokens:
-                yield self._chunk(item.index, {"content": item.output.text}, include_usage, tokens=tokens)
+                yield self._chunk(item.index, {"content": item.output.text}, tokens=tokens)
             if item.output.finish_reason is not None:
                 left -= 1
-                chunk = self._chunk(item.index, {}, include_usage, finish=item.output.finish_reason)
-                yield chunk if left or include_usage else chunk | self._about(media, timings)
-        if include_usage:
-            about = self._about(media, timings)
-            yield self._head.object("chat.completion.chunk", choices=[], usage=usage.as_json(), **about)
+                chunk = self._chunk(item.index, {}, finish=item.output.finish_reason)
+                yield chunk if left or self._include_usage else chunk | self._about()
+        if self._include_usage:
+            yield self._head.object("chat.completion.chunk", choices=[], usage=self._usage(), **self._about())
 
-    def _about(self, media: tuple[MediumReport, ...], timings: Timings | None) -> dict[str, Any]:
+    def _note(self, item: ChoiceOutput) -> None:
+        self._prompt = item.output.prompt_tokens
+        self._completions[item.index] = item.output.completion_tokens
+        if item.index == 0:  # later choices find the first one's prompt in the cache
+            self._cached = item.output.cached_tokens
+        self._media = item.media
+        self._timings = self._timings or item.timings
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of the whole request: the prompt once, the answers of all choices."""
+        completion = sum(self._completions)
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+        }
+
+    def _about(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self._mm_report:
-            fields = {"mm_report": report_json(media), "timings": timings and asdict(timings)}
-        warnings = [warning for medium in media for warning in medium.warnings()]
+            fields = {"mm_report": report_json(self._media), "timings": self._timings and asdict(self._timings)}
+        warnings = [warning for medium in self._media for warning in medium.warnings()]
         return fields | ({"warnings": warnings} if warnings else {})
 
     def _chunk(
         self,
         index: int,
         delta: dict[str, Any],
-        include_usage: bool,
         *,
         tokens: list[dict[str, Any]] | None = None,
         finish: FinishReason | None = None,
@@ -155,7 +144,7 @@ class AnswerWriter:
         if finish is not None:
             choice["stop_reason"] = _stop_reason(finish)
         # With include_usage every chunk has the field, null but in the last one.
-        extra = {"usage": None} if include_usage else {}
+        extra = {"usage": None} if self._include_usage else {}
         return self._head.object("chat.completion.chunk", choices=[choice], **extra)
 
     def _tokens(self, output: TextOutput) -> list[dict[str, Any]]:

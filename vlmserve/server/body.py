@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pydantic_core
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from vlmserve.config.settings import ServerSettings
 from vlmserve.server.errors import refuse_invalid
 from vlmserve.server.protocol import FIELDS_INSIDE
 from vlmserve_common.errors import BadRequestError
@@ -20,18 +20,9 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _PARSE_INLINE_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BodyLimits:
-    """max_bytes: largest JSON body. stall_s: seconds after which a request is dropped of whose body nothing more
-    comes."""
-
-    max_bytes: int = 64 * 2**20
-    stall_s: float = 60.0
-
-
-async def read_body(request: Request, model: type[_Model], limits: BodyLimits) -> _Model:
+async def read_body(request: Request, model: type[_Model], settings: ServerSettings) -> _Model:
     """The body, checked. Raises BadRequestError."""
-    body = await _read(request, limits)
+    body = await _read(request, settings)
     if len(body) <= _PARSE_INLINE_BYTES:
         return _parse(body, model)
     return await asyncio.to_thread(_parse, body, model)
@@ -55,14 +46,14 @@ async def body_parts(request: Request, stall_s: float) -> AsyncIterator[bytes]:
         yield part
 
 
-async def _read(request: Request, limits: BodyLimits) -> bytes:
-    limit = limits.max_bytes
+async def _read(request: Request, settings: ServerSettings) -> bytes:
+    limit = int(settings.max_body_mib * 2**20)
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
     if size <= limit:
         size = 0
-        async for part in body_parts(request, limits.stall_s):
+        async for part in body_parts(request, settings.body_timeout_s):
             size += len(part)
             if size > limit:
                 break

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.tokenizer.file_parts import FindFile
@@ -10,11 +12,12 @@ from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve_common.errors import BadRequestError
 
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingOverrides))
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def to_generate_request(
-    request: ChatCompletionRequest, request_id: str, *, max_n: int, find_file: FindFile, client: str = ""
+    request: ChatCompletionRequest, request_id: str, *, max_n: int = 128, find_file: FindFile, client: str = ""
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
@@ -25,7 +28,7 @@ def to_generate_request(
     _refuse_unsupported(request)
     n = 1 if request.n is None else request.n
     if not 1 <= n <= max_n:
-        raise BadRequestError(f"n is {n}; it must be between 1 and {max_n}", param="n", code="invalid_value")
+        raise _invalid("n", f"n is {n}; it must be between 1 and {max_n}")
     continue_final = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
     return GenerateReqInput(
@@ -48,50 +51,32 @@ def to_generate_request(
 
 def _sampling(request: ChatCompletionRequest) -> SamplingOverrides:
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return SamplingOverrides(
-        max_new_tokens=limit,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        stop=None if request.stop is None else tuple(request.stop),
-        stop_token_ids=None if request.stop_token_ids is None else tuple(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
-        logit_bias=None if request.logit_bias is None else _logit_bias(request.logit_bias),
-        skip_special_tokens=request.skip_special_tokens,
-    )
+    given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}
+    given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if given[name] is not None}
+    if request.logit_bias is not None:
+        given["logit_bias"] = _logit_bias(request.logit_bias)
+    return SamplingOverrides(**{**given, "max_new_tokens": limit})
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for key in given:
         if not _TOKEN_ID.fullmatch(key):
-            raise BadRequestError(
-                f"logit_bias has the key {key[:40]!r}; its keys must be token ids",
-                param="logit_bias",
-                code="invalid_value",
-            )
+            raise _invalid("logit_bias", f"logit_bias has the key {key[:40]!r}; its keys must be token ids")
     return {int(key): bias for key, bias in given.items()}
 
 
 def _check_combinations(request: ChatCompletionRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
-        raise BadRequestError("top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+        raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if request.stream_options is not None and not request.stream:
-        raise BadRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+        raise _invalid("stream_options", "stream_options needs stream: true")
     names = [tool["function"]["name"] for tool in request.tools or []]  # type: ignore[index]
     choice = request.tool_choice
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        raise BadRequestError(
-            f"tool_choice names the function {choice.function.name!r}, which is not among the tools {names}",
-            param="tool_choice",
-            code="invalid_value",
-        )
+        what = f"tool_choice names the function {choice.function.name!r}, which is not among the tools {names}"
+        raise _invalid("tool_choice", what)
     if choice == "required" and not names:
-        raise BadRequestError("tool_choice required needs tools", param="tool_choice", code="invalid_value")
+        raise _invalid("tool_choice", "tool_choice required needs tools")
 
 
 def _refuse_unsupported(request: ChatCompletionRequest) -> None:
@@ -104,6 +89,10 @@ def _refuse_unsupported(request: ChatCompletionRequest) -> None:
     for name in ("prediction", "web_search_options", "functions", "function_call"):
         if getattr(request, name) is not None:
             raise _unsupported(name, name)
+
+
+def _invalid(param: str, what: str) -> BadRequestError:
+    return BadRequestError(what, param=param, code="invalid_value")
 
 
 def _unsupported(param: str, what: str) -> BadRequestError:

@@ -24,10 +24,6 @@ CLIENT_CLOSED_REQUEST = 499
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class JsonResponse(JSONResponse):
-    """JSON in UTF-8."""
-
-
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """{"error": {message, type, param, code}}; type follows from the HTTP status."""
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
@@ -57,7 +53,7 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
         extra["Retry-After"] = str(RETRY_AFTER_S)
     if status == 408:
         extra["Connection"] = "close"
-    return JsonResponse(body, status_code=status, headers=extra)
+    return JSONResponse(body, status_code=status, headers=extra)
 
 
 def refuse_invalid(error: ValidationError, raw: Any, known_fields: Collection[str] = ()) -> BadRequestError:
@@ -83,7 +79,7 @@ def install_error_handlers(app: FastAPI) -> None:
             message += did_you_mean(request.url.path, paths, "; the API begins at /v1, and /docs shows it")
         elif error.headers and "allow" in {name.lower() for name in error.headers}:
             message += f"; it takes {', '.join(error.headers.values())}"
-        return JsonResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
     async def on_error(request: Request, error: Exception) -> Response:
         return error_response(error)

@@ -16,32 +16,20 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from processors.fetch.media_file import ByteLimit, MediaFile
 from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
+from vlmserve.config.settings import ServerSettings
 from vlmserve_common.errors import BadRequestError, EngineError
 
 logger = logging.getLogger(__name__)
 
 _OURS = re.compile(r"(file-[0-9a-f]{32})\.(bin|json|part)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileLimits:
-    """max_bytes: of one file; max_total_bytes: of all; max_files: how many. Uploads under way count.
-
-    expire_after_s: how long a file is kept if its upload does not say; None: until it is deleted.
-    """
-
-    max_bytes: int
-    max_total_bytes: int
-    max_files: int
-    expire_after_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +51,12 @@ class FileRecord:
 class FileStore:
     """Thread-safe. One store at a time uses a folder, which must exist: EngineError otherwise.
 
-    clock: seconds since 1970.
+    settings: its limits, in which uploads under way count. clock: seconds since 1970.
     """
 
-    def __init__(self, folder: Path, limits: FileLimits, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, settings: ServerSettings, *, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
-        self._limits = limits
+        self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()
         self._records: dict[str, FileRecord] = {}
@@ -84,7 +72,7 @@ class FileStore:
 
     def begin(self, owner: str) -> Upload:
         """A new file, to be written; close it in any case. Raises BadRequestError when the store has too many."""
-        limit = self._limits.max_files
+        limit = self._settings.max_files
         with self._lock:
             self._drop_expired()
             count = len(self._records) + self._uploads
@@ -142,7 +130,7 @@ class FileStore:
 
     def reserve(self, count: int) -> None:
         """Make room for `count` bytes more of an upload. Raises BadRequestError when there is none."""
-        limit = self._limits.max_total_bytes
+        limit = self._settings.max_file_store_bytes
         with self._lock:
             if self._bytes + count > limit:
                 raise BadRequestError(
@@ -157,7 +145,7 @@ class FileStore:
         part, final = (self._folder / f"{upload.id}.{ending}" for ending in ("part", "bin"))
         with part.open("rb") as file:
             head = file.read(HEAD_BYTES)
-        expire_after_s = self._limits.expire_after_s if expire_after_s is None else expire_after_s
+        expire_after_s = self._settings.file_expire_after_s if expire_after_s is None else expire_after_s
         now = self._clock()
         with self._lock:
             record = FileRecord(
@@ -189,9 +177,9 @@ class FileStore:
 
     def check_size(self, size: int) -> None:
         """Raises BadRequestError (413) for a file of more bytes than one may have."""
-        if size > self._limits.max_bytes:
+        if size > self._settings.max_file_bytes:
             raise BadRequestError(
-                f"the file is larger than {self._limits.max_bytes} bytes (setting --max-file-bytes)",
+                f"the file is larger than {self._settings.max_file_bytes} bytes (setting --max-file-bytes)",
                 param="file",
                 code="file_too_large",
                 status=413,
@@ -244,7 +232,7 @@ class FileStore:
         return record if (record.id, record.bytes) == (file_id, size) else None
 
 
-class Upload:
+class Upload(AbstractContextManager["Upload"]):
     """A file being written; a context manager that leaves nothing behind unless it was committed.
 
     Its methods may be called in different threads, also while another one is still at work.
@@ -287,12 +275,7 @@ class Upload:
                 self._file.close()
                 self._store.abandon(self)
 
-    def __enter__(self) -> Upload:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

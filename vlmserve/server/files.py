@@ -8,11 +8,10 @@ from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from vlmserve.server.auth import owner_of
 from vlmserve.server.body import body_parts
-from vlmserve.server.errors import JsonResponse
 from vlmserve.server.file_store import FileRecord, FileStore, Upload
 from vlmserve.server.upload_form import UploadForm
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -59,7 +58,7 @@ class FilesApi:
             raise EngineError(f"the file could not be stored: {error.strerror}") from error
         finally:
             await asyncio.to_thread(upload.close)
-        return JsonResponse(_describe(record))
+        return JSONResponse(_describe(record))
 
     async def list(self, request: Request) -> Response:
         """A page of the caller's files, the newest first unless order=asc."""
@@ -81,16 +80,16 @@ class FilesApi:
             records = records[places[0] + 1 :]
         page = [_describe(record) for record in records[: int(limit)]]
         ids = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return JsonResponse({"object": "list", "data": page, **ids, "has_more": len(page) < len(records)})
+        return JSONResponse({"object": "list", "data": page, **ids, "has_more": len(page) < len(records)})
 
     async def retrieve(self, request: Request, file_id: str) -> Response:
         """What is known of a file."""
-        return JsonResponse(_describe(await asyncio.to_thread(self._store.find, owner_of(request), file_id)))
+        return JSONResponse(_describe(await asyncio.to_thread(self._store.find, owner_of(request), file_id)))
 
     async def delete(self, request: Request, file_id: str) -> Response:
         """Forget a file. Requests that read it already go on."""
         await asyncio.to_thread(self._store.delete, owner_of(request), file_id)
-        return JsonResponse({"id": file_id, "object": "file", "deleted": True})
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request, file_id: str) -> Response:
         """A file's bytes, for saving: browsers shall not take them for a page of ours."""

@@ -15,9 +15,8 @@ from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
-from vlmserve.server.app import ApiSettings, build_app
-from vlmserve.server.body import BodyLimits
-from vlmserve.server.file_store import FileLimits, FileStore
+from vlmserve.server.app import build_app
+from vlmserve.server.file_store import FileStore
 from vlmserve.server.outermost import access
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
@@ -64,12 +63,6 @@ def make_frontend(
     of uploaded files that another server uses.
     """
     engine = settings.engine
-    api = ApiSettings(
-        api_keys=(settings.api_key,) if settings.api_key else (),
-        body=BodyLimits(max_bytes=int(settings.max_body_mib * 2**20), stall_s=settings.body_timeout_s),
-        keeps_embeddings=engine.embedding_cache_dir is not None,
-        access_log=settings.access_log,
-    )
     if settings.access_log:
         access.setLevel(logging.INFO)  # whatever --log-level is: it was asked for
     with ExitStack() as stack:
@@ -87,7 +80,7 @@ def make_frontend(
             prepare=prepare,
             max_pending=engine.max_running_requests + engine.max_queued_requests,
         )
-        app = build_app(manager, [model_name], api, files)
+        app = build_app(manager, model_name, settings, files)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 
@@ -98,12 +91,6 @@ def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
         folder.mkdir()
     else:
         folder = Path(settings.file_store_dir)
-    limits = FileLimits(
-        max_bytes=settings.max_file_bytes,
-        max_total_bytes=settings.max_file_store_bytes,
-        max_files=settings.max_files,
-        expire_after_s=settings.file_expire_after_s,
-    )
-    files = FileStore(folder, limits)
+    files = FileStore(folder, settings)
     stack.callback(files.close)
     return files

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vision.cache.stats import PoolStats
 from vlmserve.messages import SchedulerStats
 from vlmserve.tokenizer.tokenizer_manager import RequestStats
 
@@ -16,6 +16,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _PREFIX = "vlmserve:"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+# name -> what it is, and where `SchedulerStats` has it
 _GAUGES = {
     "num_requests_running": ("Requests being computed", "num_running_reqs"),
     "num_requests_waiting": ("Requests waiting to be computed", "num_waiting_reqs"),
@@ -23,23 +24,25 @@ _GAUGES = {
     "kv_cache_tokens": ("KV cache slots in all", "kv_total_tokens"),
     "kv_cache_free_tokens": ("KV cache slots that hold nothing", "kv_free_tokens"),
     "kv_cache_reusable_tokens": ("KV cache slots of cached prefixes", "kv_cached_tokens"),
+    "encoder_queued": ("Pictures and temporal patches of videos that wait to be encoded", "encoder.queued"),
+    "encoder_under_way": ("Pictures and temporal patches being encoded, or read from disk", "encoder.under_way"),
 }
 _COUNTERS = {
     "forward_steps": ("Steps of the model", "forward_steps_total"),
     "retracted_requests": ("Requests taken back when KV slots ran out", "retracted_total"),
-}
-_ENCODER_GAUGES = {
-    "encoder_queued": ("Pictures and temporal patches of videos that wait to be encoded", "queued"),
-    "encoder_under_way": ("Pictures and temporal patches being encoded, or read from disk", "under_way"),
-}
-_ENCODER_COUNTERS = {
-    "temporal_patches_encoded": ("Pictures and temporal patches of videos computed by the vision tower", "encoded"),
-    "vision_patches_encoded": ("Patches computed by the vision tower", "patches_encoded"),
-    "encoder_coalesced": ("Pictures and temporal patches that came while an equal one was in work", "coalesced"),
-    "encoder_retried": ("Pictures and temporal patches encoded again after a failure", "retried"),
-    "encoder_failed": ("Pictures and temporal patches given up", "failed"),
-    "embedding_cache_saved": ("Embeddings written to disk", "saved"),
-    "embedding_cache_save_failures": ("Embeddings that could not be written to disk", "save_failures"),
+    "temporal_patches_encoded": (
+        "Pictures and temporal patches of videos computed by the vision tower",
+        "encoder.encoded",
+    ),
+    "vision_patches_encoded": ("Patches computed by the vision tower", "encoder.patches_encoded"),
+    "encoder_coalesced": (
+        "Pictures and temporal patches that came while an equal one was in work",
+        "encoder.coalesced",
+    ),
+    "encoder_retried": ("Pictures and temporal patches encoded again after a failure", "encoder.retried"),
+    "encoder_failed": ("Pictures and temporal patches given up", "encoder.failed"),
+    "embedding_cache_saved": ("Embeddings written to disk", "encoder.saved"),
+    "embedding_cache_save_failures": ("Embeddings that could not be written to disk", "encoder.save_failures"),
 }
 _TIER_GAUGES = {
     "embedding_cache_bytes": ("Bytes of embeddings in a tier", "bytes"),
@@ -111,35 +114,20 @@ class _SchedulerCollector(Collector):
         stats = self.stats
         if stats is None:
             return
-        for name, (text, attribute) in _GAUGES.items():
-            yield self._gauge(name, text, getattr(stats, attribute))
         used = stats.kv_total_tokens - stats.kv_free_tokens - stats.kv_cached_tokens
-        yield self._gauge("kv_cache_usage", "Part of the KV cache in use", used / max(1, stats.kv_total_tokens))
-        for name, (text, attribute) in _COUNTERS.items():
-            yield self._counter(name, text, getattr(stats, attribute))
-        for name, (text, attribute) in _ENCODER_GAUGES.items():
-            yield self._gauge(name, text, getattr(stats.encoder, attribute))
-        for name, (text, attribute) in _ENCODER_COUNTERS.items():
-            yield self._counter(name, text, getattr(stats.encoder, attribute))
-        yield from self._tiers(stats.encoder)
-
-    def _tiers(self, encoder: PoolStats) -> Iterator[Metric]:
-        tiers = {"device": encoder.device, "host": encoder.host, "disk": encoder.disk}
-        kinds = ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS))
-        for family, names in kinds:
-            for name, (text, attribute) in names.items():
-                metric = family(_PREFIX + name, text, labels=("model_name", "tier"))
-                for tier, stats in tiers.items():
-                    if stats is not None:
-                        metric.add_metric((self._model_name, tier), getattr(stats, attribute))
+        usage = GaugeMetricFamily(_PREFIX + "kv_cache_usage", "Part of the KV cache in use", labels=("model_name",))
+        usage.add_metric((self._model_name,), used / max(1, stats.kv_total_tokens))
+        yield usage
+        for family, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (text, where) in figures.items():
+                metric = family(_PREFIX + name, text, labels=("model_name",))
+                metric.add_metric((self._model_name,), attrgetter(where)(stats))
                 yield metric
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        counter = CounterMetricFamily(_PREFIX + name, text, labels=("model_name",))
-        counter.add_metric((self._model_name,), value)
-        return counter
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        gauge = GaugeMetricFamily(_PREFIX + name, text, labels=("model_name",))
-        gauge.add_metric((self._model_name,), value)
-        return gauge
+        tiers = {"device": stats.encoder.device, "host": stats.encoder.host, "disk": stats.encoder.disk}
+        for family, figures in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
+            for name, (text, where) in figures.items():
+                metric = family(_PREFIX + name, text, labels=("model_name", "tier"))
+                for tier, tier_stats in tiers.items():
+                    if tier_stats is not None:
+                        metric.add_metric((self._model_name, tier), getattr(tier_stats, where))
+                yield metric

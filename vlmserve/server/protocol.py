@@ -68,7 +68,7 @@ class RefusalPart(StrictModel):
     refusal: str
 
 
-class _MediaSource(StrictModel):
+class MediaSource(StrictModel):
     """A URL, or the id of an uploaded file in its place."""
 
     url: str | None = None
@@ -81,7 +81,7 @@ class _MediaSource(StrictModel):
         return self
 
 
-class ImageUrl(_MediaSource):
+class ImageUrl(MediaSource):
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -136,10 +136,6 @@ class ImageEmbedsPart(StrictModel):
     image_embeds: Annotated[Embeds, BeforeValidator(_data_object)]
 
 
-class VideoUrl(_MediaSource):
-    pass
-
-
 class _VideoFields(StrictModel):
     """What Qwen's own code takes beside a video; see `processors.video.options.VideoKnobs`."""
 
@@ -159,7 +155,7 @@ class _VideoFields(StrictModel):
 
 class VideoUrlPart(_VideoFields):
     type: Literal["video_url"]
-    video_url: Annotated[VideoUrl, BeforeValidator(_url_object)]
+    video_url: Annotated[MediaSource, BeforeValidator(_url_object)]
 
 
 class FrameFile(StrictModel):
@@ -185,14 +181,9 @@ class VideoPart(_VideoFields):
     video: Annotated[list[Frame], BeforeValidator(_list_of_one)]
 
 
-class InputAudio(StrictModel):
-    data: str
-    format: Literal["wav", "mp3"]
-
-
 class InputAudioPart(StrictModel):
     type: Literal["input_audio"]
-    input_audio: InputAudio
+    input_audio: dict[str, Any]
 
 
 class File(StrictModel):
@@ -306,27 +297,9 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
-class TextFormat(StrictModel):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(StrictModel):
-    type: Literal["json_object"]
-
-
-class JsonSchema(StrictModel):
-    name: str
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(StrictModel):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
 
 
 def _choice_kind(value: Any) -> str | None:

@@ -183,25 +183,19 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
             raise BadRequestError(f"{param}.{kind} is missing or not text", param=f"{param}.{kind}")
         _check_text(text, f"{param}.{kind}", reserved)
         return {"type": "text", "text": text}
-    if kind in ("image_url", "image", "image_embeds"):
+    if kind in _KNOWN_FIELDS:
+        video = kind in ("video_url", "video")
         if role != "user":
-            raise BadRequestError(f"{param}: pictures belong into user messages, this one is of {role!r}", param=param)
-        media.append(_embeds_ref(part, param) if kind == "image_embeds" else _image_ref(part, kind, param))
-        return {"type": "image"}
-    if kind in ("video_url", "video"):
-        if role != "user":
-            raise BadRequestError(f"{param}: videos belong into user messages, this one is of {role!r}", param=param)
-        media.append(_video_ref(part, kind, param))
-        return {"type": "video"}
+            what = "videos" if video else "pictures"
+            raise BadRequestError(f"{param}: {what} belong into user messages, this one is of {role!r}", param=param)
+        make = _video_ref if video else _embeds_ref if kind == "image_embeds" else _image_ref
+        media.append(make(part, kind, param))
+        return {"type": "video" if video else "image"}
     if kind in _OTHER_PARTS:
-        raise BadRequestError(
-            f"{param}: parts of type {kind!r} are not supported yet", param=param, code="unsupported_content"
-        )
-    raise BadRequestError(
-        f"{param}.type is {kind!r}; it must be text, image_url, image, video_url, video, file or image_embeds",
-        param=f"{param}.type",
-        code="invalid_value",
-    )
+        what = f"{param}: parts of type {kind!r} are not supported yet"
+        raise BadRequestError(what, param=param, code="unsupported_content")
+    allowed = "text, image_url, image, video_url, video, file or image_embeds"
+    raise _invalid(f"{param}.type", f"is {kind!r}; it must be {allowed}")
 
 
 def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
@@ -216,9 +210,9 @@ def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
     return ImageRef(source=value, param=param, detail=detail, knobs=knobs)
 
 
-def _embeds_ref(part: Mapping[str, Any], param: str) -> EmbedsRef:
+def _embeds_ref(part: Mapping[str, Any], kind: str, param: str) -> EmbedsRef:
     """Text is the base64 of a safetensors file; so is `data`, in the place of a `url`."""
-    value: Any = part.get("image_embeds")
+    value: Any = part.get(kind)
     if isinstance(value, str):
         value = {"data": value}
     if isinstance(value, Mapping) and isinstance(value.get("data"), str):
@@ -226,12 +220,8 @@ def _embeds_ref(part: Mapping[str, Any], param: str) -> EmbedsRef:
     elif isinstance(value, Mapping) and isinstance(value.get("url"), str):
         value = value["url"]
     if not isinstance(value, str | bytes | Path | MediaFile | Mapping):
-        raise BadRequestError(
-            f"{param}.image_embeds is of type {type(value).__name__}; it must be a safetensors file: base64, or "
-            "without a server bytes, a Path or tensors by name",
-            param=f"{param}.image_embeds",
-            code="invalid_value",
-        )
+        allowed = "a safetensors file: base64, or without a server bytes, a Path or tensors by name"
+        raise _invalid(f"{param}.image_embeds", f"is of type {type(value).__name__}; it must be {allowed}")
     return EmbedsRef(source=value, param=param)
 
 
@@ -255,19 +245,15 @@ def _url(value: Any, known: Collection[str], param: str, kind: str) -> str:
     if value is None:
         raise BadRequestError(f"{param} has no url", param=param)
     if not isinstance(value, str):
-        what = f"{param} is of type {type(value).__name__}, not a URL; other things belong into a part of type {kind!r}"
-        raise BadRequestError(what, param=param, code="invalid_value")
+        what = f"is of type {type(value).__name__}, not a URL; other things belong into a part of type {kind!r}"
+        raise _invalid(param, what)
     return value
 
 
 def _check_fields(given: Mapping[str, Any], known: Collection[str], param: str) -> None:
     for name in given:
         if name not in known:
-            raise BadRequestError(
-                f"{param}.{name} is not a known field; known are {', '.join(known)}",
-                param=f"{param}.{name}",
-                code="invalid_value",
-            )
+            raise _invalid(f"{param}.{name}", f"is not a known field; known are {', '.join(known)}")
 
 
 def _convert_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,3 +276,7 @@ def _check_text(text: str, param: str, reserved: Collection[str]) -> None:
                 f"{param} contains {word!r}, which stands for media in the prompt; send the media as a part of its own",
                 param=param,
             )
+
+
+def _invalid(param: str, what: str) -> BadRequestError:
+    return BadRequestError(f"{param} {what}", param=param, code="invalid_value")

@@ -103,22 +103,26 @@ class DetokenizerManager:
 
 
 def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TextOutput:
-    result = TextOutput(
+    """kept: how many of the tokens belong to the answer."""
+    return TextOutput(
         rid=output.rid,
         text=text,
-        token_ids=output.token_ids,
+        token_ids=output.token_ids[:kept],
         finish_reason=finish,
         prompt_tokens=output.prompt_tokens,
-        completion_tokens=output.completion_tokens,
+        completion_tokens=output.completion_tokens - (len(output.token_ids) - kept),
         cached_tokens=output.cached_tokens,
-        logprobs=output.logprobs,
-    )
-    dropped = len(output.token_ids) - kept
-    if not dropped:
-        return result
-    return replace(
-        result,
-        token_ids=output.token_ids[:kept],
-        completion_tokens=output.completion_tokens - dropped,
         logprobs=None if output.logprobs is None else output.logprobs[:kept],
+    )
+
+
+def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
+    """An answer so far and what comes next, as one output."""
+    if before is None:
+        return output
+    return replace(
+        output,
+        text=before.text + output.text,
+        token_ids=before.token_ids + output.token_ids,
+        logprobs=None if output.logprobs is None else (before.logprobs or ()) + output.logprobs,
     )

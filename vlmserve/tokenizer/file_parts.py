@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from processors.fetch.media_file import MediaFile
+from vlmserve.tokenizer.message_parts import map_parts
 from vlmserve_common.errors import BadRequestError
 
 FindFile: TypeAlias = Callable[[str], MediaFile]
@@ -22,15 +23,7 @@ def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> 
     in the place of a URL, or in that of a video's frame, {"type": "video", "video": [{"file_id": ...}]}.
     find: None where there are no uploaded files. Raises BadRequestError naming the part.
     """
-    return [_with_files(message, f"messages[{index}]", find) for index, message in enumerate(messages)]
-
-
-def _with_files(message: Mapping[str, Any], param: str, find: FindFile | None) -> Mapping[str, Any]:
-    content = message.get("content")
-    if isinstance(content, str) or not isinstance(content, Sequence):
-        return message
-    parts = [_with_file(part, f"{param}.content[{i}]", find) for i, part in enumerate(content)]
-    return {**message, "content": parts}
+    return map_parts(messages, lambda part, place: _with_file(part, place, find))
 
 
 def _with_file(part: Any, param: str, find: FindFile | None) -> Any:

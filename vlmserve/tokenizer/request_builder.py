@@ -19,7 +19,7 @@ from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
-    choice_params,
+    choice_seed,
     verify_num_logprobs,
     verify_sampling_params,
 )
@@ -152,7 +152,7 @@ class RequestBuilder:
             TokenizedGenerateReqInput(
                 rid=f"{request.request_id}-{index}",
                 input_ids=expanded.input_ids,
-                sampling_params=choice_params(params, index),
+                sampling_params=replace(params, seed=choice_seed(params.seed, index)),
                 mm_inputs=expanded.mm_inputs,
                 num_logprobs=request.num_logprobs,
             )

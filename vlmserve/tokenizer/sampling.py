@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -70,7 +70,7 @@ def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "m
     config = read_json(folder / "generation_config.json") if source == "model" else {}
     if config.get("do_sample") is False:
         config = {"temperature": 0.0, "repetition_penalty": config.get("repetition_penalty")}
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    known = [field.name for field in fields(SamplingDefaults)]
     return SamplingDefaults(**{name: config[name] for name in known if config.get(name) is not None})
 
 
@@ -109,11 +109,6 @@ def verify_num_logprobs(num_logprobs: int | None) -> None:
     """BadRequestError unless it is None or 0 to 20, as OpenAI's top_logprobs."""
     if num_logprobs is not None:
         _check_range("top_logprobs", num_logprobs, 0, MAX_TOP_LOGPROBS)
-
-
-def choice_params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of choice `index` of a request with several: they differ in their seed only."""
-    return replace(params, seed=choice_seed(params.seed, index))
 
 
 def choice_seed(seed: int, index: int) -> int:

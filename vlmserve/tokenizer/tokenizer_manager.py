@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class EngineUnavailableError(EngineError):
-    """The engine is starting or gone: answered with 503."""
+    """The engine is gone: answered with 503."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +156,6 @@ class TokenizerManager:
         max_pending_setting: str = "--max-queued-requests",
         observe: Callable[[RequestStats], None] | None = None,
         num_threads: int = 2,
-        ready: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.builder = builder
@@ -168,7 +167,7 @@ class TokenizerManager:
         self.observe = observe
         self._clock = clock
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="vlmserve-tokenize")
-        self._unavailable: str | None = None if ready else "the engine is starting"
+        self._unavailable: str | None = None
         self._pending = 0
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
@@ -183,10 +182,6 @@ class TokenizerManager:
     def unavailable(self) -> str | None:
         """Why the engine cannot answer now, or None when it can."""
         return self._unavailable
-
-    def mark_ready(self) -> None:
-        """The engine has loaded its model."""
-        self._unavailable = None
 
     def fail(self, reason: str) -> None:
         """The engine is gone: requests under way fail now, later ones are refused, all with 503. May be repeated."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from processors.inputs import Modality
-from vlmserve.chat.conversation import Question, Turn, make_question
-from vlmserve.chat.media import Medium, MediumError, open_medium
-from vlmserve.chat.mentions import find_mentions, question_text, split_words
+from vlmserve.chat.mentions import find_mentions, make_question, question_text, split_words
+from vlmserve.client.conversation import Question, Turn
+from vlmserve.client.media import Medium, MediumError, open_medium
 from vlmserve.demo.samples import FOLDER
 
 

@@ -77,7 +77,7 @@ def ask_sample(page: Page, *media: str, question: str) -> None:
     [number] = [
         place
         for place, sample in enumerate(load_samples())
-        if sample.text == question and [file.name for file in sample.files] == list(media)
+        if sample.text == question and [file.name for file in sample.media] == list(media)
     ]
     page.locator(".sample").nth(number).click()
     expect_answer(page, ANSWERS[media, question])
@@ -124,7 +124,7 @@ def test_it_opens_at_its_beginning(page: Page) -> None:
     expect(page.locator(".sample").first).to_be_in_viewport()
     assert page.evaluate("window.scrollY") == 0
     assert not any(panel.is_visible() for panel in page.locator(PANELS).all())
-    assert len(pictures(page, "#samples")) == sum(len(sample.files) for sample in load_samples())
+    assert len(pictures(page, "#samples")) == sum(len(sample.media) for sample in load_samples())
     marked = page.locator(".sample", has_text="▶ clip")
     expect(marked).to_have_text([re.compile("Which way does the circle move"), re.compile("What happens in the video")])
     expect_tidy(page)

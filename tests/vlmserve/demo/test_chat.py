@@ -16,7 +16,7 @@ from vlmserve.demo.conversation import Message, Question
 from vlmserve.demo.samples import FOLDER
 
 KEY = "the key"
-PICTURE = Question(text="What is it?", files=(FOLDER / "red-circle.png",))
+PICTURE = Question(text="What is it?", media=(FOLDER / "red-circle.png",))
 SETTINGS = {"max_tokens": "60", "max_pixels": "20000"}
 BOXES = '[{"bbox_2d": [0, 0, 500, 500], "label": "it"}]'
 
@@ -99,7 +99,7 @@ def test_the_conversation_goes_along(served: Served, chat: Chat) -> None:
 def test_a_refusal_is_shown_as_it_is_and_forgotten(served: Served, chat: Chat, tmp_path: Path) -> None:
     file = tmp_path / "note.png"
     file.write_bytes(b"no picture at all")
-    refused = views(chat, Question(text="?", files=(file,)))[-1]
+    refused = views(chat, Question(text="?", media=(file,)))[-1]
     assert is_error(refused)
     assert last_said(refused).startswith("messages[0].content[0]: the data is not a picture of a supported format")
     after = views(chat, PICTURE, list(refused.messages))[-1]
@@ -173,6 +173,6 @@ def test_nobody_there() -> None:
 
 
 def test_a_file_that_is_gone(chat: Chat, tmp_path: Path) -> None:
-    gone = views(chat, Question(text="?", files=(tmp_path / "gone.png",)))[-1]
+    gone = views(chat, Question(text="?", media=(tmp_path / "gone.png",)))[-1]
     assert is_error(gone)
     assert "gone.png" in last_said(gone)

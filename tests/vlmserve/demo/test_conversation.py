@@ -15,7 +15,7 @@ from vlmserve.demo.conversation import (
     question_message,
 )
 
-SHAPES = Question(text="What is this?", files=(Path("/x/shapes.png"), Path("/x/clip.mp4")))
+SHAPES = Question(text="What is this?", media=(Path("/x/shapes.png"), Path("/x/clip.mp4")))
 AGAIN = Question(text="And the colour?")
 
 

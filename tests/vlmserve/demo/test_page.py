@@ -187,7 +187,7 @@ def test_all_samples_are_offered(url: str) -> None:
     assert re.findall(r'data-sample="(\d+)" title="([^"]*)"', gallery) == [
         (str(number), sample.text) for number, sample in enumerate(samples)
     ]
-    clips = [any(file.suffix == ".mp4" for file in sample.files) for sample in samples]
+    clips = [any(file.suffix == ".mp4" for file in sample.media) for sample in samples]
     assert ["clip</span>" in button for button in gallery.split("<button")[1:]] == clips
     assert not config["analytics_enabled"]
 
@@ -196,7 +196,7 @@ def test_a_sample_that_is_clicked_is_asked(url: str, served: Served) -> None:
     config = httpx2.get(url + "config").json()
     [gallery] = [part["id"] for part in config["components"] if part["props"].get("elem_id") == "samples"]
     [number] = [d["id"] for d in config["dependencies"] if [gallery, "click"] in d["targets"] and d["inputs"]]
-    [album] = [place for place, sample in enumerate(load_samples()) if len(sample.files) == 2]
+    [album] = [place for place, sample in enumerate(load_samples()) if len(sample.media) == 2]
     before = len(served.scheduler.requests)
     body = {
         "data": [None] * 8,

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vlmserve.client.data_urls import data_url
+from vlmserve.client.options import OptionError
 from vlmserve.demo.conversation import Question, Turn
-from vlmserve.demo.request import RequestSettings, SettingError, chat_body, files_of, read_settings
+from vlmserve.demo.request import chat_body, files_of, read_settings
 from vlmserve.demo.samples import FOLDER, load_samples
 from vlmserve.server.protocol import ChatCompletionRequest
 
 PICTURE, CLIP = FOLDER / "six.png", FOLDER / "rolling.mp4"
-PREFIX = "data:application/octet-stream;base64,"
 
 
 def parts_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     ChatCompletionRequest.model_validate(body)
-    return [part for message in body["messages"] if message["role"] == "user" for part in message["content"]]
+    contents = [message["content"] for message in body["messages"] if message["role"] == "user"]
+    return [part for content in contents for part in ([{"type": "text"}] if isinstance(content, str) else content)]
 
 
 def test_a_conversation_with_its_media() -> None:
-    turn = Turn(question=Question(text="How many?", files=(PICTURE,)), answer="Six.")
-    question = Question(text="Which way?", files=(CLIP,))
-    body = chat_body("m", [turn], question, RequestSettings())
+    turn = Turn(question=Question(text="How many?", media=(PICTURE,)), answer="Six.")
+    question = Question(text="Which way?", media=(CLIP,))
+    body = chat_body("m", [turn], question, {})
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
     assert body["messages"][1]["content"] == "Six."
     picture, how_many, clip, which_way = parts_of(body)
     assert picture == {
         "type": "image_url",
-        "image_url": {"url": PREFIX + base64.b64encode(PICTURE.read_bytes()).decode()},
+        "image_url": {"url": data_url(PICTURE.read_bytes())},
     }
-    assert clip == {"type": "video_url", "video_url": {"url": PREFIX + base64.b64encode(CLIP.read_bytes()).decode()}}
+    assert clip == {"type": "video_url", "video_url": {"url": data_url(CLIP.read_bytes())}}
     assert (how_many["text"], which_way["text"]) == ("How many?", "Which way?")
     assert body["stream"] is body["return_mm_report"] is body["stream_options"]["include_usage"] is True
     assert "temperature" not in body
@@ -42,10 +43,9 @@ def test_a_conversation_with_its_media() -> None:
 
 
 def test_settings_go_where_they_belong() -> None:
-    settings = RequestSettings(
-        max_tokens=5, temperature=0.0, top_p=0.5, seed=0, detail="low", min_pixels=784, max_pixels=1568, fps=0.5
-    )
-    body = chat_body("m", [], Question(text="?", files=(PICTURE, CLIP)), settings)
+    settings = {"max_tokens": 5, "temperature": 0.0, "top_p": 0.5, "seed": 0}
+    settings |= {"detail": "low", "min_pixels": 784, "max_pixels": 1568, "fps": 0.5}
+    body = chat_body("m", [], Question(text="?", media=(PICTURE, CLIP)), settings)
     picture, clip, _ = parts_of(body)
     assert (body["max_tokens"], body["temperature"], body["top_p"], body["seed"]) == (5, 0.0, 0.5, 0)
     assert picture["image_url"]["detail"] == "low"
@@ -57,27 +57,27 @@ def test_settings_go_where_they_belong() -> None:
 
 @pytest.mark.parametrize(("text", "files", "kinds"), [("", [PICTURE], ["image_url"]), ("", [], ["text"])])
 def test_a_question_may_lack_a_part(text: str, files: list[Path], kinds: list[str]) -> None:
-    body = chat_body("m", [], Question(text=text, files=tuple(files)), RequestSettings())
+    body = chat_body("m", [], Question(text=text, media=tuple(files)), {})
     assert [part["type"] for part in parts_of(body)] == kinds
 
 
 def test_what_is_no_picture_is_left_to_the_server(tmp_path: Path) -> None:
     file = tmp_path / "film.mp4"
     file.write_bytes(b"no film")
-    body = chat_body("m", [], Question(text="?", files=(file,)), RequestSettings())
+    body = chat_body("m", [], Question(text="?", media=(file,)), {})
     assert parts_of(body)[0]["type"] == "image_url"
 
 
 def test_the_samples_are_there() -> None:
     samples = load_samples()
-    assert Question(text="Which way does the circle move?", files=(CLIP,)) in samples
+    assert Question(text="Which way does the circle move?", media=(CLIP,)) in samples
     assert len(samples) == 12
-    assert all(path.is_file() for sample in samples for path in sample.files)
+    assert all(path.is_file() for sample in samples for path in sample.media)
 
 
 def test_an_empty_field_leaves_it_to_the_server() -> None:
     form = {"max_tokens": " 7 ", "temperature": "", "top_p": None, "seed": "  ", "detail": "low", "fps": "0.5"}
-    assert read_settings(form) == RequestSettings(max_tokens=7, detail="low", fps=0.5)
+    assert read_settings(form) == {"max_tokens": 7, "detail": "low", "fps": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_an_empty_field_leaves_it_to_the_server() -> None:
     [("seed", "1.5", "a whole number"), ("top_p", "nan", "a number"), ("fps", "inf", "a number"), ("seed", "x", "a")],
 )
 def test_what_is_no_number_is_named(name: str, text: str, kind: str) -> None:
-    with pytest.raises(SettingError, match=f"^{name} is '{text}'; it must be {kind}"):
+    with pytest.raises(OptionError, match=f"^{name} is '{text}'; it must be {kind}"):
         read_settings({name: text})

@@ -9,6 +9,7 @@ import io
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -17,9 +18,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.server.fake_engine import WAIT_S, Served, make_served, png_url, real_server
-from vlmserve.server.app import ApiSettings, build_app
-from vlmserve.server.file_store import FileLimits, FileStore
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
+from vlmserve.server.app import build_app
+from vlmserve.server.file_store import FileStore
 
+SMALL = ServerSettings(engine=EngineArgs(model=""), max_file_bytes=1000, max_file_store_bytes=1000, max_files=10)
 PNG = base64.b64decode(png_url().split(",")[1])
 
 
@@ -330,9 +334,9 @@ class WatchedLock:
 
 @pytest.mark.parametrize("path", ["", "/file-" + "0" * 32])
 def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
-    files = FileStore(tmp_path, FileLimits(max_bytes=1000, max_total_bytes=1000, max_files=10))
+    files = FileStore(tmp_path, SMALL)
     watched = files._lock = WatchedLock()
-    with real_server(build_app(served.frontend.manager, ["m"], ApiSettings(), files)) as port:
+    with real_server(build_app(served.frontend.manager, "m", SMALL, files)) as port:
         waiting, other = (http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S) for _ in range(2))
         with watched.lock:
             waiting.request("GET", "/v1/files" + path)
@@ -348,19 +352,19 @@ def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
 def test_files_belong_to_the_key_that_brought_them(served, tmp_path):
     folder = tmp_path / "keys"
     folder.mkdir()
-    files = FileStore(folder, FileLimits(max_bytes=1000, max_total_bytes=1000, max_files=10))
-    app = build_app(served.frontend.manager, ["m"], ApiSettings(api_keys=("one", "two")), files)
-    with TestClient(app) as client:
-        client.headers["Authorization"] = "Bearer one"
-        mine = upload(client).json()["id"]
-        client.headers["Authorization"] = "Bearer two"
-        assert client.get("/v1/files").json()["data"] == []
-        for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/content")):
-            refused(client.request(method, f"/v1/files/{mine}{path}"), 404, "file_not_found")
-        client.headers["Authorization"] = "Bearer one"
-        assert client.get(f"/v1/files/{mine}/content").content == PNG
-        client.headers["Authorization"] = "Bearer three"
-        refused(upload(client), 401, "invalid_api_key")
+    files = FileStore(folder, SMALL)
+    one, two = (
+        TestClient(build_app(served.frontend.manager, "m", replace(SMALL, api_key=key), files))
+        for key in ("one", "two")
+    )
+    one.headers["Authorization"], two.headers["Authorization"] = "Bearer one", "Bearer two"
+    mine = upload(one).json()["id"]
+    assert two.get("/v1/files").json()["data"] == []
+    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/content")):
+        refused(two.request(method, f"/v1/files/{mine}{path}"), 404, "file_not_found")
+    assert one.get(f"/v1/files/{mine}/content").content == PNG
+    one.headers["Authorization"] = "Bearer three"
+    refused(upload(one), 401, "invalid_api_key")
     assert not any(b"one" in path.read_bytes() for path in folder.glob("*.json")), "no key is written down"
     files.close()
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served, png_url
-from vlmserve.server.app import ApiSettings, build_app
-from vlmserve.server.file_store import FileLimits, FileStore
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
+from vlmserve.server.app import build_app
+from vlmserve.server.file_store import FileStore
 from vlmserve.tokenizer.file_parts import with_files
 from vlmserve_common.errors import BadRequestError
 
@@ -190,15 +193,16 @@ def test_shapes_that_are_refused(client):
 
 
 def test_another_keys_file_is_not_there(served, tmp_path):
-    files = FileStore(tmp_path, FileLimits(max_bytes=10_000, max_total_bytes=10_000, max_files=10))
-    app = build_app(served.frontend.manager, [MODEL], ApiSettings(api_keys=("one", "two")), files)
-    with TestClient(app) as client:
-        client.headers["Authorization"] = "Bearer one"
-        part = {"type": "file", "file": {"file_id": upload(client)}}
-        client.headers["Authorization"] = "Bearer two"
-        refused(ask(client, part), 404, "messages[0].content[0].file.file_id", "file_not_found")
-        client.headers["Authorization"] = "Bearer one"
-        assert ask(client, part).status_code == 200
+    settings = ServerSettings(engine=EngineArgs(model=""))
+    files = FileStore(tmp_path, settings)
+    one, two = (
+        TestClient(build_app(served.frontend.manager, MODEL, replace(settings, api_key=key), files))
+        for key in ("one", "two")
+    )
+    one.headers["Authorization"], two.headers["Authorization"] = "Bearer one", "Bearer two"
+    part = {"type": "file", "file": {"file_id": upload(one)}}
+    refused(ask(two, part), 404, "messages[0].content[0].file.file_id", "file_not_found")
+    assert ask(one, part).status_code == 200
     files.close()
 
 

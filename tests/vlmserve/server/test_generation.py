@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from tests.vlmserve.server.fake_engine import MODEL, ids_of, png_url
+from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.messages import AbortReq, FinishReason, TextOutput
-from vlmserve.server.answers import Usage
+from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.tokenizer.sampling import choice_seed
+from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
 
 URL = "/v1/chat/completions"
@@ -193,19 +196,23 @@ def test_several_choices(client, served):
 
 def test_usage_counts_the_prompt_once():
     """Later choices find the prompt of the first in the cache, which is no news to who pays for it."""
-    usage = Usage()
-    for index, done, cached in ((0, 1, 3), (1, 1, 16), (0, 4, 3), (1, 5, 16)):
-        output = TextOutput(
-            rid=str(index),
-            text="",
-            token_ids=(1,),
-            finish_reason=None,
-            prompt_tokens=17,
-            completion_tokens=done,
-            cached_tokens=cached,
-        )
-        usage.add(ChoiceOutput(index=index, output=output))
-    assert usage.as_json() == {
+
+    async def outputs():
+        for index, done, cached in ((0, 1, 3), (1, 1, 16), (0, 4, 3), (1, 5, 16)):
+            output = TextOutput(
+                rid=str(index),
+                text="",
+                token_ids=(1,),
+                finish_reason=None,
+                prompt_tokens=17,
+                completion_tokens=done,
+                cached_tokens=cached,
+            )
+            yield ChoiceOutput(index=index, output=output)
+
+    head = AnswerHead(id="x", created=0, model="m")
+    writer = AnswerWriter(head, load_text_tokenizer(DEFAULT_MODEL), n=2, logprobs=False)
+    assert asyncio.run(writer.whole(outputs()))["usage"] == {
         "prompt_tokens": 17,
         "completion_tokens": 9,
         "total_tokens": 26,

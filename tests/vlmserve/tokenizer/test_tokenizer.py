@@ -13,7 +13,6 @@ from tests.vlmserve.tiny_tokenizer import make_tokenizer, write_tokenizer_folder
 from vlmserve.messages import SamplingParams
 from vlmserve.tokenizer.sampling import (
     SamplingOverrides,
-    choice_params,
     choice_seed,
     load_sampling_defaults,
     verify_sampling_params,
@@ -128,9 +127,6 @@ def test_seeds_of_choices(seed, index):
 
 def test_choices_have_seeds_of_their_own():
     assert len({choice_seed(seed, index) for seed in range(50) for index in range(50)}) == 2500
-    params = SamplingParams(seed=4, temperature=0.5)
-    assert choice_params(params, 0) == params
-    assert choice_params(params, 1) == SamplingParams(seed=choice_seed(4, 1), temperature=0.5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

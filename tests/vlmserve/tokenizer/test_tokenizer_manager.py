@@ -318,22 +318,12 @@ def test_a_dead_engine_fails_everybody_now():
                 await task
         with pytest.raises(EngineUnavailableError):
             await anext(house.manager.generate(ask("later")))
+        assert await house.manager.scheduler_stats() is None
         assert [m.rid for m in house.of(TokenizedGenerateReqInput)] == ["running-0"]
         assert house.of(AbortReq) == []
         assert [s.finish for s in house.stats] == ["error"]
 
     run(scenario)
-
-
-def test_until_the_engine_is_ready_requests_are_refused():
-    async def scenario(house: House) -> None:
-        with pytest.raises(EngineUnavailableError, match="starting"):
-            await anext(house.manager.generate(ask()))
-        assert await house.manager.scheduler_stats() is None
-        house.manager.mark_ready()
-        assert house.manager.unavailable is None
-
-    run(scenario, ready=False)
 
 
 @pytest.mark.parametrize(

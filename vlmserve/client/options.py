@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+from vlmserve.config.spelling import did_you_mean
 from vlmserve_common.errors import VlmserveError
 
 
@@ -52,9 +52,8 @@ def option_named(name: str) -> str:
     proper = name.lower().replace("-", "_")
     if proper in OPTIONS:
         return proper
-    close = difflib.get_close_matches(proper, OPTIONS, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(OPTIONS)}"
-    raise OptionError(f"there is no option {name!r}; {hint}")
+    guess = did_you_mean(proper, OPTIONS, f"; there are {', '.join(OPTIONS)}")
+    raise OptionError(f"there is no option {name!r}{guess}")
 
 
 def parse_option(name: str, text: str) -> Any:

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import base64
-import mimetypes
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
+from vlmserve.client.conversation import media_part
+from vlmserve.client.data_urls import data_url
+from vlmserve.client.media_names import PICTURES, VIDEOS
 from vlmserve_common.errors import VlmserveError
 
 KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video"}
 """What people call them."""
 
-_PICTURE_ENDINGS = (
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".jfif",
-    ".webp",
-    ".gif",
-    ".bmp",
-    ".tif",
-    ".tiff",
-    ".avif",
-    ".heic",
-    ".jxl",
-)
-_VIDEO_ENDINGS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi", ".mpg", ".mpeg", ".wmv", ".flv")
+_PICTURE_ENDINGS = (*PICTURES, ".jfif", ".heic", ".jxl")
+_VIDEO_ENDINGS = (*VIDEOS, ".avi", ".mpg", ".mpeg", ".wmv", ".flv")
 
 
 class MediumError(VlmserveError):
@@ -50,6 +40,10 @@ class Medium:
     def kind(self) -> str:
         """Its modality, for people."""
         return KINDS[self.modality]
+
+    def part(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """It as a part of a message."""
+        return media_part(self.modality, self.url, options)
 
 
 def ending_modality(name: str) -> Modality | None:
@@ -95,8 +89,7 @@ def medium_of_bytes(name: str, data: bytes) -> Medium:
     modality = modality_of(data[:HEAD_BYTES])
     if modality is None:
         raise MediumError(f"{name!r} is neither a picture nor a video of a format that is read here")
-    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
-    return Medium(name=name, modality=modality, url=f"data:{kind};base64,{base64.b64encode(data).decode()}")
+    return Medium(name=name, modality=modality, url=data_url(data))
 
 
 def _read(word: str) -> bytes:

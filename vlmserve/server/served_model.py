@@ -1,0 +1,26 @@
+"""What the endpoints of a model share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlmserve.config.settings import ServerSettings
+from vlmserve.server.file_store import FileStore
+from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
+from vlmserve_common.errors import BadRequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """name: what clients call it. files: those that requests may bring."""
+
+    name: str
+    manager: TokenizerManager
+    files: FileStore
+    settings: ServerSettings
+
+    def check_name(self, name: str) -> None:
+        """Raises BadRequestError (404) for a model that is not served here."""
+        if name != self.name:
+            what = f"there is no model {name!r} here, only {self.name}"
+            raise BadRequestError(what, param="model", code="model_not_found", status=404)
