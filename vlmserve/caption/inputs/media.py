@@ -48,13 +48,11 @@ class MediaReader:
         """Look at the file of a path or URL, without reading it. modality: None if any will do."""
         scheme = scheme_of(address)
         if not scheme:
-            return self._open_file(address, modality)
+            return self._open_file(Path(address), modality)
+        signature = address
         if scheme == "data":
             signature = f"data:{blake3.blake3(address.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
-            return Content(signature=signature, read=lambda: self._fetch(address, modality))
-        if scheme in HTTP:
-            return Content(signature=address, read=lambda: self._fetch(address, modality))
-        return Content(signature=address, read=lambda: self._read_remote(address, modality))
+        return Content(signature=signature, read=lambda: self._read(address, modality))
 
     def item(self, address: str, own: Own | None = None, *, root: Path | None = None) -> MediumItem:
         """Of a path or URL. root: see `MediumItem`."""
@@ -74,8 +72,10 @@ class MediaReader:
             root=root,
         )
 
-    def held(self, read: Callable[[], bytes], own: Own, *, signature: str, size: int, name: str | None) -> MediumItem:
-        """A medium inside a larger file. name: its own in there."""
+    def held(
+        self, read: Callable[[], bytes], own: Own, *, signature: str | None, size: int, name: str | None
+    ) -> MediumItem:
+        """A medium that `read` brings, such as one inside a larger file. name: its own in there."""
         assert own.id is not None
 
         def checked() -> bytes:
@@ -93,31 +93,23 @@ class MediaReader:
             options=own.options,
         )
 
-    def _open_file(self, address: str, modality: Modality | None) -> Content:
-        path = Path(address)
+    def _open_file(self, path: Path, modality: Modality | None) -> Content:
         try:
             status = os.stat(path)
         except (OSError, ValueError):  # reading will tell
             signature, size = None, 0
         else:
             signature, size = f"{status.st_size} {status.st_mtime_ns}", status.st_size
-        return Content(
-            signature=signature,
-            size=size,
-            path=path,
-            read=lambda: self._fetch(path.absolute().as_uri(), modality),
-        )
+        url = path.absolute().as_uri()
+        return Content(signature=signature, size=size, path=path, read=lambda: self._read(url, modality))
 
-    def _fetch(self, url: str, modality: Modality | None) -> bytes:
-        data = self.fetcher.fetch(url, modality=modality or Modality.VIDEO)
-        if modality is None:
-            modality_within_limit(data, self.fetcher)
-        return data
+    def _read(self, url: str, modality: Modality | None) -> bytes:
+        if scheme_of(url) in ("file", "data", *HTTP):
+            data = self.fetcher.fetch(url, modality=modality or Modality.VIDEO)
+        else:
+            from vlmserve.caption.inputs.remote import read_whole
 
-    def _read_remote(self, address: str, modality: Modality | None) -> bytes:
-        from vlmserve.caption.inputs.remote import read_whole
-
-        data = read_whole(address, self.fetcher.limit(modality or Modality.VIDEO))
+            data = read_whole(url, self.fetcher.limit(modality or Modality.VIDEO))
         if modality is None:
             modality_within_limit(data, self.fetcher)
         return data

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 from processors.fetch.byte_limit import ByteLimit
-from vlmserve.caption.inputs.packages import need
-from vlmserve.caption.inputs.source import HTTP
+from vlmserve.caption.inputs.source import HTTP, need
 from vlmserve.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError

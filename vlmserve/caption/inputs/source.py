@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import posixpath
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from vlmserve.caption.item import Found
 from vlmserve.client.media_names import local_path, scheme_of
+from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
 HTTP = ("http", "https")
+_OF_THE_EXTRA = ("aiohttp", "fsspec", "pyarrow")
 
 
 class Source(Protocol):
@@ -99,3 +102,15 @@ def name_fields(id: str, path: str | None) -> dict[str, Any]:
         folder, name = os.path.split(printable(path))
         fields |= {"name": name, "stem": os.path.splitext(name)[0], "folder": os.path.basename(folder)}
     return fields
+
+
+def need(word: str, *packages: str) -> None:
+    """Raises SettingsError, with what to install, unless they are there. word: the input that needs them."""
+    for package in packages:
+        try:
+            is_installed = importlib.util.find_spec(package) is not None
+        except ImportError:
+            is_installed = False
+        if not is_installed:
+            wanted = "'vlmserve[caption]'" if package in _OF_THE_EXTRA else package
+            raise SettingsError(f"INPUT {word!r} needs {package}: pip install {wanted}")
