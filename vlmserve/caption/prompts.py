@@ -29,6 +29,11 @@ class Asked:
     prefix: str
     suffix: str
 
+    @property
+    def texts(self) -> list[str]:
+        """All of them."""
+        return [self.prompt, self.prefix, self.suffix]
+
     def whole(self, caption: str) -> str:
         """A caption as it is written."""
         return f"{self.prefix}{caption}{self.suffix}"

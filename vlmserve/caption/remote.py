@@ -86,11 +86,9 @@ class RemoteCaptioner:
         while self._stopped is None and not any(server.is_in for server in self._servers):
             await self._changed.wait()
         if self._stopped is not None:
-            await self.close()
             raise CaptionStopped(self._stopped)
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
-        """See `Captioner`."""
         body = await asyncio.to_thread(self._body, request)
         n = request.options.get("n")
         wanted = n if isinstance(n, int) else 1
@@ -118,11 +116,9 @@ class RemoteCaptioner:
             server.sent_again += 1
 
     def notes(self) -> list[str]:
-        """See `Captioner`."""
         return [note for server in self._servers if (note := server.note()) is not None]
 
     async def close(self) -> None:
-        """See `Captioner`."""
         tasks = [*self._returns.values(), *([self._ending] if self._ending else [])]
         for task in tasks:
             task.cancel()

@@ -7,28 +7,53 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from processors.inputs import Modality
-from vlmserve.caption.item import Item, MediumItem, RequestItem
+from vlmserve.caption.item import Failed, Item, MediumItem, RequestItem
+from vlmserve.caption.prompts import Asked
 
 _MOST_BYTES = 200  # of a name; a suffix follows, and file systems take 255
 _NO_NAME = re.compile(r"[\x00-\x1f\\:*?\"<>|\ud800-\udc7f\udd00-\udfff]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captioned:
-    """A finished item. key, fingerprint: see `journal.Done`. record: see `make_record`. data, modality: of the medium,
-    where there is one. target: see `journal.Done`. usage: tokens that the answer took; None: it is another's."""
+class Work:
+    """An item to be captioned. asked: None for a request, which asks by itself. target: the file that its caption goes
+    to, where each has one. key: of the item and how it is asked, from what is known without reading it."""
 
     item: Item
     key: bytes
+    asked: Asked | None = None
+    target: str | None = None
+
+    def failed(self, message: str, code: str | None) -> Failed:
+        """What to tell when it is."""
+        return Failed(id=self.item.id, key=self.key, message=message, code=code)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captioned:
+    """A finished item. fingerprint: as `Work.key`, but of the content, too. record: see `make_record`. data, modality:
+    of the medium, where there is one. usage: tokens that the answer took; None: it is another's."""
+
+    work: Work
     fingerprint: bytes
     record: Mapping[str, Any]
     data: bytes | None = None
     modality: Modality | None = None
-    target: str | None = None
     usage: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Touched:
+    """A finished item whose file looks different, but is the same. trouble: its caption could not be put back."""
+
+    work: Work
+    trouble: str | None
+
+
+Result: TypeAlias = Captioned | Failed | Touched
 
 
 def make_record(

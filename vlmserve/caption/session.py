@@ -24,14 +24,13 @@ from vlmserve.caption.arguments import CaptionCommand
 from vlmserve.caption.bounds import named_folder, refuse_inputs_as_outputs, words_to_open
 from vlmserve.caption.captioner import Captioner, CaptionStopped
 from vlmserve.caption.errors_file import ErrorsFile
-from vlmserve.caption.feed import Feed
+from vlmserve.caption.feed import Feed, Shared
 from vlmserve.caption.inputs import Inputs, open_inputs
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Output
 from vlmserve.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.caption.progress import Progress, describe, summary
 from vlmserve.caption.prompts import Prompts
-from vlmserve.caption.run import CaptionRun, RunSettings
+from vlmserve.caption.run import CaptionRun
 from vlmserve.caption.tally import Tally
 from vlmserve.config.model_path import resolve_model
 from vlmserve.tokenizer.stage import stage_limits
@@ -91,8 +90,8 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
             journal.forget()
         stack.callback(output.close)
         output.begin(journal)
-        session = _Session(command, inputs, prompts, journal, output, errors, tally, Progress(tally, out), captioner)
-        return session.run()
+        shared = Shared(prompts=prompts, journal=journal, output=output, errors=errors, tally=tally)
+        return _Session(command, inputs, shared, Progress(tally, out), captioner).run()
 
 
 def _open_journal(command: CaptionCommand, words: Sequence[str]) -> Journal:
@@ -107,24 +106,11 @@ class _Session:
     """What `caption` has put together, at work."""
 
     def __init__(
-        self,
-        command: CaptionCommand,
-        inputs: Inputs,
-        prompts: Prompts,
-        journal: Journal,
-        output: Output,
-        errors: ErrorsFile,
-        tally: Tally,
-        progress: Progress,
-        captioner: Captioner | None,
+        self, command: CaptionCommand, inputs: Inputs, shared: Shared, progress: Progress, captioner: Captioner | None
     ) -> None:
         self._command = command
         self._inputs = inputs
-        self._prompts = prompts
-        self._journal = journal
-        self._output = output
-        self._errors = errors
-        self._tally = tally
+        self._shared = shared
         self._progress = progress
         self._given = captioner
         self._running: CaptionRun | None = None
@@ -132,9 +118,10 @@ class _Session:
         self._notes: list[str] = []
 
     def run(self) -> Outcome:
+        shared = self._shared
         troubles: list[str] = []
         how = Ended.FINISHED
-        captioner = self._given or self._local()  # not in the event loop, which would keep Ctrl-C from ending it
+        captioner = self._given or self._made()  # not in the event loop, which would keep Ctrl-C from ending it
         try:
             asyncio.run(self._run(captioner))
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -145,28 +132,29 @@ class _Session:
         finally:
             if self._running is not None:
                 self._running.close()
-            self._errors.close()
+            shared.errors.close()
         # not after an end that was broken off, nor where nothing can be written
         if self._running is not None and self._running.in_order and not self._broken:
             try:
-                self._output.finish()
+                shared.output.finish()
             except OSError as error:
                 how = Ended.STOPPED
                 troubles.append(_trouble(error))
         with contextlib.suppress(OSError):
-            self._errors.write_anew(self._journal.failures())
+            shared.errors.write_anew(shared.journal.failures())
         if how is not Ended.FINISHED:
             self._notes.append("what is finished is on disk: the same command goes on from here")
-        told = summary(self._tally, self._progress.seconds, self._notes, ended=how.value)
-        text = describe(self._tally, self._progress.seconds, ended=how.value)
+        told = summary(shared.tally, self._progress.seconds, self._notes, ended=how.value)
+        text = describe(shared.tally, self._progress.seconds, ended=how.value)
         return Outcome(
             how=how,
-            tally=self._tally,
+            tally=shared.tally,
             told=json.dumps(told, indent=2) if self._command.json else "\n".join([text, *self._notes]),
             troubles=troubles,
         )
 
-    async def _run(self, captioner: Captioner | None) -> None:
+    async def _run(self, captioner: Captioner) -> None:
+        command, shared = self._command, self._shared
         this = asyncio.current_task()
         assert this is not None
 
@@ -176,43 +164,23 @@ class _Session:
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         async with contextlib.AsyncExitStack() as stack:
-            if captioner is None:
-                captioner = await self._remote()
             if captioner is not self._given:
                 stack.push_async_callback(captioner.close)
+                await captioner.start()
             stack.callback(lambda: self._notes.extend(captioner.notes()))
             settings = self._settings(captioner)
-            self._journal.begin(settings)
-            self._errors.begin(self._journal.failures())
+            shared.journal.begin(settings)
+            shared.errors.begin(shared.journal.failures())
             feed = Feed(
                 iter(self._inputs),
-                prompts=self._prompts,
-                journal=self._journal,
-                output=self._output,
-                tally=self._tally,
-                shard=self._command.shard,
-                limit=self._command.limit,
-                retry_failed=self._command.retry_failed,
+                shared,
+                shard=command.shard,
+                limit=command.limit,
+                retry_failed=command.retry_failed,
             )
-            self._running = run = CaptionRun(
-                feed,
-                captioner,
-                RunSettings(
-                    concurrency=self._command.concurrency,
-                    bytes_in_memory=self._command.memory_bytes,
-                    options=self._command.options,
-                    picture_knobs=self._command.picture_knobs,
-                    video_knobs=self._command.video_knobs,
-                    fingerprint=blake3.blake3(json.dumps(settings, sort_keys=True).encode()).digest(),
-                    seed=self._command.seed,
-                ),
-                prompts=self._prompts,
-                journal=self._journal,
-                output=self._output,
-                errors=self._errors,
-                tally=self._tally,
-            )
-            with self._progress, _counting(self._inputs, self._tally, self._command):
+            fingerprint = blake3.blake3(json.dumps(settings, sort_keys=True).encode()).digest()
+            self._running = run = CaptionRun(feed, captioner, replace(command.run, fingerprint=fingerprint), shared)
+            with self._progress, _counting(self._inputs, shared.tally, command):
                 showing = asyncio.create_task(self._show())
                 try:
                     await run.run()
@@ -222,32 +190,24 @@ class _Session:
                 finally:
                     showing.cancel()
 
-    def _local(self) -> Captioner | None:
-        """The engine in this process, unless servers do the work."""
-        if self._command.base_urls:
-            return None
+    def _made(self) -> Captioner:
+        """The engine in this process, or the servers that do the work."""
+        command = self._command
+        if command.base_urls:
+            from vlmserve.caption.remote import RemoteCaptioner
+
+            return RemoteCaptioner(
+                command.base_urls,
+                api_key=command.settings.api_key,
+                model=command.settings.engine.model or None,
+                request_timeout_s=command.request_timeout_s,
+                server_timeout_s=command.server_timeout_s,
+            )
         from vlmserve.caption.local import LocalCaptioner
 
-        command = self._command
-        return LocalCaptioner(command.settings, concurrency=command.concurrency, nothing_twice=command.nothing_twice)
-
-    async def _remote(self) -> Captioner:
-        from vlmserve.caption.remote import RemoteCaptioner
-
-        command = self._command
-        remote = RemoteCaptioner(
-            command.base_urls,
-            api_key=command.api_key,
-            model=command.served_model,
-            request_timeout_s=command.request_timeout_s,
-            server_timeout_s=command.server_timeout_s,
+        return LocalCaptioner(
+            command.settings, concurrency=command.run.concurrency, nothing_twice=command.nothing_twice
         )
-        try:
-            await remote.start()
-        except BaseException:
-            await remote.close()
-            raise
-        return remote
 
     def _settings(self, captioner: Captioner) -> dict[str, object]:
         """What makes captions other ones, under the names of flags."""
@@ -258,11 +218,11 @@ class _Session:
             "--system-prompt": command.system,
             "--prefix": command.prefix,
             "--suffix": command.suffix,
-            "--seed": command.seed,
+            "--seed": command.run.seed,
             "--output": None if command.output.output is None else Path(command.output.output).name,
             "--caption-suffix": command.output.suffix,
-            **{f"--{name.replace('_', '-')}": value for name, value in command.options.items()},
-            **{f"--{name.replace('_', '-')}": value for name, value in command.video_knobs.items()},
+            **{f"--{name.replace('_', '-')}": value for name, value in command.run.options.items()},
+            **{f"--{name.replace('_', '-')}": value for name, value in command.run.video_knobs.items()},
         }
 
     async def _show(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vlmserve.caption.inputs.source import folder_of, path_in, printable
-from vlmserve.caption.item import Unreadable
+from vlmserve.caption.item import Failed
 from vlmserve.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
 
@@ -91,9 +91,9 @@ class ItemFile:
 
         return open_remote(self.address)
 
-    def broken(self, error: Exception, *, done: int, what: str) -> Unreadable:
+    def broken(self, error: Exception, *, done: int, what: str) -> Failed:
         """To be told where reading raised `BROKEN`. done: how many lines, say, had been read. what: "line"."""
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
         if isinstance(error, EOFError):
-            return Unreadable(id=self.name, message=f"cut off after {what} {done}: {why}", code="cut_off")
-        return Unreadable(id=self.name, message=f"cannot read it{f' behind {what} {done}' if done else ''}: {why}")
+            return Failed(id=self.name, message=f"cut off after {what} {done}: {why}", code="cut_off")
+        return Failed(id=self.name, message=f"cannot read it{f' behind {what} {done}' if done else ''}: {why}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.source import printable
 from vlmserve.caption.inputs.trees import Entry, Tree
-from vlmserve.caption.item import MediumItem, Unreadable
+from vlmserve.caption.item import Failed, MediumItem
 
 _SORTED = 4096
 """The entries of a folder come in order if it has no more than these."""
@@ -23,7 +23,7 @@ class LocalTree(Tree):
         self._media = media
         self.passed_over = passed_over
 
-    def scan(self, folder: str) -> Iterator[Entry | Unreadable]:
+    def scan(self, folder: str) -> Iterator[Entry | Failed]:
         try:
             with os.scandir(folder or os.curdir) as entries:
                 first = sorted(itertools.islice(entries, _SORTED), key=lambda entry: entry.name)
@@ -36,7 +36,7 @@ class LocalTree(Tree):
                         is_local_file=_holds(entry.is_file),
                     )
         except OSError as error:
-            yield Unreadable(id=printable(folder), message=f"cannot read the folder: {error.strerror}")
+            yield Failed(id=printable(folder), message=f"cannot read the folder: {error.strerror}")
 
     def is_folder(self, path: str) -> bool:
         return os.path.isdir(path or os.curdir)

@@ -12,7 +12,7 @@ from vlmserve.caption.inputs.files import BROKEN, ItemFile
 from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.records import item_of, media_column
 from vlmserve.caption.inputs.source import Columns, resolved
-from vlmserve.caption.item import Found, Item, Unreadable
+from vlmserve.caption.item import Failed, Found, Item
 from vlmserve.server.body import json_object
 from vlmserve_common.errors import BadRequestError
 
@@ -33,7 +33,7 @@ class Lines(ABC):
 
     def __iter__(self) -> Iterator[Found]:
         for line in self._lines():
-            if isinstance(line, Unreadable):
+            if isinstance(line, Failed):
                 yield line
                 continue
             place, text = line
@@ -41,15 +41,15 @@ class Lines(ABC):
                 yield self.item(text, place)
             except BadRequestError as error:
                 code = None if error.code in ("invalid_json", "invalid_item") else error.code
-                yield Unreadable(id=place, message=error.message, code=code or "invalid_line")
+                yield Failed(id=place, message=error.message, code=code or "invalid_line")
 
     def count(self) -> Iterator[int | None]:
         """See `Source`."""
         if self.file.path is None:
             return iter((None,))
-        return (1 for line in self._lines() if not isinstance(line, Unreadable))
+        return (1 for line in self._lines() if not isinstance(line, Failed))
 
-    def _lines(self) -> Iterator[tuple[str, bytes] | Unreadable]:
+    def _lines(self) -> Iterator[tuple[str, bytes] | Failed]:
         """Places and texts of lines that are neither empty nor comments. Where the file cannot be read further, that
         is the last that is told."""
         number = 0
@@ -62,7 +62,7 @@ class Lines(ABC):
                         while text and not text.endswith(b"\n"):
                             text = lines.readline(2**20)
                         told = f"the line has more than {MOST_BYTES} bytes"
-                        yield Unreadable(id=place, message=told, code="invalid_line")
+                        yield Failed(id=place, message=told, code="invalid_line")
                         continue
                     stripped = text.removeprefix(b"\xef\xbb\xbf").strip()
                     if stripped and not self._is_comment(stripped):

@@ -19,7 +19,7 @@ from vlmserve.caption.inputs.source import HTTP, Columns, Source, need, path_in
 from vlmserve.caption.inputs.tables import Table
 from vlmserve.caption.inputs.tars import Tar
 from vlmserve.caption.inputs.trees import Entry, Files
-from vlmserve.caption.item import Found, MediumItem, Unreadable
+from vlmserve.caption.item import Failed, Found, MediumItem
 from vlmserve.client.media_names import local_path, scheme_of
 from vlmserve.config.checks import SettingsError
 
@@ -101,12 +101,12 @@ class _OneMedium:
 class _Each:
     """See `Source`. names: files, and what could not be searched for them. open: makes a source of one."""
 
-    names: Callable[[], Iterator[str | Unreadable]]
+    names: Callable[[], Iterator[str | Failed]]
     open: Callable[[str], Source]
 
     def __iter__(self) -> Iterator[Found]:
         for name in self.names():
-            yield from (name,) if isinstance(name, Unreadable) else self.open(name)
+            yield from (name,) if isinstance(name, Failed) else self.open(name)
 
     def count(self) -> Iterator[int | None]:
         for name in self.names():

@@ -12,7 +12,7 @@ from vlmserve.caption.inputs.media import MediaReader, Own
 from vlmserve.caption.inputs.remote import read_path, reason, signature
 from vlmserve.caption.inputs.source import printable
 from vlmserve.caption.inputs.trees import Entry, Tree, fixed_part
-from vlmserve.caption.item import MediumItem, Unreadable
+from vlmserve.caption.item import Failed, MediumItem
 
 
 class RemoteTree(Tree):
@@ -24,12 +24,12 @@ class RemoteTree(Tree):
         self._path = path
         self._media = media
 
-    def scan(self, folder: str) -> Iterator[Entry | Unreadable]:
+    def scan(self, folder: str) -> Iterator[Entry | Failed]:
         try:
             entries = sorted(self._system.ls(folder, detail=True), key=lambda entry: str(entry["name"]))
         except Exception as error:  # whatever a driver raises
             message = f"cannot read the folder: {reason(error)}"
-            yield Unreadable(id=printable(self.address(folder)), message=message)
+            yield Failed(id=printable(self.address(folder)), message=message)
             return
         for info in entries:
             name = info["name"].strip("/")

@@ -11,7 +11,7 @@ from vlmserve.caption.inputs.files import ItemFile
 from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.records import item_of, media_column
 from vlmserve.caption.inputs.source import Columns
-from vlmserve.caption.item import Found, Unreadable
+from vlmserve.caption.item import Failed, Found
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Table:
         except (ArrowException, OSError) as error:
             yield self._broken(self.file.name, error)
         except BadRequestError as error:
-            yield Unreadable(id=self.file.name, message=error.message, code="no_media_column")
+            yield Failed(id=self.file.name, message=error.message, code="no_media_column")
 
     def count(self) -> Iterator[int | None]:
         """See `Source`."""
@@ -97,11 +97,11 @@ class Table:
                 columns=self.columns,
             )
         except BadRequestError as error:
-            return Unreadable(id=id, message=error.message, code=error.code or "invalid_item")
+            return Failed(id=id, message=error.message, code=error.code or "invalid_item")
 
-    def _broken(self, id: str, error: Exception, more: str = "") -> Unreadable:
+    def _broken(self, id: str, error: Exception, more: str = "") -> Failed:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return Unreadable(id=id, message=f"cannot read it: {why}{more}")
+        return Failed(id=id, message=f"cannot read it: {why}{more}")
 
 
 def _records(batch: RecordBatch) -> Iterator[dict[str, Any]]:

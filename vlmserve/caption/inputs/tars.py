@@ -16,7 +16,7 @@ from vlmserve.caption.inputs.media import MediaReader, Own
 from vlmserve.caption.inputs.records import jsonable
 from vlmserve.caption.inputs.source import Columns, printable
 from vlmserve.caption.inputs.tar_members import DamagedTar, members
-from vlmserve.caption.item import Found, Unreadable
+from vlmserve.caption.item import Failed, Found
 from vlmserve.client.media_names import PICTURES, VIDEOS
 from vlmserve_common.errors import BadRequestError
 
@@ -75,7 +75,7 @@ class Tar:
         except DamagedTar as error:
             if error.is_cut_off:
                 told = f"cut off: {samples} whole samples were found, then {error}"
-                yield Unreadable(id=self.file.name, message=told, code="cut_off")
+                yield Failed(id=self.file.name, message=told, code="cut_off")
             else:
                 yield self.file.broken(error, done=samples, what="sample")
 
@@ -136,7 +136,7 @@ class Tar:
     def _found(self, sample: _Sample, signature: str) -> Iterator[Found]:
         name = f"{self.file.name}/{printable(sample.key)}"
         if sample.problem is not None:
-            yield Unreadable(id=name, message=sample.problem, code="sample_too_large")
+            yield Failed(id=name, message=sample.problem, code="sample_too_large")
         fields = {"key": printable(sample.key), **sample.fields}
         prompt = fields.get(self.columns.prompt) if self.columns.prompt is not None else None
         id = fields.get(self.columns.id) if self.columns.id is not None else None

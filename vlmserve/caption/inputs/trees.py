@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmserve.caption.item import Found, MediumItem, Unreadable
+from vlmserve.caption.item import Failed, Found, MediumItem
 from vlmserve.client.media_names import PICTURES, VIDEOS, begins_as_medium
 
 
@@ -36,7 +36,7 @@ class Tree(ABC):
     passed_over: frozenset[str] = frozenset()
 
     @abstractmethod
-    def scan(self, folder: str) -> Iterator[Entry | Unreadable]:
+    def scan(self, folder: str) -> Iterator[Entry | Failed]:
         """The entries of one folder, hidden ones too, or why it cannot be read."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Tree(ABC):
         """The same for all paths of a folder, where links may lead in circles."""
         return None
 
-    def walk(self, folder: str) -> Iterator[Entry | Unreadable]:
+    def walk(self, folder: str) -> Iterator[Entry | Failed]:
         """All entries below a folder but hidden ones; a folder's own come right behind it.
 
         Links are followed, but none to a folder around it, or to one that another link led to.
@@ -64,7 +64,7 @@ class Tree(ABC):
             if entry is None:
                 open_scans.pop()
                 around.pop()
-            elif isinstance(entry, Unreadable):
+            elif isinstance(entry, Failed):
                 yield entry
             elif not entry.name.startswith(".") and not self._is_passed_over(entry):
                 if entry.is_folder:
@@ -80,13 +80,13 @@ class Tree(ABC):
     def _is_passed_over(self, entry: Entry) -> bool:
         return bool(self.passed_over) and os.path.abspath(entry.path) in self.passed_over
 
-    def matches(self, pattern: str) -> Iterator[Entry | Unreadable]:
+    def matches(self, pattern: str) -> Iterator[Entry | Failed]:
         """What a pattern stands for ("**" for any folders), and what could not be searched. A hidden entry fits only
         what begins with a dot itself."""
         parts = os.path.normpath(pattern).split(os.sep)
         return self._matches("", parts) if parts[0] else self._matches(os.sep, parts[1:])
 
-    def _matches(self, folder: str, parts: list[str]) -> Iterator[Entry | Unreadable]:
+    def _matches(self, folder: str, parts: list[str]) -> Iterator[Entry | Failed]:
         part, rest = parts[0], parts[1:]
         if part == "**":
             if not rest:
@@ -94,7 +94,7 @@ class Tree(ABC):
                 return
             yield from self._matches(folder, rest)
             for below in self.walk(folder):
-                if isinstance(below, Unreadable):
+                if isinstance(below, Failed):
                     yield below
                 elif below.is_folder:
                     yield from self._matches(below.path, rest)
@@ -103,7 +103,7 @@ class Tree(ABC):
         elif self.is_folder(folder):
             fits = re.compile(fnmatch.translate(part)).match
             for entry in self.scan(folder):
-                if isinstance(entry, Unreadable):
+                if isinstance(entry, Failed):
                     yield entry
                 elif fits(entry.name) and (part.startswith(".") or not entry.name.startswith(".")):
                     if not rest:
@@ -128,21 +128,21 @@ class Files:
     def __iter__(self) -> Iterator[Found]:
         root = fixed_part(self.word) if self.is_pattern else self.word
         for found in self._media():
-            yield found if isinstance(found, Unreadable) else self.tree.item(found, root)
+            yield found if isinstance(found, Failed) else self.tree.item(found, root)
 
     def count(self) -> Iterator[int | None]:
         """See `Source`."""
         return (1 for found in self._media() if isinstance(found, Entry)) if self.can_count else iter((None,))
 
-    def named(self, address: Callable[[Entry], str]) -> Iterator[str | Unreadable]:
+    def named(self, address: Callable[[Entry], str]) -> Iterator[str | Failed]:
         """Of all files, whatever is in them, what `address` says."""
         for found in self.tree.matches(self.word):
-            if isinstance(found, Unreadable):
+            if isinstance(found, Failed):
                 yield found
             elif not found.is_folder:
                 yield address(found)
 
-    def _media(self) -> Iterator[Entry | Unreadable]:
+    def _media(self) -> Iterator[Entry | Failed]:
         if not self.is_pattern:
             yield from filter(_is_medium, self.tree.walk(self.word))
             return
@@ -165,9 +165,9 @@ def fixed_part(pattern: str) -> str:
     return fixed_part(folder) if folder != pattern else folder
 
 
-def _is_medium(found: Entry | Unreadable) -> bool:
+def _is_medium(found: Entry | Failed) -> bool:
     """By its suffix, also where it cannot be read; without one, by its first bytes. What cannot be searched stays."""
-    if isinstance(found, Unreadable):
+    if isinstance(found, Failed):
         return True
     suffix = os.path.splitext(found.name)[1].lower()
     if suffix and not found.is_folder:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.result import Captioned
+from vlmserve.caption.result import Captioned, Touched
 from vlmserve.config.checks import SettingsError
 
 
@@ -48,9 +48,9 @@ class Output(ABC):
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """Bring results to disk; returns what the journal is to keep about the output. OSError."""
 
-    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
-        """The journal has the results: finish a part that is full. Returns the ones that have no place after all, and
-        why. OSError."""
+    def written(self, results: Sequence[Captioned]) -> Sequence[Touched]:
+        """The journal has the results: finish a part that is full. Returns the ones that have no place after all.
+        OSError."""
         return ()
 
     def target(self, item: Item) -> str | None:
@@ -67,10 +67,6 @@ class Output(ABC):
 
     def room(self) -> int | None:
         """How many results the part in work has room for; None where that does not matter."""
-        return None
-
-    def part(self) -> int | None:
-        """The number of the part that `write` wrote to."""
         return None
 
     def finish(self) -> None:  # noqa: B027  # most have nothing to do
@@ -146,10 +142,6 @@ class PartNames:
         path = Path(self.pattern)
         return path if part == 0 else path.with_name(f"{path.stem}-{part:05d}{path.suffix}")
 
-    def check_own(self, state: Mapping[str, Any]) -> None:
-        """OutputError for a first part that is there, but of which the journal knows nothing."""
-        check_own(self.path(0), state)
-
 
 def lock(fd: int, path: Path) -> None:
     """Keep other runs from a file for as long as it is open. OutputError."""
@@ -172,17 +164,24 @@ def remove_locked(path: Path) -> None:
         os.close(fd)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that readers see all of it or none."""
+@contextlib.contextmanager
+def replacing(path: Path, *, on_disk: bool) -> Iterator[Path]:
+    """A file beside it to be written, which takes its place in the end: readers see all of it or none. on_disk: return
+    when it is there."""
     # as short as any: names may be as long as the file system takes
     unfinished = path.with_name(f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}.part")
     try:
-        unfinished.write_bytes(data)
+        yield unfinished
+        if on_disk:
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
         unfinished.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+    if on_disk:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
