@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,25 +49,11 @@ The exit status is 0 when everything is captioned, 3 when some items failed (the
 could not go on, 2 for a wrong command line, 130 if interrupted.
 """
 _GROUPS = ("pictures", "videos", "vision encoder", "memory", "scheduling")
-_OTHERS = {
-    "model",
-    "device",
-    "dtype",
-    "max_model_len",
-    "num_threads",
-    "attention_backend",
-    "sampling_defaults",
-    "log_level",
-}
+_OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "attention_backend"}
+_OTHERS |= {"sampling_defaults", "log_level"}
 # Of no effect here, or said by a flag of this command.
-_LEFT_OUT = {
-    "allowed_local_media_path",
-    "enable_mm_embeds",
-    "max_pixels",
-    "max_queued_media",
-    "max_queued_requests",
-    "video_fps",
-}
+_LEFT_OUT = {"allowed_local_media_path", "enable_mm_embeds", "max_queued_media", "max_queued_requests"}
+_LEFT_OUT |= {"max_pixels", "video_fps"}
 _OWN = "own_"  # begins the names of this command's own flags: --max-pixels is a setting's, too
 _KINDS: dict[str, type] = {"N": int, "X": float, "FILE": Path}
 _SWITCH, _SEVERAL = {"action": "store_true"}, {"action": "append"}
@@ -233,32 +219,30 @@ def _nothing_twice(given: dict[str, Any], words: Sequence[str]) -> bool:
     return not requests and given["num_captions"] == 1 and not given["prompt_column"] and not given["system_prompt"]
 
 
-def _problems(given: dict[str, Any], urls: Sequence[str]) -> list[str]:
-    problems = []
-
-    def refuse(name: str, allowed: str) -> None:
-        problems.append(f"--{name.replace('_', '-')} is {given[name]!r}; it must be {allowed}")
+def _problems(given: dict[str, Any], urls: Sequence[str]) -> Iterator[str]:
+    def refuse(name: str, allowed: str) -> str:
+        return f"--{name.replace('_', '-')} is {given[name]!r}; it must be {allowed}"
 
     for name in ("num_captions", "max_tokens", "items_per_file"):
         if given[name] < 1:
-            refuse(name, "1 or more")
+            yield refuse(name, "1 or more")
     for name in ("concurrency", "limit", "min_pixels", "max_pixels", "max_frames"):
         if given[name] is not None and given[name] < 1:
-            refuse(name, "1 or more, or left out")
+            yield refuse(name, "1 or more, or left out")
     for name in ("request_timeout_s", "server_timeout_s", "memory_gib"):
         if not 0 < given[name] < float("inf"):
-            refuse(name, "above 0, and finite")
+            yield refuse(name, "above 0, and finite")
     if not given["caption_suffix"].startswith(".") or "/" in given["caption_suffix"]:
-        refuse("caption_suffix", "a suffix such as .txt, .caption or .json")
+        yield refuse("caption_suffix", "a suffix such as .txt, .caption or .json")
     if given["prompt"] is not None and given["prompt_file"] is not None:
-        problems.append("--prompt and --prompt-file: give one")
+        yield "--prompt and --prompt-file: give one"
     if not 0 <= given["seed"] < 2**63:
-        refuse("seed", "between 0 and 2**63 - 1")
+        yield refuse("seed", "between 0 and 2**63 - 1")
     if given["api_key"] is not None and not urls:
-        problems.append("--api-key goes with --base-url")
-    bad_urls = [url for url in urls if not url.startswith(("http://", "https://"))]
-    problems += [f"--base-url is {url!r}; it must be like http://host:port/v1" for url in bad_urls]
-    return problems
+        yield "--api-key goes with --base-url"
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            yield f"--base-url is {url!r}; it must be like http://host:port/v1"
 
 
 def _shard(text: str) -> Shard:
@@ -279,18 +263,13 @@ def _prompt(text: str | None, file: Path | None) -> str:
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     count = given["num_captions"]
-    temperature = given["temperature"]
-    if temperature is None:
-        temperature = 0.0 if count == 1 else 0.7
-    if count > 1 and temperature == 0:
+    if count > 1 and given["temperature"] == 0:
         raise SettingsError(f"--num-captions is {count}, but with --temperature 0 all of them would be the same")
-    options = {"max_tokens": given["max_tokens"], "temperature": temperature}
-    options |= {name: given[name] for name in _SAMPLING if name != "temperature" and given[name] is not None}
+    options = {"max_tokens": given["max_tokens"], "temperature": 0.0 if count == 1 else 0.7}
+    options |= _named(given, *_SAMPLING)
     if count > 1:
         options["n"] = count
-    if given["stop"]:
-        options["stop"] = given["stop"]
-    return options
+    return options | _named(given, "stop")
 
 
 def _named(given: dict[str, Any], *names: str) -> dict[str, Any]:

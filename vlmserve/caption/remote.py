@@ -19,7 +19,7 @@ from vlmserve.caption.captioner import CaptionStopped
 from vlmserve.caption.item import ChatRequest
 from vlmserve.caption.server_answers import Answer, Away, Failed, Outcome, Unfit, judge_answer, judge_models
 from vlmserve.caption.server_standing import ServerStanding, choose
-from vlmserve.client.data_urls import with_data_urls
+from vlmserve.client.chat_files import with_data_urls
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
 

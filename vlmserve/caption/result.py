@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from processors.inputs import Modality
@@ -136,17 +137,12 @@ def as_text(record: Mapping[str, Any]) -> str:
 
 def file_name(item: Item) -> str:
     """Where an item belongs in a folder, without a suffix: parts with "/" between them, none of which leads outside."""
+    inside: str | Path = item.id.split("://", 1)[-1]
     if isinstance(item, MediumItem) and item.path is not None:
         inside = item.path.relative_to(item.root) if item.root is not None else item.path.name
-        parts = str(inside).split("/")
-        name, dot, _ = parts[-1].rpartition(".")
-        parts[-1] = name if dot and name else parts[-1]
-    else:
-        parts = item.id.split("://", 1)[-1].split("/")
-        if isinstance(item, RequestItem) or "." not in parts[-1]:
-            stem = parts[-1]
-        else:
-            stem = parts[-1].rpartition(".")[0] or parts[-1]
-        parts[-1] = stem
+    *folders, name = str(inside).split("/")
+    if not isinstance(item, RequestItem):
+        name = name.rpartition(".")[0] or name
+    parts = [*folders, name]
     safe = [os.fsdecode(os.fsencode(_NO_NAME.sub("_", part))[:_MOST_BYTES]) for part in parts]
     return "/".join(part for part in safe if part not in ("", ".", "..")) or "caption"

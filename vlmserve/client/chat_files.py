@@ -1,12 +1,13 @@
-"""The files that a chat's messages name by path or URL: found, and put in as bytes."""
+"""The files of a chat's messages: those named by path or URL are found, put in as bytes, and sent as data: URLs."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from processors.fetch.fetching import MediaFetcher
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.fetch.sniffing import HEAD_BYTES, mime_type, modality_of
 from processors.inputs import Modality
 from processors.plain_words import first_bytes
 from vlmserve_common.errors import BadRequestError
@@ -70,6 +71,34 @@ def with_files(messages: Sequence[Message], files: Mapping[tuple[str, Modality],
         return {**others, "type": modality.value, modality.value: content}
 
     return [_map_parts(message, with_file) for message in messages]
+
+
+def with_data_urls(messages: Sequence[Message]) -> list[Message]:
+    """For a server elsewhere: JSON, in the API's form. messages: files are bytes, or URLs, in parts of Qwen's form.
+
+    They become image_url and video_url parts, which all servers know, with a part's other fields (knobs) beside them;
+    a list of frames stays in Qwen's form, for there is no other.
+    """
+
+    def for_server(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        kind = part.get("type")
+        value = part.get(kind) if kind in ("image", "video") else None
+        if isinstance(value, list):
+            return {**part, "video": [_url(frame) for frame in value]}
+        if not isinstance(value, bytes | str):
+            return part
+        others = {name: given for name, given in part.items() if name not in ("type", kind, "detail")}
+        detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
+        return {**others, "type": f"{kind}_url", f"{kind}_url": {"url": _url(value), **detail}}
+
+    return [_map_parts(message, for_server) for message in messages]
+
+
+def _url(content: Any) -> Any:
+    """URLs, and uploaded files, stay as they are."""
+    if not isinstance(content, bytes):
+        return content
+    return f"data:{mime_type(content[:HEAD_BYTES])};base64,{base64.b64encode(content).decode()}"
 
 
 def _named_by(part: Mapping[str, Any]) -> list[str]:

@@ -14,8 +14,7 @@ import blake3
 
 from processors.fetch.fetching import MediaFetcher
 from processors.inputs import Modality
-from vlmserve.client.chat_files import Message, modality_within_limit, named_files, with_files
-from vlmserve.client.data_urls import with_data_urls
+from vlmserve.client.chat_files import Message, modality_within_limit, named_files, with_data_urls, with_files
 from vlmserve.client.media_names import local_path
 from vlmserve.server.body import checked, json_object
 from vlmserve.server.protocol import WarmupRequest

@@ -44,7 +44,6 @@ class Lines(ABC):
                 yield Failed(id=place, message=error.message, code=code or "invalid_line")
 
     def count(self) -> Iterator[int | None]:
-        """See `Source`."""
         if self.file.path is None:
             return iter((None,))
         return (1 for line in self._lines() if not isinstance(line, Failed))

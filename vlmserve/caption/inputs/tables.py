@@ -48,7 +48,6 @@ class Table:
             yield Failed(id=self.file.name, message=error.message, code="no_media_column")
 
     def count(self) -> Iterator[int | None]:
-        """See `Source`."""
         from pyarrow import ArrowException
 
         if self.file.path is None:
@@ -85,17 +84,10 @@ class Table:
             yield self._broken(f"{self.file.name}#{row}", error, f"; {end - row} rows are passed over")
 
     def _found(self, record: dict[str, Any], row: int, column: str, signature: str) -> Found:
-        id = f"{self.file.name}#{row}"
+        id, base = f"{self.file.name}#{row}", self.file.base
+        told = f"{signature} {row}"
         try:
-            return item_of(
-                record,
-                column,
-                id=id,
-                signature=f"{signature} {row}",
-                base=self.file.base,
-                media=self.media,
-                columns=self.columns,
-            )
+            return item_of(record, column, id=id, signature=told, base=base, media=self.media, columns=self.columns)
         except BadRequestError as error:
             return Failed(id=id, message=error.message, code=error.code or "invalid_item")
 
@@ -105,8 +97,7 @@ class Table:
 
 
 def _records(batch: RecordBatch) -> Iterator[dict[str, Any]]:
-    columns = [_values(column) for column in batch.columns]
-    for row in zip(*columns, strict=True):
+    for row in zip(*map(_values, batch.columns), strict=True):
         yield dict(zip(batch.schema.names, row, strict=True))
 
 
@@ -115,11 +106,6 @@ def _values(column: Array) -> list[Any]:
     try:
         return column.to_pylist()
     except (ValueError, OverflowError):
-        return [_value(column, place) for place in range(len(column))]
-
-
-def _value(column: Array, place: int) -> Any:
-    try:
-        return column[place].as_py()
-    except (ValueError, OverflowError):
-        return None
+        if len(column) == 1:
+            return [None]
+        return [value for place in range(len(column)) for value in _values(column[place : place + 1])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -73,14 +74,11 @@ class Tar:
         except BROKEN as error:
             yield self.file.broken(error, done=samples, what="sample")
         except DamagedTar as error:
-            if error.is_cut_off:
-                told = f"cut off: {samples} whole samples were found, then {error}"
-                yield Failed(id=self.file.name, message=told, code="cut_off")
-            else:
-                yield self.file.broken(error, done=samples, what="sample")
+            told = f"cut off: {samples} whole samples were found, then {error}"
+            cut_off = Failed(id=self.file.name, message=told, code="cut_off")
+            yield cut_off if error.is_cut_off else self.file.broken(error, done=samples, what="sample")
 
     def count(self) -> Iterator[int | None]:
-        """See `Source`."""
         if self.file.path is None or self.file.is_compressed:
             yield None
             return
@@ -123,14 +121,14 @@ class Tar:
             return
         offset = file.tell()
         if self.file.path is not None and not self.file.is_compressed:
-            read = _part_of(self.file.path, offset, size)
+            read = functools.partial(_part_of, self.file.path, offset, size)
         else:
             sample.held_bytes += size
             most = self.media.fetcher.limit(Modality.VIDEO)
             if sample.held_bytes > most.bytes:
                 sample.fail(f"its files have more than {most.bytes} bytes (setting {most.setting})")
                 return
-            read = _held(_exactly(file, size))
+            read = functools.partial(bytes, _exactly(file, size))
         sample.media.append(_Medium(name=name, ending=ending, offset=offset, size=size, read=read))
 
     def _found(self, sample: _Sample, signature: str) -> Iterator[Found]:
@@ -138,12 +136,11 @@ class Tar:
         if sample.problem is not None:
             yield Failed(id=name, message=sample.problem, code="sample_too_large")
         fields = {"key": printable(sample.key), **sample.fields}
-        prompt = fields.get(self.columns.prompt) if self.columns.prompt is not None else None
-        id = fields.get(self.columns.id) if self.columns.id is not None else None
+        prompt = fields.get(self.columns.prompt or "")
+        id = fields.get(self.columns.id or "")
         for medium in sample.media:
-            ending = f".{medium.ending}" if len(sample.media) > 1 else ""
             own = Own(
-                id=name + ending if id in (None, "") else str(id) + ending,
+                id=(name if id in (None, "") else str(id)) + (f".{medium.ending}" if len(sample.media) > 1 else ""),
                 fields=fields,
                 prompt=prompt if isinstance(prompt, str) else None,
             )
@@ -192,20 +189,13 @@ def _exactly(file: BinaryIO, size: int) -> bytes:
     return data
 
 
-def _held(data: bytes) -> Callable[[], bytes]:
-    return lambda: data
-
-
-def _part_of(path: Path, offset: int, size: int) -> Callable[[], bytes]:
-    def read() -> bytes:
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read(size)
-        except OSError as error:
-            raise BadRequestError(f"cannot read {str(path)!r}: {error.strerror}", code="invalid_media_url") from None
-        if len(data) < size:
-            raise BadRequestError(f"{str(path)!r} is shorter than before", code="invalid_media_url")
-        return data
-
-    return read
+def _part_of(path: Path, offset: int, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+    except OSError as error:
+        raise BadRequestError(f"cannot read {str(path)!r}: {error.strerror}", code="invalid_media_url") from None
+    if len(data) < size:
+        raise BadRequestError(f"{str(path)!r} is shorter than before", code="invalid_media_url")
+    return data

@@ -131,7 +131,6 @@ class Files:
             yield found if isinstance(found, Failed) else self.tree.item(found, root)
 
     def count(self) -> Iterator[int | None]:
-        """See `Source`."""
         return (1 for found in self._media() if isinstance(found, Entry)) if self.can_count else iter((None,))
 
     def named(self, address: Callable[[Entry], str]) -> Iterator[str | Failed]:
