@@ -16,8 +16,7 @@ from vlmserve.caption.item import Failed, Found, Item, MediumItem
 from vlmserve.caption.journal import Journal
 from vlmserve.caption.outputs.base import Output
 from vlmserve.caption.prompts import Prompts
-from vlmserve.caption.result import Work
-from vlmserve.caption.tally import Tally
+from vlmserve.caption.result import Tally, Work
 from vlmserve_common.errors import BadRequestError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
@@ -10,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from vlmserve.caption.tally import Tally
+from vlmserve.caption.result import Tally
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-_ON_TERMINAL_S, _ELSEWHERE_S = 0.2, 10.0
+_LOOK_EVERY_S, _ON_TERMINAL_S, _ELSEWHERE_S = 0.1, 0.2, 10.0
 _RATE_OVER_S = 60.0
 
 
@@ -58,6 +59,12 @@ class Progress:
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                 handler.setStream(now)
+
+    async def keep_shown(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.show()
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def show(self) -> None:
         """Writes now and then."""

@@ -32,7 +32,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _LOOK_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0  # less than servers have, which close connections just when they are used again
 _MOST_ANSWER_BYTES = 64 * 2**20
-_PARSE_INLINE_BYTES = 64 * 1024
 _MOST_NAMES_SHOWN = 10
 _Looked = tuple[str, ...] | Away | Unfit
 
@@ -177,9 +176,7 @@ class RemoteCaptioner:
             return Away(reason=_words(error))
         except httpx2.HTTPError as error:
             return Failed(reason=_words(error))
-        if len(content) <= _PARSE_INLINE_BYTES:
-            return judge_answer(status, headers, content, wanted=wanted)
-        return await asyncio.to_thread(judge_answer, status, headers, content, wanted=wanted)
+        return judge_answer(status, headers, content, wanted=wanted)
 
     async def _exchange(self, method: str, url: str, body: bytes | None = None) -> tuple[int, Mapping[str, str], bytes]:
         assert self._client is not None, "not started"

@@ -13,7 +13,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -30,13 +30,11 @@ from vlmserve.caption.journal import Journal
 from vlmserve.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.caption.progress import Progress, describe, summary
 from vlmserve.caption.prompts import Prompts
+from vlmserve.caption.result import Tally
 from vlmserve.caption.run import CaptionRun
-from vlmserve.caption.tally import Tally
 from vlmserve.config.model_path import resolve_model
 from vlmserve.tokenizer.stage import stage_limits
 from vlmserve_common.errors import VlmserveError
-
-_SHOW_EVERY_S = 0.1
 
 
 class Ended(enum.Enum):
@@ -72,13 +70,8 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
     with contextlib.ExitStack() as stack:
         fetcher = MediaFetcher(fetch)
         stack.callback(fetcher.close)
-        inputs = open_inputs(
-            words,
-            fetcher=fetcher,
-            stdin=stdin,
-            columns=command.columns,
-            input_format=command.input_format,
-        )
+        how, columns = command.input_format, command.columns
+        inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
         if captioner is None and not command.base_urls:
             resolve_model(command.settings.engine.model)  # before any file is made
         written = [*output.paths(), *filter(None, (command.errors, command.journal))]
@@ -91,7 +84,8 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         stack.callback(output.close)
         output.begin(journal)
         shared = Shared(prompts=prompts, journal=journal, output=output, errors=errors, tally=tally)
-        return _Session(command, inputs, shared, Progress(tally, out), captioner).run()
+        progress = Progress(tally, out)
+        return _Session(command=command, inputs=inputs, shared=shared, progress=progress, given=captioner).run()
 
 
 def _open_journal(command: CaptionCommand, words: Sequence[str]) -> Journal:
@@ -102,39 +96,38 @@ def _open_journal(command: CaptionCommand, words: Sequence[str]) -> Journal:
     return Journal(path)
 
 
+@dataclass(kw_only=True)
 class _Session:
-    """What `caption` has put together, at work."""
+    """What `caption` has put together, at work. given: see there."""
 
-    def __init__(
-        self, command: CaptionCommand, inputs: Inputs, shared: Shared, progress: Progress, captioner: Captioner | None
-    ) -> None:
-        self._command = command
-        self._inputs = inputs
-        self._shared = shared
-        self._progress = progress
-        self._given = captioner
-        self._running: CaptionRun | None = None
-        self._terminated = self._broken = False
-        self._notes: list[str] = []
+    command: CaptionCommand
+    inputs: Inputs
+    shared: Shared
+    progress: Progress
+    given: Captioner | None
+    running: CaptionRun | None = None
+    terminated: bool = False
+    broken: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def run(self) -> Outcome:
-        shared = self._shared
+        shared = self.shared
         troubles: list[str] = []
         how = Ended.FINISHED
-        captioner = self._given or self._made()  # not in the event loop, which would keep Ctrl-C from ending it
+        captioner = self.given or self._made()  # not in the event loop, which would keep Ctrl-C from ending it
         try:
             asyncio.run(self._run(captioner))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            how = Ended.TERMINATED if self._terminated else Ended.INTERRUPTED
+            how = Ended.TERMINATED if self.terminated else Ended.INTERRUPTED
         except (CaptionStopped, OSError) as error:
             how = Ended.STOPPED
             troubles.append(_trouble(error))
         finally:
-            if self._running is not None:
-                self._running.close()
+            if self.running is not None:
+                self.running.close()
             shared.errors.close()
         # not after an end that was broken off, nor where nothing can be written
-        if self._running is not None and self._running.in_order and not self._broken:
+        if self.running is not None and self.running.in_order and not self.broken:
             try:
                 shared.output.finish()
             except OSError as error:
@@ -143,56 +136,51 @@ class _Session:
         with contextlib.suppress(OSError):
             shared.errors.write_anew(shared.journal.failures())
         if how is not Ended.FINISHED:
-            self._notes.append("what is finished is on disk: the same command goes on from here")
-        told = summary(shared.tally, self._progress.seconds, self._notes, ended=how.value)
-        text = describe(shared.tally, self._progress.seconds, ended=how.value)
+            self.notes.append("what is finished is on disk: the same command goes on from here")
+        told = summary(shared.tally, self.progress.seconds, self.notes, ended=how.value)
+        text = describe(shared.tally, self.progress.seconds, ended=how.value)
         return Outcome(
             how=how,
             tally=shared.tally,
-            told=json.dumps(told, indent=2) if self._command.json else "\n".join([text, *self._notes]),
+            told=json.dumps(told, indent=2) if self.command.json else "\n".join([text, *self.notes]),
             troubles=troubles,
         )
 
     async def _run(self, captioner: Captioner) -> None:
-        command, shared = self._command, self._shared
+        command, shared = self.command, self.shared
         this = asyncio.current_task()
         assert this is not None
 
         def terminate() -> None:
-            self._terminated = True
+            self.terminated = True
             this.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         async with contextlib.AsyncExitStack() as stack:
-            if captioner is not self._given:
+            if captioner is not self.given:
                 stack.push_async_callback(captioner.close)
                 await captioner.start()
-            stack.callback(lambda: self._notes.extend(captioner.notes()))
+            stack.callback(lambda: self.notes.extend(captioner.notes()))
             settings = self._settings(captioner)
             shared.journal.begin(settings)
             shared.errors.begin(shared.journal.failures())
-            feed = Feed(
-                iter(self._inputs),
-                shared,
-                shard=command.shard,
-                limit=command.limit,
-                retry_failed=command.retry_failed,
-            )
+            again = command.retry_failed
+            feed = Feed(iter(self.inputs), shared, shard=command.shard, limit=command.limit, retry_failed=again)
             fingerprint = blake3.blake3(json.dumps(settings, sort_keys=True).encode()).digest()
-            self._running = run = CaptionRun(feed, captioner, replace(command.run, fingerprint=fingerprint), shared)
-            with self._progress, _counting(self._inputs, shared.tally, command):
-                showing = asyncio.create_task(self._show())
+            self.running = run = CaptionRun(feed, captioner, replace(command.run, fingerprint=fingerprint), shared)
+            with self.progress, _counting(self.inputs, shared.tally, command):
+                showing = asyncio.create_task(self.progress.keep_shown())
                 try:
                     await run.run()
                 except OSError:
-                    self._broken = True  # nothing can be written: not the end of a part, either
+                    self.broken = True  # nothing can be written: not the end of a part, either
                     raise
                 finally:
                     showing.cancel()
 
     def _made(self) -> Captioner:
         """The engine in this process, or the servers that do the work."""
-        command = self._command
+        command = self.command
         if command.base_urls:
             from vlmserve.caption.remote import RemoteCaptioner
 
@@ -211,7 +199,7 @@ class _Session:
 
     def _settings(self, captioner: Captioner) -> dict[str, object]:
         """What makes captions other ones, under the names of flags."""
-        command = self._command
+        command = self.command
         return {
             "the model": captioner.identity,
             "--prompt": command.prompt,
@@ -224,11 +212,6 @@ class _Session:
             **{f"--{name.replace('_', '-')}": value for name, value in command.run.options.items()},
             **{f"--{name.replace('_', '-')}": value for name, value in command.run.video_knobs.items()},
         }
-
-    async def _show(self) -> None:
-        while True:
-            self._progress.show()
-            await asyncio.sleep(_SHOW_EVERY_S)
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from vlmserve.caption.journal import Journal
 from vlmserve.caption.outputs.base import Output
 from vlmserve.caption.outputs.choose import OutputSettings, choose_journal, choose_output
 from vlmserve.caption.prompts import Prompts
+from vlmserve.caption.result import Tally
 from vlmserve.caption.run import CaptionRun, RunSettings
-from vlmserve.caption.tally import Tally
 from vlmserve_common.errors import BadRequestError
 
 PNG = png(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,42 +56,23 @@ class MediaReader:
 
     def item(self, address: str, own: Own | None = None, *, root: Path | None = None) -> MediumItem:
         """Of a path or URL. root: see `MediumItem`."""
-        own = own or Own()
         content = self.open(address)
         is_data = scheme_of(address) == "data"
+        own = own or Own()
         id = own.id or printable(content.signature if is_data and content.signature else address)
-        return MediumItem(
-            id=id,
-            signature=content.signature,
-            size=content.size,
-            read=content.read,
-            fields={**name_fields(id, None if is_data else path_in(address)), **own.fields},
-            prompt=own.prompt,
-            options=own.options,
-            path=content.path,
-            root=root,
-        )
+        return _item(content, replace(own, id=id), None if is_data else path_in(address), root)
 
     def held(
         self, read: Callable[[], bytes], own: Own, *, signature: str | None, size: int, name: str | None
     ) -> MediumItem:
         """A medium that `read` brings, such as one inside a larger file. name: its own in there."""
-        assert own.id is not None
 
         def checked() -> bytes:
             data = read()
             modality_within_limit(data, self.fetcher)
             return data
 
-        return MediumItem(
-            id=own.id,
-            signature=signature,
-            size=size,
-            read=checked,
-            fields={**name_fields(own.id, name), **own.fields},
-            prompt=own.prompt,
-            options=own.options,
-        )
+        return _item(Content(signature=signature, size=size, read=checked), own, name, None)
 
     def _open_file(self, path: Path, modality: Modality | None) -> Content:
         try:
@@ -113,3 +94,18 @@ class MediaReader:
         if modality is None:
             modality_within_limit(data, self.fetcher)
         return data
+
+
+def _item(content: Content, own: Own, name: str | None, root: Path | None) -> MediumItem:
+    assert own.id is not None
+    return MediumItem(
+        id=own.id,
+        signature=content.signature,
+        size=content.size,
+        read=content.read,
+        fields={**name_fields(own.id, name), **own.fields},
+        prompt=own.prompt,
+        options=own.options,
+        path=content.path,
+        root=root,
+    )

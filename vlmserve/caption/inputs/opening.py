@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from processors.fetch.fetching import MediaFetcher
-from vlmserve.caption.inputs.files import ItemFile, Once
+from vlmserve.caption.inputs.files import ItemFile
 from vlmserve.caption.inputs.folders import LocalTree
 from vlmserve.caption.inputs.lines import AddressList, JsonLines
 from vlmserve.caption.inputs.media import MediaReader
@@ -77,7 +77,7 @@ def open_inputs(
     opener = _Opener(
         media=MediaReader(fetcher),
         columns=columns or Columns(),
-        stdin=Once(stdin),
+        stdin=iter((stdin,)),
         format=input_format,
         named=frozenset(os.path.abspath(os.path.expanduser(word)) for word in words),
     )
@@ -118,7 +118,7 @@ class _Each:
 class _Opener:
     media: MediaReader
     columns: Columns
-    stdin: Once
+    stdin: Iterator[BinaryIO]
     format: InputFormat | None
     named: frozenset[str]
 

@@ -13,15 +13,6 @@ from vlmserve.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
-_DRIVERS = {
-    **dict.fromkeys(("s3", "s3a"), "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
-    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
-    **dict.fromkeys(HTTP, "aiohttp"),
-    "hf": "huggingface_hub",
-    "oss": "ossfs",
-}
 # What may stand in a file that names others. Words of the command line may name any scheme.
 _STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hf", "memory")
 # Of what fsspec's file systems tell about a file, what is another one when it has changed.
@@ -35,12 +26,12 @@ _CODE = "invalid_media_url"
 def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it. Raises SettingsError, with what to install."""
     scheme = scheme_of(url)
-    need(url, "fsspec", *([_DRIVERS[scheme]] if scheme in _DRIVERS else []))
+    need(url, "fsspec", *(["aiohttp"] if scheme in HTTP else []))
     from fsspec.core import url_to_fs
 
     try:
         return cast("tuple[Any, str]", url_to_fs(url, use_listings_cache=False, **_options(scheme)))
-    except Exception as error:  # an unknown scheme, a package of a chain's, whatever a driver raises
+    except Exception as error:  # an unknown scheme, a package that it needs, whatever a driver raises
         raise SettingsError(f"INPUT {url!r}: {reason(error)}") from None
 
 

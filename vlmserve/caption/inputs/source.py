@@ -17,7 +17,6 @@ from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
 HTTP = ("http", "https")
-_OF_THE_EXTRA = ("aiohttp", "fsspec", "pyarrow")
 
 
 class Source(Protocol):
@@ -107,10 +106,5 @@ def name_fields(id: str, path: str | None) -> dict[str, Any]:
 def need(word: str, *packages: str) -> None:
     """Raises SettingsError, with what to install, unless they are there. word: the input that needs them."""
     for package in packages:
-        try:
-            is_installed = importlib.util.find_spec(package) is not None
-        except ImportError:
-            is_installed = False
-        if not is_installed:
-            wanted = "'vlmserve[caption]'" if package in _OF_THE_EXTRA else package
-            raise SettingsError(f"INPUT {word!r} needs {package}: pip install {wanted}")
+        if importlib.util.find_spec(package) is None:
+            raise SettingsError(f"INPUT {word!r} needs {package}: pip install 'vlmserve[caption]'")

@@ -189,8 +189,8 @@ def test_folders_that_cannot_be_read_and_others(memory, monkeypatch):
         ("memory://box/none", "there is no such file or folder"),
         ("memory://box/none.tar", "there is no such file or folder"),
         ("nosuch://x", "Protocol not known: nosuch"),
-        ("s3://bucket/x", "'s3://bucket/x' needs s3fs: pip install s3fs"),
-        ("gs://bucket/x.tar", "'gs://bucket/x.tar' needs gcsfs: pip install gcsfs"),
+        ("s3://bucket/x", "'s3://bucket/x': Install s3fs"),
+        ("gs://bucket/x.tar", "'gs://bucket/x.tar': Please install gcsfs"),
     ],
 )
 def test_words_that_stand_for_nothing(memory, word, message):
