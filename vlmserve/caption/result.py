@@ -102,12 +102,7 @@ class Tally:
 
 
 def make_record(
-    item: Item,
-    answer: Mapping[str, Any],
-    captions: Sequence[str],
-    *,
-    digest: str | None,
-    prompt: str | None,
+    item: Item, answer: Mapping[str, Any], captions: Sequence[str], *, digest: str | None, prompt: str | None
 ) -> dict[str, Any]:
     """What outputs say of an item, in JSON's types.
 

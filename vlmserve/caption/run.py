@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import blake3
@@ -103,15 +103,15 @@ class CaptionRun:
         """
         writing = asyncio.create_task(self._write_outcomes())
         workers = [asyncio.create_task(self._work()) for _ in range(self._settings.concurrency)]
-        working = asyncio.create_task(_all_done(workers))
+        working: asyncio.Future[Any] = asyncio.gather(*workers)
         try:
             done, _ = await asyncio.wait([working, writing], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             self._feed.stop()
-            for task in (working, *workers):
-                task.cancel()
+            for worker in workers:
+                worker.cancel()
             await asyncio.gather(working, *workers, return_exceptions=True)
             await self._end_writing(writing)
             self.in_order = True
@@ -203,32 +203,33 @@ class CaptionRun:
 
     def _open(self, work: Work) -> _Opened | Touched:
         """Read an item; in a thread."""
-        item = work.item
+        item, settings = work.item, self._settings
+        options = {**settings.options}
+        data = modality = digest = None
         if isinstance(item, RequestItem):
             request = _read(item.read)
-            options = {**self._settings.options, **request.options}
-            request = ChatRequest(messages=request.messages, options=options)
-            data = modality = digest = None
+            options |= request.options
+            request = replace(request, options=options)
             content = _digest(request.messages)
         else:
+            assert work.asked is not None
             data = _read(item.read)
             modality = told_modality(data)
             digest = blake3.blake3(data).hexdigest()
             content = bytes.fromhex(digest)
-            options = {**self._settings.options, **item.options}
-            knobs = self._settings.video_knobs if modality is Modality.VIDEO else self._settings.picture_knobs
+            options |= item.options
             own = options.get("mm_processor_kwargs") or {}
+            knobs = settings.video_knobs if modality is Modality.VIDEO else settings.picture_knobs
             knobs = {name: value for name, value in knobs.items() if name not in own}
-            assert work.asked is not None
             request = self._prompts.request(work.asked.prompt, data, modality, knobs=knobs, options=options)
         around = [] if work.asked is None else work.asked.texts
-        fingerprint = blake3.blake3(self._settings.fingerprint + content + _digest([options, around])).digest()
+        fingerprint = blake3.blake3(settings.fingerprint + content + _digest([options, around])).digest()
         before = self._journal.done_as(item.id)
         if before is not None and before[1] == fingerprint:
             return Touched(work=work, trouble=self._output.check(item))
         if "seed" not in options:  # the same for the same item, whatever is in work beside it
-            seed = (int.from_bytes(fingerprint[:7], "little") + self._settings.seed) % 2**63
-            request = ChatRequest(messages=request.messages, options={**options, "seed": seed})
+            seed = (int.from_bytes(fingerprint[:7], "little") + settings.seed) % 2**63
+            request = replace(request, options={**options, "seed": seed})
         known = self._journal.record_like(fingerprint)
         return _Opened(
             fingerprint=fingerprint, request=request, data=data, modality=modality, digest=digest, known=known
@@ -307,13 +308,6 @@ def _read(read: Callable[[], _T]) -> _T:
         return read()
     except OSError as error:
         raise BadRequestError(f"cannot read it: {error.strerror or error}", code="unreadable") from None
-
-
-async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Until all are, or one has failed, whose error it raises."""
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    for task in done:
-        task.result()
 
 
 def _digest(value: Any) -> bytes:

@@ -16,8 +16,10 @@ from vlmserve_common.errors import BadRequestError
 # What may stand in a file that names others. Words of the command line may name any scheme.
 _STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hf", "memory")
 # Of what fsspec's file systems tell about a file, what is another one when it has changed.
-_STAMPS = ("ETag", "etag", "e_tag", "md5", "md5Hash", "Content-MD5", "checksum", "crc32c", "CRC", "sha", "blob_id")
-_TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
+_STAMPS = (
+    *("ETag", "etag", "e_tag", "md5", "md5Hash", "Content-MD5", "checksum", "crc32c", "CRC", "sha", "blob_id"),
+    *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"),
+)
 _BUFFER_BYTES = 2**20
 _CONNECT_S, _STALL_S = 15.0, 60.0
 _CODE = "invalid_media_url"
@@ -55,8 +57,7 @@ def signature_of(url: str) -> str:
 
 def signature(info: Mapping[str, Any]) -> str | None:
     """What fsspec tells about a file, as a signature; None if it tells too little."""
-    stamps = [info.get(name) for name in _STAMPS] + [info.get(name) for name in _TIMES]
-    stamp = next((stamp for stamp in stamps if stamp is not None), None)
+    stamp = next((info[name] for name in _STAMPS if info.get(name) is not None), None)
     return None if stamp is None else f"{info.get('size')} {stamp}"
 
 

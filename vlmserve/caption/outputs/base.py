@@ -8,7 +8,6 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ class Output(ABC):
     """Written by one thread. Order for each few results: `write` -> the journal -> `written`.
 
     needs_media: whether results must bring their media's bytes. by_path: whether each caption has a file of its own, so
-    that a local picture is known by where it is, however that is written.
+    that a local picture is known by where it is, however that is written. journal: from `begin` on.
     """
 
+    journal: Journal
     needs_media = False
     by_path = False
 
@@ -124,16 +124,15 @@ class Appended:
         os.close(self._fd)
 
 
-@dataclass(frozen=True, slots=True)
 class PartNames:
-    """The names of an output's parts: `pattern` with their number put in for "%05d"; one without it has one part."""
+    """The names of an output's parts: `pattern` with their number put in for "%05d"; one without it has one part.
 
-    pattern: str
+    many: whether there is more than one.
+    """
 
-    @property
-    def many(self) -> bool:
-        """Whether there is more than one part."""
-        return "%" in self.pattern
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.many = "%" in pattern
 
     def path(self, part: int) -> Path:
         """Of a part. Further parts of an output that is to have one are numbered before the suffix."""

@@ -32,7 +32,6 @@ class Parquet(Output):
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
         self._names = names
         self._items_per_file = items_per_file
-        self._journal: Journal | None = None
         self._next_part = self._rows = 0
         self._exported = 0  # records in the one file
         self._changed = False
@@ -50,7 +49,7 @@ class Parquet(Output):
         state = journal.state()
         check_own(self._names.path(0), state)
         self._names.path(0).parent.mkdir(parents=True, exist_ok=True)
-        self._journal = journal
+        self.journal = journal
         self._next_part, self._exported = state.get("next_part", 0), state.get("exported", 0)
         if self._names.many:
             self._rows = len(journal.left_over(self._items_per_file))
@@ -69,22 +68,20 @@ class Parquet(Output):
         return ()
 
     def finish(self) -> None:
-        assert self._journal is not None
         if self._names.many:
             while self._rows:
                 self._end_part()
         elif self._changed:
-            _write(self._names.path(0), self._journal.records())
-            self._exported, self._changed = self._journal.count(), False
-            self._journal.add((), (), self._state())
+            _write(self._names.path(0), self.journal.records())
+            self._exported, self._changed = self.journal.count(), False
+            self.journal.add((), (), self._state())
 
     def _end_part(self) -> None:
-        assert self._journal is not None
-        rows = self._journal.left_over(self._items_per_file)
+        rows = self.journal.left_over(self._items_per_file)
         if rows:
             _write(self._names.path(self._next_part), (record for _, record in rows))
             self._next_part += 1
-            self._journal.set_part(rows[-1][0], self._next_part - 1, self._state())
+            self.journal.set_part(rows[-1][0], self._next_part - 1, self._state())
         self._rows = max(0, self._rows - len(rows)) if rows else 0
 
     def _state(self) -> dict[str, int]:

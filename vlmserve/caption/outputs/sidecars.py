@@ -34,7 +34,6 @@ class Sidecars(Output):
         self._folder = None if folder is None else Path(os.path.abspath(folder))
         self._suffix = suffix
         self._overwrite = overwrite
-        self._journal: Journal | None = None
         self._made: set[Path] = set()
 
     def paths(self) -> Sequence[Path]:
@@ -45,7 +44,7 @@ class Sidecars(Output):
             Path(target).unlink(missing_ok=True)
 
     def begin(self, journal: Journal) -> None:
-        self._journal = journal
+        self.journal = journal
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -58,12 +57,11 @@ class Sidecars(Output):
         return None
 
     def refusal(self, item: Item, target: str | None) -> str | None:
-        assert self._journal is not None
         if target is None:
             return "it is no local file that a caption could be put beside: name an --output"
         if Path(target).name == PROMPT_FILE:
             return f"its caption would be {target}, which is what a folder is asked: --caption-suffix names another one"
-        owner = self._journal.owner(target)
+        owner = self.journal.owner(target)
         if owner is not None and owner != item.id:
             return f"{target} is the caption of {owner}: name an --output that keeps them apart"
         if owner is None and not self._overwrite and os.path.lexists(target):
@@ -82,14 +80,13 @@ class Sidecars(Output):
         return [each for each in written if each.trouble]
 
     def check(self, item: Item) -> str | None:
-        assert self._journal is not None
         target = self.target(item)
         if target is None:
             return None
         path = Path(target)
         if path.exists() and path.stat().st_size:
             return None
-        record = self._journal.record(item.id)
+        record = self.journal.record(item.id)
         return None if record is None else self._write(path, record)
 
     def _write(self, path: Path, record: Mapping[str, Any]) -> str | None:

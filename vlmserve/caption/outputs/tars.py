@@ -43,7 +43,6 @@ class Tars(Output):
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
         self._names = names
         self._items_per_file = items_per_file
-        self._journal: Journal | None = None
         self._file: Appended | None = None
         self._part = self._items = self._total = 0
 
@@ -56,7 +55,7 @@ class Tars(Output):
                 remove_locked(path)
 
     def begin(self, journal: Journal) -> None:
-        self._journal = journal
+        self.journal = journal
         state = journal.state()
         check_own(self._names.path(0), state)
         self._part, self._items, self._total = (state.get(name, 0) for name in ("part", "items", "total"))
@@ -107,14 +106,13 @@ class Tars(Output):
 
     def _end_part(self) -> None:
         assert self._file is not None
-        assert self._journal is not None
         self._file.append(_END)
         self._file.append(b"\0" * (-self._file.size % tarfile.RECORDSIZE))
         self._file.sync()
         self._file.close()
         self._file = None
         self._part, self._items = self._part + 1, 0
-        self._journal.add((), (), {**self._state(), "bytes": 0})
+        self.journal.add((), (), {**self._state(), "bytes": 0})
         self._rename(self._part - 1)
         self._file = Appended(self._unfinished(self._part), 0)
 
