@@ -16,7 +16,7 @@ from vlmserve.caption.inputs.files import BROKEN, ItemFile
 from vlmserve.caption.inputs.media import MediaReader, Own
 from vlmserve.caption.inputs.records import jsonable
 from vlmserve.caption.inputs.source import Columns, printable
-from vlmserve.caption.inputs.tar_members import DamagedTar, members
+from vlmserve.caption.inputs.tar_members import members
 from vlmserve.caption.item import Failed, Found
 from vlmserve.client.media_names import PICTURES, VIDEOS
 from vlmserve_common.errors import BadRequestError
@@ -73,10 +73,6 @@ class Tar:
                     file.read(_MOST_TEXT_BYTES)  # at its end is what tells whether it is whole
         except BROKEN as error:
             yield self.file.broken(error, done=samples, what="sample")
-        except DamagedTar as error:
-            told = f"cut off: {samples} whole samples were found, then {error}"
-            cut_off = Failed(id=self.file.name, message=told, code="cut_off")
-            yield cut_off if error.is_cut_off else self.file.broken(error, done=samples, what="sample")
 
     def count(self) -> Iterator[int | None]:
         if self.file.path is None or self.file.is_compressed:
@@ -88,7 +84,7 @@ class Tar:
                     key, ending = _split(member.name)
                     if key and _modality(ending) is not None:
                         yield 1
-        except (DamagedTar, *BROKEN):
+        except BROKEN:
             return
 
     def _samples(self, file: BinaryIO) -> Iterator[_Sample]:
@@ -185,7 +181,7 @@ def _add_field(fields: dict[str, Any], ending: str, data: bytes) -> None:
 def _exactly(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) < size:
-        raise DamagedTar("unexpected end of data", is_cut_off=True)
+        raise EOFError("unexpected end of data")
     return data
 
 
