@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from vlmserve.caption.inputs.source import folder_of, path_in, printable
+from vlmserve.caption.inputs.source import folder_of, path_in, printable, reason
 from vlmserve.caption.item import Failed
 from vlmserve.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
@@ -83,7 +83,7 @@ class ItemFile:
 
     def broken(self, error: Exception, *, done: int, what: str) -> Failed:
         """To be told where reading raised `BROKEN`. done: how many lines, say, had been read. what: "line"."""
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        why = reason(error)
         if isinstance(error, EOFError):
             return Failed(id=self.name, message=f"cut off after {what} {done}: {why}", code="cut_off")
         return Failed(id=self.name, message=f"cannot read it{f' behind {what} {done}' if done else ''}: {why}")

@@ -15,7 +15,7 @@ from vlmserve.caption.inputs.files import ItemFile
 from vlmserve.caption.inputs.folders import LocalTree
 from vlmserve.caption.inputs.lines import AddressList, JsonLines
 from vlmserve.caption.inputs.media import MediaReader
-from vlmserve.caption.inputs.source import HTTP, Columns, Source, need, path_in
+from vlmserve.caption.inputs.source import HTTP, Columns, Source, need, path_in, reason
 from vlmserve.caption.inputs.tables import Table
 from vlmserve.caption.inputs.tars import Tar
 from vlmserve.caption.inputs.trees import Entry, Files
@@ -169,7 +169,7 @@ class _Opener:
         is_media = self._format(word) == "media"
         if is_media and (scheme == "data" or (scheme in HTTP and "::" not in word)):
             return self._one_file(word)
-        from vlmserve.caption.inputs.remote import file_system, reason
+        from vlmserve.caption.inputs.remote import file_system
         from vlmserve.caption.inputs.remote_folders import RemoteTree
 
         system, path = file_system(word)

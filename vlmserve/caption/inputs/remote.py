@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 from processors.fetch.byte_limit import ByteLimit
-from vlmserve.caption.inputs.source import HTTP, need
+from vlmserve.caption.inputs.source import HTTP, need, reason
 from vlmserve.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
@@ -83,13 +83,6 @@ def read_path(system: Any, path: str, url: str, limit: ByteLimit) -> bytes:
         what = f"{url!r} has more than {limit.bytes} bytes, which is the limit (setting {limit.setting})"
         raise BadRequestError(what, code=_CODE)
     return data
-
-
-def reason(error: Exception) -> str:
-    """What an error of a driver says."""
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file or folder"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _options(scheme: str) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from processors.inputs import Modality
 from vlmserve.caption.inputs.media import MediaReader, Own
-from vlmserve.caption.inputs.remote import read_path, reason, signature
-from vlmserve.caption.inputs.source import printable
+from vlmserve.caption.inputs.remote import read_path, signature
+from vlmserve.caption.inputs.source import printable, reason
 from vlmserve.caption.inputs.trees import Entry, Tree, fixed_part
 from vlmserve.caption.item import Failed, MediumItem
 

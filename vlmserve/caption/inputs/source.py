@@ -103,6 +103,14 @@ def name_fields(id: str, path: str | None) -> dict[str, Any]:
     return fields
 
 
+def reason(error: Exception) -> str:
+    """What an error of the system, or of a library, says."""
+    told = getattr(error, "strerror", None)
+    if isinstance(error, FileNotFoundError) and not told:
+        return "there is no such file or folder"
+    return told or str(error) or type(error).__name__
+
+
 def need(word: str, *packages: str) -> None:
     """Raises SettingsError, with what to install, unless they are there. word: the input that needs them."""
     for package in packages:

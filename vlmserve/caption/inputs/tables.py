@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vlmserve.caption.inputs.files import ItemFile
 from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.records import item_of, media_column
-from vlmserve.caption.inputs.source import Columns
+from vlmserve.caption.inputs.source import Columns, reason
 from vlmserve.caption.item import Failed, Found
 from vlmserve_common.errors import BadRequestError
 
@@ -43,7 +43,7 @@ class Table:
                     row, rows = row + table.metadata.row_group(group).num_rows, row
                     yield from self._rows(table, group, rows, row, column, signature)
         except (ArrowException, OSError) as error:
-            yield self._broken(self.file.name, error)
+            yield Failed(id=self.file.name, message=f"cannot read it: {reason(error)}")
         except BadRequestError as error:
             yield Failed(id=self.file.name, message=error.message, code="no_media_column")
 
@@ -81,7 +81,8 @@ class Table:
                     yield self._found(record, row, column, signature)
                     row += 1
         except (ArrowException, OSError) as error:
-            yield self._broken(f"{self.file.name}#{row}", error, f"; {end - row} rows are passed over")
+            told = f"cannot read it: {reason(error)}; {end - row} rows are passed over"
+            yield Failed(id=f"{self.file.name}#{row}", message=told)
 
     def _found(self, record: dict[str, Any], row: int, column: str, signature: str) -> Found:
         id, base = f"{self.file.name}#{row}", self.file.base
@@ -90,10 +91,6 @@ class Table:
             return item_of(record, column, id=id, signature=told, base=base, media=self.media, columns=self.columns)
         except BadRequestError as error:
             return Failed(id=id, message=error.message, code=error.code or "invalid_item")
-
-    def _broken(self, id: str, error: Exception, more: str = "") -> Failed:
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return Failed(id=id, message=f"cannot read it: {why}{more}")
 
 
 def _records(batch: RecordBatch) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,8 @@ import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
+from vlmserve.caption.inputs.source import reason
+
 _MOST_HEADER_BYTES = 2**20
 
 
@@ -27,8 +29,8 @@ def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             if member.isreg() and not member.issparse():
                 yield member
     except Exception as error:  # whatever tarfile makes of a header that somebody made up
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise (EOFError if headers.ended or isinstance(error, EOFError) else OSError)(why) from None
+        kind = EOFError if headers.ended or isinstance(error, EOFError) else OSError
+        raise kind(reason(error)) from None
     # It takes damaged headers, and none at all, for the end.
     if headers.ended:
         raise EOFError("its end mark is missing")
