@@ -136,12 +136,12 @@ def test_an_ended_run_goes_on_and_leaves_nothing_behind(tmp_path, number, status
 
 @pytest.mark.slow
 def test_a_disk_that_fills_ends_a_run_that_goes_on_later(tmp_path):
-    folder, out = fill(tmp_path / "in", 16), tmp_path / "out-%05d.tar"
-    words = [folder, "--output", out, "--max-tokens", 4, "--concurrency", 2]
+    folder, out = fill(tmp_path / "in", 40), tmp_path / "out-%05d.tar"
+    words = [folder, "--output", out, "--max-tokens", 4]
 
     def small_files() -> None:  # to the process, writing beyond this is as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
 
     process = start(*words, preexec_fn=small_files)
     told, logged = process.communicate(timeout=PATIENCE_S)
@@ -154,7 +154,7 @@ def test_a_disk_that_fills_ends_a_run_that_goes_on_later(tmp_path):
     told, logged = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, logged
     assert json.loads(told)["skipped"] > 0
-    assert len({id_ for id_, _ in captions_in(out)}) == len(captions_in(out)) == 16
+    assert len({id_ for id_, _ in captions_in(out)}) == len(captions_in(out)) == 40
 
 
 @pytest.mark.slow
