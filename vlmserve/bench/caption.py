@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     command = read_command([*args.caption_flags, str(folder / "none"), "--output", str(folder / "none.jsonl")])
-    captioner = LocalCaptioner(command.settings, concurrency=command.concurrency, nothing_twice=command.nothing_twice)
+    captioner = LocalCaptioner(
+        command.settings, concurrency=command.run.concurrency, nothing_twice=command.nothing_twice
+    )
     alone: list[tuple[float, int]] = []
     whole: list[tuple[float, int]] = []
     try:
@@ -93,7 +95,7 @@ def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) -> tuple[float, int]:
     """Seconds and tokens of all pictures, from memory, as many at a time as the command has in work."""
     pictures = [path.read_bytes() for path in sorted(folder.iterdir())]
-    sampling = SamplingOverrides(max_new_tokens=command.options["max_tokens"], temperature=0.0)
+    sampling = SamplingOverrides(max_new_tokens=command.run.options["max_tokens"], temperature=0.0)
     tokens = 0
 
     async def ask(number: int, room: asyncio.Semaphore) -> None:
@@ -106,7 +108,7 @@ def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) ->
                 tokens += len(output.output.token_ids)
 
     async def ask_all() -> None:
-        room = asyncio.Semaphore(command.concurrency)
+        room = asyncio.Semaphore(command.run.concurrency)
         await asyncio.gather(*(ask(number, room) for number in range(len(pictures))))
 
     started = time.perf_counter()

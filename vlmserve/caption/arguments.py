@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from vlmserve.caption.feed import Shard
 from vlmserve.caption.inputs import Columns, InputFormat
 from vlmserve.caption.outputs.choose import OutputSettings
+from vlmserve.caption.run import RunSettings
 from vlmserve.client.media_names import PICTURES, VIDEOS
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
@@ -49,44 +49,78 @@ The exit status is 0 when everything is captioned, 3 when some items failed (the
 could not go on, 2 for a wrong command line, 130 if interrupted.
 """
 _GROUPS = ("pictures", "videos", "vision encoder", "memory", "scheduling")
-_OTHERS = {
-    "model",
-    "device",
-    "dtype",
-    "max_model_len",
-    "num_threads",
-    "attention_backend",
-    "sampling_defaults",
-    "log_level",
-}
+_OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "attention_backend"}
+_OTHERS |= {"sampling_defaults", "log_level"}
 # Of no effect here, or said by a flag of this command.
-_LEFT_OUT = {
-    "allowed_local_media_path",
-    "enable_mm_embeds",
-    "max_pixels",
-    "max_queued_media",
-    "max_queued_requests",
-    "video_fps",
+_LEFT_OUT = {"allowed_local_media_path", "enable_mm_embeds", "max_queued_media", "max_queued_requests"}
+_LEFT_OUT |= {"max_pixels", "video_fps"}
+_OWN = "own_"  # begins the names of this command's own flags: --max-pixels is a setting's, too
+_KINDS: dict[str, type] = {"N": int, "X": float, "FILE": Path}
+_SWITCH, _SEVERAL = {"action": "store_true"}, {"action": "append"}
+_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "temperature": ("X", "default: 0, the likeliest caption; 0.7 with --num-captions above 1"),
+    "top_p": ("X", "sample from the likeliest tokens that have this much of the probability"),
+    "top_k": ("N", "sample from this many of the likeliest tokens"),
+    "min_p": ("X", "sample from tokens at least this likely, beside the likeliest"),
+    "repetition_penalty": ("X", "above 1: fewer repetitions"),
+    "presence_penalty": ("X", "above 0: fewer tokens that were there already"),
+    "frequency_penalty": ("X", "above 0: the same, by how often they were"),
 }
-_SAMPLING: tuple[tuple[str, type, str], ...] = (
-    ("temperature", float, "default: 0, the likeliest caption; 0.7 with --num-captions above 1"),
-    ("top_p", float, "sample from the likeliest tokens that have this much of the probability"),
-    ("top_k", int, "sample from this many of the likeliest tokens"),
-    ("min_p", float, "sample from tokens at least this likely, beside the likeliest"),
-    ("repetition_penalty", float, "above 1: fewer repetitions"),
-    ("presence_penalty", float, "above 0: fewer tokens that were there already"),
-    ("frequency_penalty", float, "above 0: the same, by how often they were"),
-)
+# By groups: name -> what stands for its value, help, and what else argparse is to know.
+_FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "inputs and outputs": {
+        "output": ("OUT", "see above; default: files beside the pictures"),
+        "errors": ("FILE", "write what failed to FILE, a line of JSON each, with reasons"),
+        "input_format": (None, "of all files, whatever their names say", {"choices": get_args(InputFormat)}),
+        "media_column": ("NAME", "column or field with the picture or video; default: usual names"),
+        "prompt_column": ("NAME", 'column or field with an item\'s own prompt; .jsonl: "prompt"'),
+        "id_column": ("NAME", 'column or field with an item\'s name; .jsonl: "id"'),
+        "caption_suffix": (".txt|.json|...", "of caption files; .json has all that is known", {"default": ".txt"}),
+        "overwrite": (None, "replace caption files that are there already, of somebody else", _SWITCH),
+        "items_per_file": ("N", "in a part of parquet or tars", {"default": 10_000}),
+        "journal": ("FILE", "default: beside the output"),
+        "restart": (None, "delete what the last run wrote to this output, and begin anew", _SWITCH),
+        "retry_failed": (None, "try again what failed in runs before", _SWITCH),
+        "shard": ("I/N", "caption the I-th of N equal parts only, counted from 0", {"default": "0/1"}),
+        "limit": ("N", "stop after N items"),
+    },
+    "what is asked": {
+        "prompt": ("TEXT", f"Jinja2 template with an item's fields; default: {DEFAULT_PROMPT}"),
+        "prompt_file": ("FILE", "read it from FILE; prompt.txt in a folder goes before"),
+        "system_prompt": ("TEXT", "of each request"),
+        "prefix": ("TEXT", "put before each caption; a template, too", {"default": ""}),
+        "suffix": ("TEXT", "put behind each caption", {"default": ""}),
+        "num_captions": ("N", "captions of each item", {"default": 1}),
+        "max_tokens": ("N", "longest caption, in tokens", {"default": 256}),
+        **_SAMPLING,
+        "stop": ("TEXT", "end captions before this; may be given several times", _SEVERAL),
+        "seed": ("N", "of sampling", {"default": 0}),
+        "min_pixels": ("N", "smallest area that pictures and frames are resized to"),
+        "max_pixels": ("N", "largest area that pictures and frames are resized to"),
+        "fps": ("X", "frames a second taken of videos"),
+        "max_frames": ("N", "most frames taken of a video"),
+    },
+    "who answers": {
+        "base_url": ("URL", "a server, http://host:port/v1, instead of this process; may be given again", _SEVERAL),
+        "api_key": ("KEY", "of these servers [env: VLMSERVE_API_KEY]"),
+        "request_timeout_s": ("X", "seconds for an answer", {"default": 600.0}),
+        "server_timeout_s": ("X", "seconds without any server after which the run ends", {"default": 300.0}),
+        "concurrency": ("N", f"items in work; default: --max-running-requests, or {_PER_SERVER} for each server"),
+        "memory_gib": ("X", "of files in work, in GiB", {"default": 1.0}),
+    },
+    "": {"json": (None, "print the summary as JSON", _SWITCH)},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaptionCommand:
-    """A command line, checked. options: fields of each request. knobs: of the parts that bring pictures, and videos.
+    """A command line, checked. prompt, prefix, suffix, system: see `Prompts`.
 
     nothing_twice: as far as it says, each picture comes once, and prompts have nothing in common before it.
     """
 
     settings: ServerSettings
+    run: RunSettings
     nothing_twice: bool
     inputs: Sequence[str]
     input_format: InputFormat | None
@@ -102,27 +136,18 @@ class CaptionCommand:
     system: str | None
     prefix: str
     suffix: str
-    options: dict[str, Any]
-    picture_knobs: dict[str, Any]
-    video_knobs: dict[str, Any]
-    seed: int
     base_urls: Sequence[str]
-    api_key: str | None
-    served_model: str | None
     request_timeout_s: float
     server_timeout_s: float
-    concurrency: int
-    memory_bytes: int
     json: bool
 
 
 def read_command(argv: Sequence[str]) -> CaptionCommand:
     """Raises SettingsError, one line for each problem."""
     args = vars(_parser().parse_intermixed_args(argv))
-    own = {name: args.pop(name) for name in [name for name in args if name.startswith("own_")]}
-    given = {name.removeprefix("own_"): value for name, value in own.items()}
+    given = {name.removeprefix(_OWN): value for name, value in args.items() if name.startswith(_OWN)}
+    flags = {name: args[name] for name in args if not name.startswith(_OWN) and name not in ("config", GIVEN_AS)}
     words: list[str] = given["words"]
-    flags = {name: value for name, value in args.items() if name not in ("config", GIVEN_AS)}
     urls: list[str] = given["base_url"] or []
     is_input = Path(words[0]).suffix.lower() in _INPUT_SUFFIXES  # where a hub id such as a/b.png is not meant
     if not urls and "model" not in flags and not is_input and is_model(words[0], alone=len(words) == 1):
@@ -139,131 +164,50 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
     problems = list(_problems(given, urls))
     if problems:
         raise SettingsError("\n".join(problems))
-    concurrency = given["concurrency"]
-    if concurrency is None:
-        concurrency = _PER_SERVER * len(urls) if urls else settings.engine.max_running_requests
-    return CaptionCommand(
-        settings=settings,
-        nothing_twice=nothing_twice,
-        inputs=words,
-        input_format=given["input_format"],
-        columns=Columns(media=given["media_column"], prompt=given["prompt_column"], id=given["id_column"]),
-        output=OutputSettings(
+    as_given = {field.name: given[field.name] for field in dataclasses.fields(CaptionCommand) if field.name in given}
+    more: dict[str, Any] = {
+        "inputs": words,
+        "columns": Columns(media=given["media_column"], prompt=given["prompt_column"], id=given["id_column"]),
+        "output": OutputSettings(
             output=given["output"],
             suffix=given["caption_suffix"],
             overwrite=given["overwrite"],
             items_per_file=given["items_per_file"],
         ),
-        journal=given["journal"],
-        errors=given["errors"],
-        restart=given["restart"],
-        retry_failed=given["retry_failed"],
-        shard=_shard(given["shard"]),
-        limit=given["limit"],
-        prompt=_prompt(given["prompt"], given["prompt_file"]),
-        system=given["system_prompt"],
-        prefix=given["prefix"],
-        suffix=given["suffix"],
+        "shard": _shard(given["shard"]),
+        "prompt": _prompt(given["prompt"], given["prompt_file"]),
+        "system": given["system_prompt"],
+    }
+    most = _PER_SERVER * len(urls) if urls else settings.engine.max_running_requests
+    run = RunSettings(
+        concurrency=given["concurrency"] or most,
+        bytes_in_memory=round(given["memory_gib"] * 2**30),
         options=_options(given),
         picture_knobs=_named(given, "min_pixels", "max_pixels"),
         video_knobs=_named(given, "min_pixels", "max_pixels", "fps", "max_frames"),
         seed=given["seed"],
-        base_urls=urls,
-        api_key=settings.api_key,
-        served_model=(settings.engine.model or None) if urls else None,
-        request_timeout_s=given["request_timeout_s"],
-        server_timeout_s=given["server_timeout_s"],
-        concurrency=concurrency,
-        memory_bytes=round(given["memory_gib"] * 2**30),
-        json=given["json"],
     )
+    return CaptionCommand(settings=settings, run=run, nothing_twice=nothing_twice, base_urls=urls, **(as_given | more))
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="vlmserve caption", usage="%(prog)s [MODEL] INPUT... [options]", description=_ABOUT, epilog=_EPILOG
     )
-
-    def add(group: argparse._ActionsContainer, name: str, **how: Any) -> None:
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"own_{name}", **how)
-
     parser.add_argument(
-        "own_words",
+        f"{_OWN}words",
         metavar="[MODEL] INPUT...",
         nargs="+",
         help="MODEL: checkpoint folder, or a Hugging Face hub id; left out: the small built-in one. INPUT: see above",
     )
-    files = parser.add_argument_group("inputs and outputs")
-    add(files, "output", metavar="OUT", help="see above; default: files beside the pictures")
-    add(files, "errors", type=Path, metavar="FILE", help="write what failed to FILE, a line of JSON each, with reasons")
-    add(files, "input_format", choices=get_args(InputFormat), help="of all files, whatever their names say")
-    add(files, "media_column", metavar="NAME", help="column or field with the picture or video; default: usual names")
-    add(files, "prompt_column", metavar="NAME", help='column or field with an item\'s own prompt; .jsonl: "prompt"')
-    add(files, "id_column", metavar="NAME", help='column or field with an item\'s name; .jsonl: "id"')
-    add(
-        files,
-        "caption_suffix",
-        default=".txt",
-        metavar=".txt|.json|...",
-        help="of caption files; .json has all that is known [default: .txt]",
-    )
-    add(files, "overwrite", action="store_true", help="replace caption files that are there already, of somebody else")
-    add(
-        files,
-        "items_per_file",
-        type=int,
-        default=10_000,
-        metavar="N",
-        help="in a part of parquet or tars [default: 10000]",
-    )
-    add(files, "journal", type=Path, metavar="FILE", help="default: beside the output")
-    add(files, "restart", action="store_true", help="delete what the last run wrote to this output, and begin anew")
-    add(files, "retry_failed", action="store_true", help="try again what failed in runs before")
-    add(files, "shard", default="0/1", metavar="I/N", help="caption the I-th of N equal parts only, counted from 0")
-    add(files, "limit", type=int, metavar="N", help="stop after N items")
-    asked = parser.add_argument_group("what is asked")
-    add(asked, "prompt", metavar="TEXT", help=f"Jinja2 template with an item's fields [default: {DEFAULT_PROMPT}]")
-    add(asked, "prompt_file", type=Path, metavar="FILE", help="read it from FILE; prompt.txt in a folder goes before")
-    add(asked, "system_prompt", metavar="TEXT")
-    add(asked, "prefix", default="", metavar="TEXT", help="put before each caption; a template, too")
-    add(asked, "suffix", default="", metavar="TEXT", help="put behind each caption")
-    add(asked, "num_captions", type=int, default=1, metavar="N", help="captions of each item [default: 1]")
-    add(asked, "max_tokens", type=int, default=256, metavar="N", help="longest caption, in tokens [default: 256]")
-    for name, kind, text in _SAMPLING:
-        add(asked, name, type=kind, metavar="N" if kind is int else "X", help=text)
-    add(asked, "stop", action="append", metavar="TEXT", help="end captions before this; may be given several times")
-    add(asked, "seed", type=int, default=0, metavar="N", help="of sampling [default: 0]")
-    add(asked, "min_pixels", type=int, metavar="N", help="smallest area that pictures and frames are resized to")
-    add(asked, "max_pixels", type=int, metavar="N", help="largest area that pictures and frames are resized to")
-    add(asked, "fps", type=float, metavar="X", help="frames a second taken of videos")
-    add(asked, "max_frames", type=int, metavar="N", help="most frames taken of a video")
-    who = parser.add_argument_group("who answers")
-    add(
-        who,
-        "base_url",
-        action="append",
-        metavar="URL",
-        help="a server's (http://host:port/v1), instead of this process; may be given several times",
-    )
-    add(who, "api_key", metavar="KEY", help="of these servers [env: VLMSERVE_API_KEY]")
-    add(who, "request_timeout_s", type=float, default=600.0, metavar="X", help="seconds for an answer [default: 600]")
-    add(
-        who,
-        "server_timeout_s",
-        type=float,
-        default=300.0,
-        metavar="X",
-        help="seconds without any server after which the run ends [default: 300]",
-    )
-    add(
-        who,
-        "concurrency",
-        type=int,
-        metavar="N",
-        help=f"items in work at a time; default: --max-running-requests, or {_PER_SERVER} for each server",
-    )
-    add(who, "memory_gib", type=float, default=1.0, metavar="X", help="of files in work, in GiB [default: 1]")
-    add(parser, "json", action="store_true", help="print the summary as JSON")
+    for title, group in _FLAGS.items():
+        place = parser.add_argument_group(title) if title else parser
+        for name, (metavar, text, *how) in group.items():
+            more: dict[str, Any] = {"metavar": metavar, "type": _KINDS.get(metavar, str)} if metavar else {}
+            more |= how[0] if how else {}
+            if "default" in more and more["default"] not in ("", None):
+                text += f" [default: {more['default']:g}]" if metavar in _KINDS else f" [default: {more['default']}]"
+            place.add_argument(f"--{name.replace('_', '-')}", dest=_OWN + name, help=text, **more)
     names = {setting.name for setting in iter_settings() if setting.group in _GROUPS}
     add_settings(parser, (names | _OTHERS) - _LEFT_OUT)
     return parser
@@ -275,32 +219,30 @@ def _nothing_twice(given: dict[str, Any], words: Sequence[str]) -> bool:
     return not requests and given["num_captions"] == 1 and not given["prompt_column"] and not given["system_prompt"]
 
 
-def _problems(given: dict[str, Any], urls: Sequence[str]) -> list[str]:
-    problems = []
-
-    def refuse(name: str, allowed: str) -> None:
-        problems.append(f"--{name.replace('_', '-')} is {given[name]!r}; it must be {allowed}")
+def _problems(given: dict[str, Any], urls: Sequence[str]) -> Iterator[str]:
+    def refuse(name: str, allowed: str) -> str:
+        return f"--{name.replace('_', '-')} is {given[name]!r}; it must be {allowed}"
 
     for name in ("num_captions", "max_tokens", "items_per_file"):
         if given[name] < 1:
-            refuse(name, "1 or more")
+            yield refuse(name, "1 or more")
     for name in ("concurrency", "limit", "min_pixels", "max_pixels", "max_frames"):
         if given[name] is not None and given[name] < 1:
-            refuse(name, "1 or more, or left out")
+            yield refuse(name, "1 or more, or left out")
     for name in ("request_timeout_s", "server_timeout_s", "memory_gib"):
         if not 0 < given[name] < float("inf"):
-            refuse(name, "above 0, and finite")
+            yield refuse(name, "above 0, and finite")
     if not given["caption_suffix"].startswith(".") or "/" in given["caption_suffix"]:
-        refuse("caption_suffix", "a suffix such as .txt, .caption or .json")
+        yield refuse("caption_suffix", "a suffix such as .txt, .caption or .json")
     if given["prompt"] is not None and given["prompt_file"] is not None:
-        problems.append("--prompt and --prompt-file: give one")
+        yield "--prompt and --prompt-file: give one"
     if not 0 <= given["seed"] < 2**63:
-        refuse("seed", "between 0 and 2**63 - 1")
+        yield refuse("seed", "between 0 and 2**63 - 1")
     if given["api_key"] is not None and not urls:
-        problems.append("--api-key goes with --base-url")
-    bad_urls = [url for url in urls if not url.startswith(("http://", "https://"))]
-    problems += [f"--base-url is {url!r}; it must be like http://host:port/v1" for url in bad_urls]
-    return problems
+        yield "--api-key goes with --base-url"
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            yield f"--base-url is {url!r}; it must be like http://host:port/v1"
 
 
 def _shard(text: str) -> Shard:
@@ -321,18 +263,13 @@ def _prompt(text: str | None, file: Path | None) -> str:
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     count = given["num_captions"]
-    temperature = given["temperature"]
-    if temperature is None:
-        temperature = 0.0 if count == 1 else 0.7
-    if count > 1 and temperature == 0:
+    if count > 1 and given["temperature"] == 0:
         raise SettingsError(f"--num-captions is {count}, but with --temperature 0 all of them would be the same")
-    options = {"max_tokens": given["max_tokens"], "temperature": temperature}
-    options |= {name: given[name] for name, _, _ in _SAMPLING if name != "temperature" and given[name] is not None}
+    options = {"max_tokens": given["max_tokens"], "temperature": 0.0 if count == 1 else 0.7}
+    options |= _named(given, *_SAMPLING)
     if count > 1:
         options["n"] = count
-    if given["stop"]:
-        options["stop"] = given["stop"]
-    return options
+    return options | _named(given, "stop")
 
 
 def _named(given: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -19,6 +19,10 @@ class Captioner(Protocol):
     model: str
     identity: str
 
+    async def start(self) -> None:
+        """Get ready; `model` and `identity` count from then on. Raises CaptionStopped."""
+        ...
+
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
         """OpenAI's chat.completion object: choices with text and finish_reason, usage; `warnings` where there are any.
 

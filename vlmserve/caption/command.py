@@ -16,8 +16,7 @@ OK, STOPPED, USAGE_ERROR, PARTIAL, INTERRUPTED = 0, 1, 2, 3, 130
 def main(argv: Sequence[str]) -> int:
     """The exit status. Raises VlmserveError or OSError, with a message fit for the user, when nothing can be done."""
     try:
-        command = read_command(argv)
-        return _run(command)
+        return _run(read_command(argv))
     except SettingsError as error:
         for line in str(error).splitlines():
             print(f"vlmserve caption: error: {line}", file=sys.stderr)

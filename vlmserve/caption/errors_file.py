@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from vlmserve.caption.journal import Failed
+from vlmserve.caption.item import Failed
+from vlmserve.caption.outputs.base import replacing
 from vlmserve.config.checks import SettingsError
 
 logger = logging.getLogger("vlmserve.caption")
@@ -47,17 +46,11 @@ class ErrorsFile:
         """Have exactly these in it."""
         if self._path is None or not self._path.is_file():
             return
-        unfinished = self._path.with_name(f".{self._path.name}.part")
-        try:
-            with unfinished.open("w", encoding="utf-8", errors="replace") as file:
-                file.writelines(map(_line, standing))
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
+        with (
+            replacing(self._path, on_disk=True) as unfinished,
+            unfinished.open("w", encoding="utf-8", errors="replace") as file,
+        ):
+            file.writelines(map(_line, standing))
 
     def _check_own(self, path: Path) -> None:
         if not path.is_file() or not path.stat().st_size:

@@ -11,11 +11,12 @@ from typing import Any
 
 import blake3
 
-from vlmserve.caption.item import Found, Item, MediumItem, Unreadable
-from vlmserve.caption.journal import Failed, Journal
+from vlmserve.caption.errors_file import ErrorsFile
+from vlmserve.caption.item import Failed, Found, Item, MediumItem
+from vlmserve.caption.journal import Journal
 from vlmserve.caption.outputs.base import Output
-from vlmserve.caption.prompts import Asked, Prompts
-from vlmserve.caption.tally import Tally
+from vlmserve.caption.prompts import Prompts
+from vlmserve.caption.result import Tally, Work
 from vlmserve_common.errors import BadRequestError
 
 
@@ -32,14 +33,15 @@ class Shard:
         return self.count == 1 or int.from_bytes(digest, "little") % self.count == self.index
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """An item to be captioned. key, target: see `journal.Done`. asked: None for a request, which asks by itself."""
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What the parts of a run have in common. Everything stays its owner's to close."""
 
-    item: Item
-    key: bytes
-    asked: Asked | None
-    target: str | None
+    prompts: Prompts
+    journal: Journal
+    output: Output
+    errors: ErrorsFile
+    tally: Tally
 
 
 class Feed:
@@ -48,25 +50,22 @@ class Feed:
     def __init__(
         self,
         found: Iterator[Found],
+        shared: Shared,
         *,
-        prompts: Prompts,
-        journal: Journal,
-        output: Output,
-        tally: Tally,
         shard: Shard,
         limit: int | None = None,
         retry_failed: bool = False,
     ) -> None:
         self._found = found
-        self._prompts = prompts
-        self._journal = journal
-        self._output = output
-        self._tally = tally
+        self._prompts = shared.prompts
+        self._journal = shared.journal
+        self._output = shared.output
+        self._tally = shared.tally
         self._shard = shard
         self._left = limit
         self._retry_failed = retry_failed
         self._lock = threading.Lock()
-        self._ids: dict[str, bytes] = {}  # of what is in work: id -> key
+        self._in_work: dict[str, Work] = {}  # by ids
         self._targets: dict[str, str] = {}  # file -> id
         self._stopped = False
 
@@ -76,8 +75,8 @@ class Feed:
             found = next(self._found, None)
             if found is None:
                 return None
-            if isinstance(found, Unreadable):
-                return Failed(id=found.id, key=None, message=found.message, code=found.code)
+            if isinstance(found, Failed):
+                return found
             if not self._shard.has(found.id):
                 continue
             if self._left is not None:
@@ -90,7 +89,7 @@ class Feed:
     def finished(self, work: Work) -> None:
         """The journal has it, or it failed."""
         with self._lock:
-            self._ids.pop(work.item.id, None)
+            self._in_work.pop(work.item.id, None)
             if work.target is not None:
                 self._targets.pop(work.target, None)
 
@@ -108,50 +107,49 @@ class Feed:
                 asked = self._prompts.ask(item)
             except BadRequestError as error:
                 key = _key(item, {"fields": dict(item.fields), "prompt": item.prompt})
-                return self._unless_known(item, key, error.message, error.code)
-        key = _key(item, {"asked": _texts(asked), "options": options})
+                return self._unless_known(Work(item=item, key=key).failed(error.message, error.code))
+        target = self._output.target(item)
+        key = _key(item, {"asked": None if asked is None else asked.texts, "options": options})
+        work = Work(item=item, key=key, asked=asked, target=target)
         # in this order: what is in work goes to the journal first, and is then forgotten here
-        in_work = self._ids.get(item.id)
+        in_work = self._in_work.get(item.id)
         done = self._journal.done_as(item.id)
         in_this_run = in_work is not None or (done is not None and done[2] == self._journal.run)
-        if in_this_run and key == (in_work or (done and done[0])):
+        if in_this_run and key == (in_work.key if in_work else done and done[0]):
             self._tally.repeated += 1
             return None
         if done is not None and done[0] == key and item.signature is not None:
             trouble = self._output.check(item)
             if trouble is not None:
-                return self._unless_known(item, key, trouble, "no_place")
+                return self._unless_known(work.failed(trouble, "no_place"))
             self._tally.skipped += 1
             return None
         if in_this_run:
             why = f"two different items have the id {item.id!r}: give each its own"
-            return Failed(id=item.id, key=None, message=why, code="same_id")
-        if not self._retry_failed and self._journal.has_failed(item.id, key):
-            self._tally.failed_before += 1
+            return Failed(id=item.id, message=why, code="same_id")
+        if self._is_known(item.id, key):
             return None
-        target = self._output.target(item)
         owner = None if target is None else self._targets.get(target)
         refusal = f"{target} is the caption of {owner}" if owner else self._output.refusal(item, target)
         if refusal is not None:
-            return self._unless_known(item, key, refusal, "no_place")
+            return work.failed(refusal, "no_place")
         with self._lock:
-            self._ids[item.id] = key
+            self._in_work[item.id] = work
             if target is not None:
                 self._targets[target] = item.id
-        return Work(item=item, key=key, asked=asked, target=target)
+        return work
 
-    def _unless_known(self, item: Item, key: bytes, message: str, code: str | None) -> Failed | None:
-        if not self._retry_failed and self._journal.has_failed(item.id, key):
-            self._tally.failed_before += 1
-            return None
-        return Failed(id=item.id, key=key, message=message, code=code)
+    def _unless_known(self, failed: Failed) -> Failed | None:
+        return None if self._is_known(failed.id, failed.key) else failed
+
+    def _is_known(self, id_: str, key: bytes | None) -> bool:
+        """Whether it failed before, and is not to be tried again."""
+        known = not self._retry_failed and key is not None and self._journal.has_failed(id_, key)
+        self._tally.failed_before += known
+        return known
 
 
 def _key(item: Item, how: Mapping[str, Any]) -> bytes:
     """Of what can be known of an item, and of how it is asked, without reading it."""
     told = json.dumps([item.signature, how], sort_keys=True, default=str)
     return blake3.blake3(told.encode("utf-8", "surrogatepass")).digest(16)
-
-
-def _texts(asked: Asked | None) -> list[str] | None:
-    return None if asked is None else [asked.prompt, asked.prefix, asked.suffix]

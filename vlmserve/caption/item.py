@@ -61,16 +61,18 @@ class RequestItem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unreadable:
-    """Something on the way to items that cannot be read: a folder, a line, the rest of a tar. The others go on.
+class Failed:
+    """An item that failed, or something on the way to items that cannot be read: a folder, a line, the rest of a tar.
 
-    id: its name, as an item's. code: a short word ("unreadable", "cut_off", "invalid_line", ...).
+    id: its name, as an item's. code: a short word ("unreadable", "cut_off", "invalid_line", ...). key: see `Work`; None
+    for what was no item yet.
     """
 
     id: str
     message: str
-    code: str = "unreadable"
+    code: str | None = "unreadable"
+    key: bytes | None = None
 
 
 Item: TypeAlias = MediumItem | RequestItem
-Found: TypeAlias = MediumItem | RequestItem | Unreadable
+Found: TypeAlias = Item | Failed

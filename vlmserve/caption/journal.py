@@ -9,16 +9,17 @@ an output holds beyond that was under way when a run ended, and is cut off by th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from vlmserve.caption.item import Failed
+from vlmserve.caption.result import Captioned
 from vlmserve.config.checks import SettingsError
 
 _VERSION = 1
@@ -42,30 +43,6 @@ class JournalError(SettingsError):
     """A journal cannot be used: another run has it, other settings made it, or the file is none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """A finished item. key: of the way it was asked, from what is known without reading it; fingerprint: with its
-    content. record: what outputs are made of, JSON. target: the file that holds the caption, where each item has one.
-    part: the number of the finished file that it is in, where outputs are cut into such."""
-
-    id: str
-    key: bytes
-    fingerprint: bytes
-    record: Mapping[str, Any]
-    target: str | None = None
-    part: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
-    """An item that failed, or something that could not be read (key: None)."""
-
-    id: str
-    key: bytes | None
-    message: str
-    code: str | None
-
-
 class Journal:
     """Thread-safe. Nobody else can open it until it is closed. `begin` comes before everything but `state` and
     `targets`. Raises JournalError, and OSError where the file cannot be written.
@@ -75,9 +52,12 @@ class Journal:
         self.path = path
         self.run = 0
         self._lock = threading.Lock()
-        self._db = _open(path)
+        path.touch()  # whose error says more than SQLite's
+        self._db = sqlite3.connect(path, timeout=0, check_same_thread=False, isolation_level=None)
         try:
             with _explained(path), self._db:
+                for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+                    self._db.execute(f"PRAGMA {pragma}")
                 self._prepare()
         except BaseException:
             self._db.close()
@@ -85,8 +65,7 @@ class Journal:
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """A run begins. settings: what makes captions other ones, by name; JournalError if the last run had others."""
-        with self._lock, _explained(self.path), self._db:
-            self._db.execute("BEGIN")
+        with self._changing():
             self._check_settings(settings)
             self._put("settings", settings)
             self.run = (self._get("run") or 0) + 1
@@ -95,8 +74,7 @@ class Journal:
 
     def forget(self) -> None:
         """Begin from nothing."""
-        with self._lock, _explained(self.path), self._db:
-            self._db.execute("BEGIN")
+        with self._changing():
             for table in ("about", "done", "failed"):
                 self._db.execute(f"DELETE FROM {table}")
 
@@ -147,11 +125,9 @@ class Journal:
         row = self._one("SELECT id FROM done WHERE target = ? LIMIT 1", os.fsencode(target))
         return None if row is None else row[0]
 
-    def counts(self) -> tuple[int, int]:
-        """Items that are finished, and what failed and still stands."""
-        row = self._one("SELECT (SELECT count(*) FROM done), (SELECT count(*) FROM failed)")
-        assert row is not None
-        return row[0], row[1]
+    def count(self) -> int:
+        """Of finished items."""
+        return int(self._one("SELECT count(*) FROM done")[0])
 
     def failures(self) -> Iterator[Failed]:
         """What failed and still stands, in order."""
@@ -165,10 +141,7 @@ class Journal:
 
     def left_over(self, limit: int) -> list[tuple[int, dict[str, Any]]]:
         """The first finished items that no part holds yet: sequence numbers and records."""
-        with self._lock, _explained(self.path):
-            rows = self._db.execute(
-                "SELECT seq, record FROM done WHERE part IS NULL ORDER BY seq LIMIT ?", (limit,)
-            ).fetchall()
+        rows = self._all("SELECT seq, record FROM done WHERE part IS NULL ORDER BY seq LIMIT ?", limit)
         return [(seq, json.loads(record)) for seq, record in rows]
 
     def state(self) -> dict[str, Any]:
@@ -186,7 +159,7 @@ class Journal:
 
     def add(
         self,
-        done: Sequence[Done],
+        done: Sequence[Captioned],
         failed: Sequence[Failed],
         state: Mapping[str, Any],
         *,
@@ -198,36 +171,30 @@ class Journal:
         touched: ids of finished items whose files look different, but are the same, and their new keys. undone: ids of
         items that are not finished after all.
         """
-        with self._lock, _explained(self.path), self._db:
-            self._db.execute("BEGIN")
-            for item in done:
-                self._db.execute("DELETE FROM failed WHERE id = ?", (_plain(item.id),))
+        with self._changing():
+            for result in done:
+                id_, target = _plain(result.work.item.id), result.work.target
+                self._db.execute("DELETE FROM failed WHERE id = ?", (id_,))
+                told = (id_, result.work.key, result.fingerprint, json.dumps(result.record))
                 self._db.execute(
-                    "INSERT OR REPLACE INTO done (id, key, fingerprint, record, target, part, run) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        _plain(item.id),
-                        item.key,
-                        item.fingerprint,
-                        json.dumps(item.record),
-                        None if item.target is None else os.fsencode(item.target),
-                        item.part,
-                        self.run,
-                    ),
+                    "INSERT OR REPLACE INTO done (id, key, fingerprint, record, target, run) VALUES (?, ?, ?, ?, ?, ?)",
+                    (*told, None if target is None else os.fsencode(target), self.run),
                 )
             for failure in failed:
-                told = (_plain(failure.id), failure.key, _plain(failure.message), failure.code, self.run)
+                id_ = _plain(failure.id)
                 if failure.key is not None:
-                    self._db.execute("DELETE FROM failed WHERE id = ?", told[:1])
-                self._db.execute("INSERT INTO failed (id, key, message, code, run) VALUES (?, ?, ?, ?, ?)", told)
+                    self._db.execute("DELETE FROM failed WHERE id = ?", (id_,))
+                self._db.execute(
+                    "INSERT INTO failed (id, key, message, code, run) VALUES (?, ?, ?, ?, ?)",
+                    (id_, failure.key, _plain(failure.message), failure.code, self.run),
+                )
             self._db.executemany("DELETE FROM done WHERE id = ?", [(_plain(id_),) for id_ in undone])
             self._db.executemany("UPDATE done SET key = ? WHERE id = ?", [(key, _plain(id_)) for id_, key in touched])
             self._put("output", state)
 
     def set_part(self, last: int, part: int, state: Mapping[str, Any]) -> None:
         """Finished items up to a sequence number, as far as none held them, are in this part now."""
-        with self._lock, _explained(self.path), self._db:
-            self._db.execute("BEGIN")
+        with self._changing():
             self._db.execute("UPDATE done SET part = ? WHERE part IS NULL AND seq <= ?", (part, last))
             self._put("output", state)
 
@@ -239,25 +206,29 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------- inside
 
-    def _one(self, statement: str, *values: Any) -> Any:
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """One transaction."""
+        with self._lock, _explained(self.path), self._db:
+            self._db.execute("BEGIN")
+            yield
+
+    def _all(self, statement: str, *values: Any) -> list[Any]:
         with self._lock, _explained(self.path):
-            return self._db.execute(statement, values).fetchone()
+            return self._db.execute(statement, values).fetchall()
+
+    def _one(self, statement: str, *values: Any) -> Any:
+        return next(iter(self._all(statement, *values)), None)
 
     def _rows(self, statement: str) -> Iterator[Any]:
         """Rows by their sequence number, a few hundred at a time: others may write in between."""
         last = 0
-        while True:
-            with self._lock, _explained(self.path):
-                rows = self._db.execute(f"{statement} WHERE seq > ? ORDER BY seq LIMIT 500", (last,)).fetchall()
-            if not rows:
-                return
+        while rows := self._all(f"{statement} WHERE seq > ? ORDER BY seq LIMIT 500", last):
             yield from rows
             last = rows[-1][0]
 
@@ -269,42 +240,20 @@ class Journal:
         self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, json.dumps(value)))
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    path.touch()  # whose error says more than SQLite's
-    db = sqlite3.connect(path, timeout=0, check_same_thread=False, isolation_level=None)
-    try:
-        with _explained(path):
-            db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-class _explained:  # reads as a statement
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
     """SQLite's errors, as this program's own."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not isinstance(error, sqlite3.Error):
-            return
-        code = getattr(error, "sqlite_errorcode", None)
-        if code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise JournalError(f"{self._path} is in use by another run") from None
-        if code is not None and code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-            raise OSError(f"{self._path} cannot be written: {error}; is the disk full?") from None
-        if code is not None and code & 0xFF in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise JournalError(f"{self._path} is damaged, or no journal of vlmserve: {error}") from None
-        raise JournalError(f"{self._path}: {error}") from None
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise JournalError(f"{path} is in use by another run") from None
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise OSError(f"{path} cannot be written: {error}; is the disk full?") from None
+        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise JournalError(f"{path} is damaged, or no journal of vlmserve: {error}") from None
+        raise JournalError(f"{path}: {error}") from None
 
 
 def _plain(text: str) -> str:

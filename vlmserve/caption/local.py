@@ -56,8 +56,10 @@ class LocalCaptioner:
         how = f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}"
         self.identity = f"{weights} {blake3.blake3(how.encode()).hexdigest(16)}"
 
+    async def start(self) -> None:
+        """It is ready."""
+
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
-        """See `Captioner`."""
         body = {"model": self.model, **request.options, "messages": _NO_MESSAGES}
         chat = checked(body, ChatCompletionRequest)
         head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=self.model)
@@ -78,11 +80,9 @@ class LocalCaptioner:
             raise CaptionStopped(str(error)) from None
 
     def notes(self) -> list[str]:
-        """See `Captioner`."""
         return []
 
     async def close(self) -> None:
-        """See `Captioner`."""
         await asyncio.to_thread(self.llm.close)
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from vlmserve.caption.tally import Tally
+from vlmserve.caption.result import Tally
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-_ON_TERMINAL_S, _ELSEWHERE_S = 0.2, 10.0
+_LOOK_EVERY_S, _ON_TERMINAL_S, _ELSEWHERE_S = 0.1, 0.2, 10.0
 _RATE_OVER_S = 60.0
 
 
@@ -30,10 +30,12 @@ class Progress:
         self._tally = tally
         self._out = out
         self._clock = clock
-        self._started = self._shown = clock()
-        self._marks: deque[tuple[float, int, int]] = deque([(self._started, 0, 0)])
-        self._live: Live | None = None
+        self._begin()
         self._live = _make_live(out) if out.isatty() else None
+
+    def _begin(self) -> None:
+        self._started = self._shown = self._clock()
+        self._marks: deque[tuple[float, int, int]] = deque([(self._started, 0, 0)])
 
     @property
     def seconds(self) -> float:
@@ -41,16 +43,13 @@ class Progress:
         return self._clock() - self._started
 
     def __enter__(self) -> Self:
-        self._started = self._shown = self._clock()
-        self._marks = deque([(self._started, 0, 0)])
+        self._begin()
         if self._live is not None:
             self._live.start()
             self._log_to(self._out, sys.stderr)  # which is the display's now: lines go above it
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._log_to(sys.stderr, self._out)
             self._live.update("")
@@ -60,6 +59,12 @@ class Progress:
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                 handler.setStream(now)
+
+    async def keep_shown(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.show()
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def show(self) -> None:
         """Writes now and then."""
@@ -79,27 +84,18 @@ class Progress:
     def line(self) -> str:
         """Where the run is."""
         tally = self._tally
-        items_s, tokens_s = self._rates()
+        then, items, tokens = self._marks[0]  # a minute ago
+        seconds = max(self._clock() - then, 1e-9)
+        items_s, tokens_s = (tally.worked_on - items) / seconds, (tally.completion_tokens - tokens) / seconds
         total = f"{tally.total}" if tally.counted else f"{tally.total}+" if tally.total else "?"
         parts = [f"{tally.passed}/{total}", f"{items_s:.1f} items/s", f"{tokens_s:.0f} tokens/s"]
-        left = self._seconds_left(items_s)
-        if left is not None:
-            parts.append(f"ETA {_clock_time(left)}")
+        left = tally.total - tally.passed
+        if tally.counted and items_s > 0 and left >= 0:
+            parts.append(f"ETA {_clock_time(left / items_s)}")
         parts += [f"{tally.reused} cache hits", f"{tally.failed} failures"]
         if tally.skipped:
             parts.append(f"{tally.skipped} finished before")
         return ", ".join(parts)
-
-    def _rates(self) -> tuple[float, float]:
-        """Items and tokens a second, over the last minute."""
-        tally, (then, items, tokens) = self._tally, self._marks[0]
-        seconds = max(self._clock() - then, 1e-9)
-        return (tally.worked_on - items) / seconds, (tally.completion_tokens - tokens) / seconds
-
-    def _seconds_left(self, items_s: float) -> float | None:
-        tally = self._tally
-        left = tally.total - tally.passed
-        return left / items_s if tally.counted and items_s > 0 and left >= 0 else None
 
     def _drawn(self) -> Any:
         from rich.progress_bar import ProgressBar
@@ -107,14 +103,9 @@ class Progress:
         from rich.text import Text
 
         tally = self._tally
-        bar = ProgressBar(
-            total=tally.total if tally.counted else None,
-            completed=tally.passed,
-            pulse=not tally.counted,
-            animation_time=self._clock(),
-        )
+        total = tally.total if tally.counted else None
         table = Table.grid(expand=True)
-        table.add_row(bar)
+        table.add_row(ProgressBar(total, tally.passed, pulse=total is None, animation_time=self._clock()))
         table.add_row(Text(self.line(), overflow="fold"))
         return table
 

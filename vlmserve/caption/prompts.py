@@ -29,6 +29,11 @@ class Asked:
     prefix: str
     suffix: str
 
+    @property
+    def texts(self) -> list[str]:
+        """All of them."""
+        return [self.prompt, self.prefix, self.suffix]
+
     def whole(self, caption: str) -> str:
         """A caption as it is written."""
         return f"{self.prefix}{caption}{self.suffix}"
@@ -84,14 +89,13 @@ def _nearest_prompt(folder: Path, root: Path) -> str | None:
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise BadRequestError(f"{path} has more than {_MOST_BYTES} bytes", code="invalid_prompt")
+        return data.decode("utf-8-sig").strip()
     except FileNotFoundError:
         return _nearest_prompt(folder.parent, root) if folder != root and root in folder.parents else None
     except OSError as error:
         raise BadRequestError(f"cannot read {path}: {error.strerror}", code="invalid_prompt") from None
-    if len(data) > _MOST_BYTES:
-        raise BadRequestError(f"{path} has more than {_MOST_BYTES} bytes", code="invalid_prompt")
-    try:
-        return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise BadRequestError(f"{path} is not UTF-8: {error.reason}", code="invalid_prompt") from None
 
@@ -104,16 +108,11 @@ def _template(text: str) -> Template:
 def _render(text: str, fields: Mapping[str, Any]) -> str:
     try:
         return _template(text).render(fields)
-    except UndefinedError as error:
-        known = ", ".join(sorted(fields)) or "none"
-        raise BadRequestError(
-            f"the template {_shown(text)} needs what is not there: {error.message}; its fields: {known}",
-            code="invalid_prompt",
-        ) from None
     except Exception as error:  # a template may do anything
-        raise BadRequestError(
-            f"the template {_shown(text)} cannot be filled in: {type(error).__name__}: {error}", code="invalid_prompt"
-        ) from None
+        told = f"cannot be filled in: {type(error).__name__}: {error}"
+        if isinstance(error, UndefinedError):
+            told = f"needs what is not there: {error.message}; its fields: {', '.join(sorted(fields)) or 'none'}"
+        raise BadRequestError(f"the template {_shown(text)} {told}", code="invalid_prompt") from None
 
 
 def _shown(text: str) -> str:

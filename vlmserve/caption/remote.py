@@ -32,7 +32,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _LOOK_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0  # less than servers have, which close connections just when they are used again
 _MOST_ANSWER_BYTES = 64 * 2**20
-_PARSE_INLINE_BYTES = 64 * 1024
 _MOST_NAMES_SHOWN = 10
 _Looked = tuple[str, ...] | Away | Unfit
 
@@ -86,14 +85,11 @@ class RemoteCaptioner:
         while self._stopped is None and not any(server.is_in for server in self._servers):
             await self._changed.wait()
         if self._stopped is not None:
-            await self.close()
             raise CaptionStopped(self._stopped)
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
-        """See `Captioner`."""
         body = await asyncio.to_thread(self._body, request)
-        n = request.options.get("n")
-        wanted = n if isinstance(n, int) else 1
+        wanted = request.options.get("n") or 1
         number, times_away = next(self._numbers), 0
         tried: list[ServerStanding] = []
         reasons: list[str] = []
@@ -118,11 +114,9 @@ class RemoteCaptioner:
             server.sent_again += 1
 
     def notes(self) -> list[str]:
-        """See `Captioner`."""
         return [note for server in self._servers if (note := server.note()) is not None]
 
     async def close(self) -> None:
-        """See `Captioner`."""
         tasks = [*self._returns.values(), *([self._ending] if self._ending else [])]
         for task in tasks:
             task.cancel()
@@ -174,16 +168,13 @@ class RemoteCaptioner:
     async def _post(self, server: ServerStanding, body: bytes, wanted: int) -> Outcome:
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                status, headers, content = await self._exchange("POST", f"{server.url}/chat/completions", body)
+                answer = await self._exchange("POST", f"{server.url}/chat/completions", body)
         except TimeoutError:
             return Failed(reason=f"no answer in {self._request_timeout_s:g} s (--request-timeout-s)")
-        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
-            return Away(reason=_words(error))
         except httpx2.HTTPError as error:
-            return Failed(reason=_words(error))
-        if len(content) <= _PARSE_INLINE_BYTES:
-            return judge_answer(status, headers, content, wanted=wanted)
-        return await asyncio.to_thread(judge_answer, status, headers, content, wanted=wanted)
+            is_away = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
+            return (Away if is_away else Failed)(reason=_words(error))
+        return judge_answer(*answer, wanted=wanted)
 
     async def _exchange(self, method: str, url: str, body: bytes | None = None) -> tuple[int, Mapping[str, str], bytes]:
         assert self._client is not None, "not started"
@@ -216,9 +207,8 @@ class RemoteCaptioner:
                 self.model = common[0]
             else:
                 served = "; ".join(f"{url}: {_listed(names)}" for url, names in lists.items())
-                self._stop(
-                    f"name one model with --model; there {'are' if common else 'is none in common, but'} {served}"
-                )
+                there = "there are" if common else "there is none in common, but"
+                self._stop(f"name one model with --model; {there} {served}")
         self.identity = f"server model {self.model}"
 
     def _admit(self, server: ServerStanding, looked: _Looked) -> bool:

@@ -5,39 +5,104 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from processors.inputs import Modality
-from vlmserve.caption.item import Item, MediumItem, RequestItem
+from vlmserve.caption.item import Failed, Item, MediumItem, RequestItem
+from vlmserve.caption.prompts import Asked
 
 _MOST_BYTES = 200  # of a name; a suffix follows, and file systems take 255
 _NO_NAME = re.compile(r"[\x00-\x1f\\:*?\"<>|\ud800-\udc7f\udd00-\udfff]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captioned:
-    """A finished item. key, fingerprint: see `journal.Done`. record: see `make_record`. data, modality: of the medium,
-    where there is one. target: see `journal.Done`. usage: tokens that the answer took; None: it is another's."""
+class Work:
+    """An item to be captioned. asked: None for a request, which asks by itself. target: the file that its caption goes
+    to, where each has one. key: of the item and how it is asked, from what is known without reading it."""
 
     item: Item
     key: bytes
+    asked: Asked | None = None
+    target: str | None = None
+
+    def failed(self, message: str, code: str | None) -> Failed:
+        """What to tell when it is."""
+        return Failed(id=self.item.id, key=self.key, message=message, code=code)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Captioned:
+    """A finished item. fingerprint: as `Work.key`, but of the content, too. record: see `make_record`. data, modality:
+    of the medium, where there is one. usage: tokens that the answer took; None: it is another's."""
+
+    work: Work
     fingerprint: bytes
     record: Mapping[str, Any]
     data: bytes | None = None
     modality: Modality | None = None
-    target: str | None = None
     usage: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Touched:
+    """A finished item whose file looks different, but is the same. trouble: its caption could not be put back."""
+
+    work: Work
+    trouble: str | None
+
+
+Result: TypeAlias = Captioned | Failed | Touched
+
+
+@dataclass
+class Tally:
+    """Of items. total: how many there are, as far as they have been counted; counted: whether that is all of them.
+
+    done: captioned by the model. reused: the same as another item, whose caption they got. skipped: finished by a run
+    before. failed: in this run. failed_before: in one before, and not tried again. repeated: named twice.
+    prompt_tokens, completion_tokens: of answers. cached_tokens: of prompts, found in the prefix cache.
+    """
+
+    total: int = 0
+    counted: bool = False
+    done: int = 0
+    reused: int = 0
+    skipped: int = 0
+    failed: int = 0
+    failed_before: int = 0
+    repeated: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def passed(self) -> int:
+        """Items that need no more attention."""
+        return self.done + self.reused + self.skipped + self.failed + self.failed_before + self.repeated
+
+    @property
+    def worked_on(self) -> int:
+        """Items that this run has finished, for better or worse."""
+        return self.done + self.reused + self.failed
+
+    def add(self, results: Iterable[Captioned]) -> None:
+        """These are finished, and on disk."""
+        for result in results:
+            if result.usage is None:
+                self.reused += 1
+                continue
+            self.done += 1
+            self.prompt_tokens += result.usage.get("prompt_tokens") or 0
+            self.completion_tokens += result.usage.get("completion_tokens") or 0
+            details = result.usage.get("prompt_tokens_details") or {}
+            self.cached_tokens += details.get("cached_tokens") or 0
+
+
 def make_record(
-    item: Item,
-    answer: Mapping[str, Any],
-    captions: Sequence[str],
-    *,
-    digest: str | None,
-    prompt: str | None,
+    item: Item, answer: Mapping[str, Any], captions: Sequence[str], *, digest: str | None, prompt: str | None
 ) -> dict[str, Any]:
     """What outputs say of an item, in JSON's types.
 
@@ -111,17 +176,12 @@ def as_text(record: Mapping[str, Any]) -> str:
 
 def file_name(item: Item) -> str:
     """Where an item belongs in a folder, without a suffix: parts with "/" between them, none of which leads outside."""
+    inside: str | Path = item.id.split("://", 1)[-1]
     if isinstance(item, MediumItem) and item.path is not None:
         inside = item.path.relative_to(item.root) if item.root is not None else item.path.name
-        parts = str(inside).split("/")
-        name, dot, _ = parts[-1].rpartition(".")
-        parts[-1] = name if dot and name else parts[-1]
-    else:
-        parts = item.id.split("://", 1)[-1].split("/")
-        if isinstance(item, RequestItem) or "." not in parts[-1]:
-            stem = parts[-1]
-        else:
-            stem = parts[-1].rpartition(".")[0] or parts[-1]
-        parts[-1] = stem
+    *folders, name = str(inside).split("/")
+    if not isinstance(item, RequestItem):
+        name = name.rpartition(".")[0] or name
+    parts = [*folders, name]
     safe = [os.fsdecode(os.fsencode(_NO_NAME.sub("_", part))[:_MOST_BYTES]) for part in parts]
     return "/".join(part for part in safe if part not in ("", ".", "..")) or "caption"

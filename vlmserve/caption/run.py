@@ -9,26 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import blake3
 
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve.caption.budget import ByteBudget
 from vlmserve.caption.captioner import Captioner, CaptionStopped
-from vlmserve.caption.errors_file import ErrorsFile
-from vlmserve.caption.feed import Feed, Work
-from vlmserve.caption.item import ChatRequest, MediumItem, RequestItem
-from vlmserve.caption.journal import Done, Failed, Journal
-from vlmserve.caption.outputs.base import Output
-from vlmserve.caption.prompts import Prompts
-from vlmserve.caption.result import Captioned, like_another, make_record
-from vlmserve.caption.tally import Tally
+from vlmserve.caption.feed import Feed, Shared
+from vlmserve.caption.item import ChatRequest, Failed, RequestItem
+from vlmserve.caption.result import Captioned, Result, Touched, Work, like_another, make_record
+from vlmserve.client.chat_files import told_modality
 from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
 
 logger = logging.getLogger(__name__)
@@ -38,23 +33,6 @@ _READERS = 16  # which mostly wait, for disks or other hosts
 _MOST_AT_ONCE = 256
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Touched:
-    """A finished item whose file looks different, but is the same. trouble: its caption could not be put back."""
-
-    work: Work
-    trouble: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Outcome:
-    """What became of an item. work: None for what failed before it was any. written: set when it is on disk."""
-
-    what: Captioned | Failed | _Touched
-    work: Work | None = None
-    written: asyncio.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,33 +64,32 @@ class _Opened:
     known: dict[str, Any] | None
 
 
-class CaptionRun:
-    """One run. Everything given stays its owner's to close."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What became of an item. work: None for what failed before it was any. written: set when it is on disk."""
 
-    def __init__(
-        self,
-        feed: Feed,
-        captioner: Captioner,
-        settings: RunSettings,
-        *,
-        prompts: Prompts,
-        journal: Journal,
-        output: Output,
-        errors: ErrorsFile,
-        tally: Tally,
-    ) -> None:
+    result: Result
+    work: Work | None = None
+    written: asyncio.Event | None = None
+
+
+class CaptionRun:
+    """One run."""
+
+    def __init__(self, feed: Feed, captioner: Captioner, settings: RunSettings, shared: Shared) -> None:
         self._feed = feed
         self._captioner = captioner
         self._settings = settings
-        self._prompts = prompts
-        self._journal = journal
-        self._output = output
-        self._errors = errors
-        self._tally = tally
+        self._prompts = shared.prompts
+        self._journal = shared.journal
+        self._output = shared.output
+        self._errors = shared.errors
+        self._tally = shared.tally
         self._budget = ByteBudget(settings.bytes_in_memory)
         self._outcomes: asyncio.Queue[_Outcome] = asyncio.Queue(settings.concurrency)
-        self._answers: dict[bytes, asyncio.Future[dict[str, Any]]] = {}  # in work, or not in the journal yet
-        self._written: OrderedDict[bytes, Mapping[str, Any]] = OrderedDict()  # records that went to the journal last
+        # Records by fingerprints: of what is in work, and of what went to the journal last.
+        self._records: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
+        self._last_written: deque[bytes] = deque()
         self.in_order = False  # the run has ended, and has written all that was finished
         self._pulling = asyncio.Lock()
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="caption-feed")
@@ -126,15 +103,15 @@ class CaptionRun:
         """
         writing = asyncio.create_task(self._write_outcomes())
         workers = [asyncio.create_task(self._work()) for _ in range(self._settings.concurrency)]
-        working = asyncio.create_task(_all_done(workers))
+        working: asyncio.Future[Any] = asyncio.gather(*workers)
         try:
             done, _ = await asyncio.wait([working, writing], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             self._feed.stop()
-            for task in (working, *workers):
-                task.cancel()
+            for worker in workers:
+                worker.cancel()
             await asyncio.gather(working, *workers, return_exceptions=True)
             await self._end_writing(writing)
             self.in_order = True
@@ -154,13 +131,11 @@ class CaptionRun:
             if work is None:
                 return
             if isinstance(work, Failed):
-                await self._outcomes.put(_Outcome(what=work))
+                await self._outcomes.put(_Outcome(result=work))
                 continue
             try:
                 await self._caption(work)
-            except asyncio.CancelledError:
-                raise
-            except (CaptionStopped, OSError):  # an item's own are told by `_read_item`
+            except (CaptionStopped, OSError):  # an item's own are told by `_read`
                 raise
             except BadRequestError as error:
                 await self._fail(work, error.message, error.code)
@@ -173,29 +148,26 @@ class CaptionRun:
                 await self._fail(work, f"{type(error).__name__}: {error}", "internal_error")
 
     async def _fail(self, work: Work, message: str, code: str | None) -> None:
-        failed = Failed(id=work.item.id, key=work.key, message=message, code=code)
-        await self._outcomes.put(_Outcome(what=failed, work=work))
+        await self._outcomes.put(_Outcome(result=work.failed(message, code), work=work))
 
     async def _caption(self, work: Work) -> None:
         async with self._budget.hold(work.item.size or _UNKNOWN_BYTES):
             opened = await self._in(self._readers, self._open, work)
-            if isinstance(opened, _Touched):
-                await self._outcomes.put(_Outcome(what=opened, work=work))
+            if isinstance(opened, Touched):
+                await self._outcomes.put(_Outcome(result=opened, work=work))
                 return
             record, usage = await self._record(work, opened)
             keep = self._output.needs_media
             result = Captioned(
-                item=work.item,
-                key=work.key,
+                work=work,
                 fingerprint=opened.fingerprint,
                 record=record,
                 usage=usage,
                 data=opened.data if keep else None,
                 modality=opened.modality,
-                target=work.target,
             )
             written = asyncio.Event() if keep else None  # its bytes count until then
-            await self._outcomes.put(_Outcome(what=result, work=work, written=written))
+            await self._outcomes.put(_Outcome(result=result, work=work, written=written))
             if written is not None:
                 await written.wait()
 
@@ -203,17 +175,14 @@ class CaptionRun:
         """What is known of an item like this one, or what the captioner says, and what that took."""
         if opened.known is not None:
             return like_another(opened.known, work.item), None
-        under_way = self._answers.get(opened.fingerprint)
-        if under_way is not None:
-            return like_another(await asyncio.shield(under_way), work.item), None
-        written = self._written.get(opened.fingerprint)  # since it was opened
-        if written is not None:
-            return like_another(written, work.item), None
-        future = self._answers[opened.fingerprint] = asyncio.get_running_loop().create_future()
+        other = self._records.get(opened.fingerprint)  # in work, or written since it was opened
+        if other is not None:
+            return like_another(await asyncio.shield(other), work.item), None
+        future = self._records[opened.fingerprint] = asyncio.get_running_loop().create_future()
         try:
             answer = await self._captioner.ask(opened.request)
         except BaseException as error:
-            del self._answers[opened.fingerprint]
+            del self._records[opened.fingerprint]
             if isinstance(error, asyncio.CancelledError):
                 future.cancel()
             else:
@@ -232,32 +201,35 @@ class CaptionRun:
         future.set_result(record)
         return record, answer.get("usage") or {}
 
-    def _open(self, work: Work) -> _Opened | _Touched:
+    def _open(self, work: Work) -> _Opened | Touched:
         """Read an item; in a thread."""
-        item = work.item
+        item, settings = work.item, self._settings
+        options = {**settings.options}
+        data = modality = digest = None
         if isinstance(item, RequestItem):
-            request = _read_item(item.read)
-            options = {**self._settings.options, **request.options}
-            request = ChatRequest(messages=request.messages, options=options)
-            data = modality = digest = None
+            request = _read(item.read)
+            options |= request.options
+            request = replace(request, options=options)
             content = _digest(request.messages)
         else:
-            data, digest, modality = _read(item)
-            content = bytes.fromhex(digest)
-            options = {**self._settings.options, **item.options}
-            knobs = self._settings.video_knobs if modality is Modality.VIDEO else self._settings.picture_knobs
-            own = options.get("mm_processor_kwargs") or {}
-            knobs = {name: value for name, value in knobs.items() if name not in own}
             assert work.asked is not None
+            data = _read(item.read)
+            modality = told_modality(data)
+            digest = blake3.blake3(data).hexdigest()
+            content = bytes.fromhex(digest)
+            options |= item.options
+            own = options.get("mm_processor_kwargs") or {}
+            knobs = settings.video_knobs if modality is Modality.VIDEO else settings.picture_knobs
+            knobs = {name: value for name, value in knobs.items() if name not in own}
             request = self._prompts.request(work.asked.prompt, data, modality, knobs=knobs, options=options)
-        around = [] if work.asked is None else [work.asked.prompt, work.asked.prefix, work.asked.suffix]
-        fingerprint = blake3.blake3(self._settings.fingerprint + content + _digest([options, around])).digest()
+        around = [] if work.asked is None else work.asked.texts
+        fingerprint = blake3.blake3(settings.fingerprint + content + _digest([options, around])).digest()
         before = self._journal.done_as(item.id)
         if before is not None and before[1] == fingerprint:
-            return _Touched(work=work, trouble=self._output.check(item))
+            return Touched(work=work, trouble=self._output.check(item))
         if "seed" not in options:  # the same for the same item, whatever is in work beside it
-            seed = (int.from_bytes(fingerprint[:7], "little") + self._settings.seed) % 2**63
-            request = ChatRequest(messages=request.messages, options={**options, "seed": seed})
+            seed = (int.from_bytes(fingerprint[:7], "little") + settings.seed) % 2**63
+            request = replace(request, options={**options, "seed": seed})
         known = self._journal.record_like(fingerprint)
         return _Opened(
             fingerprint=fingerprint, request=request, data=data, modality=modality, digest=digest, known=known
@@ -272,7 +244,7 @@ class CaptionRun:
             while not self._outcomes.empty() and len(batch) < _MOST_AT_ONCE:
                 batch.append(self._outcomes.get_nowait())
             try:
-                await self._in(self._writer, self._commit, [outcome.what for outcome in batch])
+                await self._in(self._writer, self._commit, [outcome.result for outcome in batch])
             finally:
                 for outcome in batch:
                     self._forget(outcome)
@@ -289,38 +261,36 @@ class CaptionRun:
         if isinstance(result, Exception):
             raise result
 
-    def _commit(self, outcomes: Sequence[Captioned | Failed | _Touched]) -> None:
+    def _commit(self, results: Sequence[Result]) -> None:
         """In the writer's thread."""
-        done = [outcome for outcome in outcomes if isinstance(outcome, Captioned)]
-        failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        seen = [outcome for outcome in outcomes if isinstance(outcome, _Touched)]
-        failed += [_no_place(each.work.item.id, each.work.key, each.trouble) for each in seen if each.trouble]
-        touched = [(each.work.item.id, each.work.key) for each in seen if not each.trouble]
-        while done or failed or touched:
+        done = [result for result in results if isinstance(result, Captioned)]
+        failed = [result for result in results if isinstance(result, Failed)]
+        touched = [result for result in results if isinstance(result, Touched)]
+        failed += _no_place(touched)
+        seen = [(each.work.item.id, each.work.key) for each in touched if not each.trouble]
+        while done or failed or seen:
             room = self._output.room()
             now, done = done[:room], done[room:] if room is not None else []
             state = self._output.write(now) if now else self._journal.state()
-            part = self._output.part()
-            self._journal.add([_entry(result, part) for result in now], failed, state, touched=touched)
-            refused = self._output.written(now)
-            homeless = [_no_place(result.item.id, result.key, why) for result, why in refused]
+            self._journal.add(now, failed, state, touched=seen)
+            homeless = _no_place(self._output.written(now))
             if homeless:
                 self._journal.add((), homeless, self._journal.state(), undone=[each.id for each in homeless])
             self._errors.add([*failed, *homeless])
-            lost = {id(result) for result, _ in refused}
-            self._tally.add([result for result in now if id(result) not in lost])
+            lost = {each.id for each in homeless}
+            self._tally.add([result for result in now if result.work.item.id not in lost])
             self._tally.failed += len(failed) + len(homeless)
-            self._tally.skipped += len(touched)
-            failed, touched = [], []
+            self._tally.skipped += len(seen)
+            failed, seen = [], []
 
     def _forget(self, outcome: _Outcome) -> None:
+        result = outcome.result
         if outcome.work is not None:
             self._feed.finished(outcome.work)
-        if isinstance(outcome.what, Captioned):
-            self._answers.pop(outcome.what.fingerprint, None)
-            self._written[outcome.what.fingerprint] = outcome.what.record
-            if len(self._written) > _MOST_AT_ONCE + self._settings.concurrency:
-                self._written.popitem(last=False)
+        if isinstance(result, Captioned) and result.usage is not None:
+            self._last_written.append(result.fingerprint)
+            if len(self._last_written) > _MOST_AT_ONCE + self._settings.concurrency:
+                self._records.pop(self._last_written.popleft(), None)
         if outcome.written is not None:
             outcome.written.set()
 
@@ -328,43 +298,16 @@ class CaptionRun:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
 
 
-def _entry(result: Captioned, part: int | None) -> Done:
-    return Done(
-        id=result.item.id,
-        key=result.key,
-        fingerprint=result.fingerprint,
-        record=result.record,
-        target=result.target,
-        part=part,
-    )
+def _no_place(touched: Sequence[Touched]) -> list[Failed]:
+    return [each.work.failed(each.trouble, "no_place") for each in touched if each.trouble]
 
 
-def _no_place(id_: str, key: bytes, why: str) -> Failed:
-    return Failed(id=id_, key=key, message=why, code="no_place")
-
-
-def _read_item(read: Callable[[], _T]) -> _T:
+def _read(read: Callable[[], _T]) -> _T:
     """Errors of reading are the item's."""
     try:
         return read()
     except OSError as error:
         raise BadRequestError(f"cannot read it: {error.strerror or error}", code="unreadable") from None
-
-
-async def _all_done(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Until all are, or one has failed, whose error it raises."""
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    for task in done:
-        task.result()
-
-
-def _read(item: MediumItem) -> tuple[bytes, str, Modality]:
-    data = _read_item(item.read)
-    modality = modality_of(data[:HEAD_BYTES])
-    if modality is None:
-        what = "is empty" if not data else "is neither a picture nor a video of a format that is read here"
-        raise BadRequestError(f"the file {what}", code="unsupported_content")
-    return data, blake3.blake3(data).hexdigest(), modality
 
 
 def _digest(value: Any) -> bytes:

@@ -5,6 +5,7 @@ Servers are vlmserve, vLLM, SGLang, llama.cpp, OpenAI's own, and the proxies in 
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import json
 import time
@@ -75,9 +76,7 @@ def judge_answer(status: int, headers: Mapping[str, str], content: bytes, *, wan
             return _bad_request(status, error, reason)  # an uploaded file
         case 404 if error:
             return Unfit(reason=reason)
-        case 400 | 413 | 422:
-            return _bad_request(status, error, reason)
-        case _ if 400 <= status < 500 and status != 408 and error:
+        case _ if status in (400, 413, 422) or (400 <= status < 500 and status != 408 and error):
             return _bad_request(status, error, reason)
     return Failed(reason=reason)
 
@@ -92,13 +91,10 @@ def judge_models(status: int, headers: Mapping[str, str], content: bytes) -> tup
         return Unfit(reason=f"{reason}; --base-url is the address of an OpenAI-compatible server")
     if status != 200:
         return Away(reason=reason, retry_after_s=_retry_after_s(headers))
-    try:
-        names = tuple(str(model["id"]) for model in body["data"])
-    except (TypeError, KeyError):
-        names = ()
-    if not names:
-        return Away(reason=f"its list of models is not as in OpenAI's API: {_beginning(content) or 'nothing'}")
-    return names
+    with contextlib.suppress(TypeError, KeyError):
+        if names := tuple(str(model["id"]) for model in body["data"]):
+            return names
+    return Away(reason=f"its list of models is not as in OpenAI's API: {_beginning(content) or 'nothing'}")
 
 
 def _completion(body: Any, content: bytes, wanted: int) -> Answer | Failed:
@@ -139,7 +135,7 @@ def _choice(index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
     text = message.get("content")
     if text is None:
         text = ""
-    elif isinstance(text, list):
+    if isinstance(text, list):
         text = "".join(part["text"] for part in text if part.get("type") == "text")
     if not isinstance(text, str):
         raise ValueError("content is no text")

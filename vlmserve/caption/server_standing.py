@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 
@@ -13,20 +12,14 @@ _NEWEST_SHARE = 0.1  # of the newest answer in the mean time that answers take
 _ANSWERS_FOR_ROOM = 4  # for each request that a busy server may have at a time, until it gets one more
 
 
-class _Place(enum.Enum):
-    IN = enum.auto()
-    OUT = enum.auto()
-    UNFIT = enum.auto()  # for good
-
-
 class ServerStanding:
     """A server that fails again and again is left out for a pause, which grows from time to time.
 
     It comes back on trial: with one request at a time, until it has answered one. What becomes of requests from before
     says nothing about it then. A busy one is left out as well, and gets half as many at a time afterwards, then slowly
     more.
-    Requests are known by numbers. fitted: its list of models was seen, with the right one in it. answer_s: the seconds
-    that an answer takes of late.
+    Requests are known by numbers. is_in: it may get requests. is_unfit: it will never get any. fitted: its list of
+    models was seen, with the right one in it. answer_s: the seconds that an answer takes of late.
     """
 
     def __init__(self, url: str) -> None:
@@ -35,27 +28,18 @@ class ServerStanding:
         self.times_left_out = 0
         self.times_busy = 0
         self.sent_again = 0
+        self.is_in = True
+        self.is_unfit = False
         self.fitted = False
         self.era = 0
         self.outstanding = 0
         self.answer_s: float | None = None
-        self._place = _Place.IN
         self._alive_since = 0  # an era; requests from before are not outstanding any more
         self._on_trial = False
         self._one_at_a_time = False
         self._limit = math.inf  # requests at a time; a number once it was busy
         self._failed: set[int] = set()
         self._setbacks = 0
-
-    @property
-    def is_in(self) -> bool:
-        """It may get requests."""
-        return self._place is _Place.IN
-
-    @property
-    def is_unfit(self) -> bool:
-        """It will never get any."""
-        return self._place is _Place.UNFIT
 
     @property
     def works(self) -> bool:
@@ -101,7 +85,7 @@ class ServerStanding:
     def leave_out(self, reason: str, *, at_least_s: float = 0.0, busy: bool = False) -> float:
         """Returns for how many seconds."""
         self.reason = reason
-        self._place = _Place.OUT
+        self.is_in = False
         self._on_trial = True
         self.era += 1
         if busy:
@@ -121,23 +105,25 @@ class ServerStanding:
 
     def come_back(self) -> None:
         """It may get requests again."""
-        self._place = _Place.IN
+        self.is_in = True
 
     def give_up(self, reason: str) -> None:
         """It cannot be used, for good."""
         self.reason = reason
-        self._place = _Place.UNFIT
+        self.is_in, self.is_unfit = False, True
 
     def note(self) -> str | None:
         """What the user should know of it at the end, if anything."""
-        again = f"; {_times(self.sent_again, 'request')} sent there went out again" if self.sent_again else ""
         if self.is_unfit:
-            return f"{self.url} was not used: {self.reason}{again}"
-        if self.times_left_out:
-            return f"{self.url} was left out {_times(self.times_left_out, 'time')} (last: {self.reason}){again}"
-        if self.times_busy:
-            return f"{self.url} asked to wait {_times(self.times_busy, 'time')} ({self.reason}){again}"
-        return None
+            told = f"was not used: {self.reason}"
+        elif self.times_left_out:
+            told = f"was left out {_times(self.times_left_out, 'time')} (last: {self.reason})"
+        elif self.times_busy:
+            told = f"asked to wait {_times(self.times_busy, 'time')} ({self.reason})"
+        else:
+            return None
+        again = f"; {_times(self.sent_again, 'request')} sent there went out again" if self.sent_again else ""
+        return f"{self.url} {told}{again}"
 
 
 def choose(servers: Sequence[ServerStanding], tried: Sequence[ServerStanding]) -> ServerStanding | None:

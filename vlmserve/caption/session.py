@@ -13,7 +13,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -24,20 +24,17 @@ from vlmserve.caption.arguments import CaptionCommand
 from vlmserve.caption.bounds import named_folder, refuse_inputs_as_outputs, words_to_open
 from vlmserve.caption.captioner import Captioner, CaptionStopped
 from vlmserve.caption.errors_file import ErrorsFile
-from vlmserve.caption.feed import Feed
+from vlmserve.caption.feed import Feed, Shared
 from vlmserve.caption.inputs import Inputs, open_inputs
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Output
 from vlmserve.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.caption.progress import Progress, describe, summary
 from vlmserve.caption.prompts import Prompts
-from vlmserve.caption.run import CaptionRun, RunSettings
-from vlmserve.caption.tally import Tally
+from vlmserve.caption.result import Tally
+from vlmserve.caption.run import CaptionRun
 from vlmserve.config.model_path import resolve_model
 from vlmserve.tokenizer.stage import stage_limits
 from vlmserve_common.errors import VlmserveError
-
-_SHOW_EVERY_S = 0.1
 
 
 class Ended(enum.Enum):
@@ -73,13 +70,8 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
     with contextlib.ExitStack() as stack:
         fetcher = BlockingFetcher(fetch)
         stack.callback(fetcher.close)
-        inputs = open_inputs(
-            words,
-            fetcher=fetcher,
-            stdin=stdin,
-            columns=command.columns,
-            input_format=command.input_format,
-        )
+        how, columns = command.input_format, command.columns
+        inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
         if captioner is None and not command.base_urls:
             resolve_model(command.settings.engine.model)  # before any file is made
         written = [*output.paths(), *filter(None, (command.errors, command.journal))]
@@ -91,8 +83,9 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
             journal.forget()
         stack.callback(output.close)
         output.begin(journal)
-        session = _Session(command, inputs, prompts, journal, output, errors, tally, Progress(tally, out), captioner)
-        return session.run()
+        shared = Shared(prompts=prompts, journal=journal, output=output, errors=errors, tally=tally)
+        progress = Progress(tally, out)
+        return _Session(command=command, inputs=inputs, shared=shared, progress=progress, given=captioner).run()
 
 
 def _open_journal(command: CaptionCommand, words: Sequence[str]) -> Journal:
@@ -103,172 +96,122 @@ def _open_journal(command: CaptionCommand, words: Sequence[str]) -> Journal:
     return Journal(path)
 
 
+@dataclass(kw_only=True)
 class _Session:
-    """What `caption` has put together, at work."""
+    """What `caption` has put together, at work. given: see there."""
 
-    def __init__(
-        self,
-        command: CaptionCommand,
-        inputs: Inputs,
-        prompts: Prompts,
-        journal: Journal,
-        output: Output,
-        errors: ErrorsFile,
-        tally: Tally,
-        progress: Progress,
-        captioner: Captioner | None,
-    ) -> None:
-        self._command = command
-        self._inputs = inputs
-        self._prompts = prompts
-        self._journal = journal
-        self._output = output
-        self._errors = errors
-        self._tally = tally
-        self._progress = progress
-        self._given = captioner
-        self._running: CaptionRun | None = None
-        self._terminated = self._broken = False
-        self._notes: list[str] = []
+    command: CaptionCommand
+    inputs: Inputs
+    shared: Shared
+    progress: Progress
+    given: Captioner | None
+    running: CaptionRun | None = None
+    terminated: bool = False
+    broken: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def run(self) -> Outcome:
+        shared = self.shared
         troubles: list[str] = []
         how = Ended.FINISHED
-        captioner = self._given or self._local()  # not in the event loop, which would keep Ctrl-C from ending it
+        captioner = self.given or self._made()  # not in the event loop, which would keep Ctrl-C from ending it
         try:
             asyncio.run(self._run(captioner))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            how = Ended.TERMINATED if self._terminated else Ended.INTERRUPTED
+            how = Ended.TERMINATED if self.terminated else Ended.INTERRUPTED
         except (CaptionStopped, OSError) as error:
             how = Ended.STOPPED
             troubles.append(_trouble(error))
         finally:
-            if self._running is not None:
-                self._running.close()
-            self._errors.close()
+            if self.running is not None:
+                self.running.close()
+            shared.errors.close()
         # not after an end that was broken off, nor where nothing can be written
-        if self._running is not None and self._running.in_order and not self._broken:
+        if self.running is not None and self.running.in_order and not self.broken:
             try:
-                self._output.finish()
+                shared.output.finish()
             except OSError as error:
                 how = Ended.STOPPED
                 troubles.append(_trouble(error))
         with contextlib.suppress(OSError):
-            self._errors.write_anew(self._journal.failures())
+            shared.errors.write_anew(shared.journal.failures())
         if how is not Ended.FINISHED:
-            self._notes.append("what is finished is on disk: the same command goes on from here")
-        told = summary(self._tally, self._progress.seconds, self._notes, ended=how.value)
-        text = describe(self._tally, self._progress.seconds, ended=how.value)
+            self.notes.append("what is finished is on disk: the same command goes on from here")
+        told = summary(shared.tally, self.progress.seconds, self.notes, ended=how.value)
+        text = describe(shared.tally, self.progress.seconds, ended=how.value)
         return Outcome(
             how=how,
-            tally=self._tally,
-            told=json.dumps(told, indent=2) if self._command.json else "\n".join([text, *self._notes]),
+            tally=shared.tally,
+            told=json.dumps(told, indent=2) if self.command.json else "\n".join([text, *self.notes]),
             troubles=troubles,
         )
 
-    async def _run(self, captioner: Captioner | None) -> None:
+    async def _run(self, captioner: Captioner) -> None:
+        command, shared = self.command, self.shared
         this = asyncio.current_task()
         assert this is not None
 
         def terminate() -> None:
-            self._terminated = True
+            self.terminated = True
             this.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         async with contextlib.AsyncExitStack() as stack:
-            if captioner is None:
-                captioner = await self._remote()
-            if captioner is not self._given:
+            if captioner is not self.given:
                 stack.push_async_callback(captioner.close)
-            stack.callback(lambda: self._notes.extend(captioner.notes()))
+                await captioner.start()
+            stack.callback(lambda: self.notes.extend(captioner.notes()))
             settings = self._settings(captioner)
-            self._journal.begin(settings)
-            self._errors.begin(self._journal.failures())
-            feed = Feed(
-                iter(self._inputs),
-                prompts=self._prompts,
-                journal=self._journal,
-                output=self._output,
-                tally=self._tally,
-                shard=self._command.shard,
-                limit=self._command.limit,
-                retry_failed=self._command.retry_failed,
-            )
-            self._running = run = CaptionRun(
-                feed,
-                captioner,
-                RunSettings(
-                    concurrency=self._command.concurrency,
-                    bytes_in_memory=self._command.memory_bytes,
-                    options=self._command.options,
-                    picture_knobs=self._command.picture_knobs,
-                    video_knobs=self._command.video_knobs,
-                    fingerprint=blake3.blake3(json.dumps(settings, sort_keys=True).encode()).digest(),
-                    seed=self._command.seed,
-                ),
-                prompts=self._prompts,
-                journal=self._journal,
-                output=self._output,
-                errors=self._errors,
-                tally=self._tally,
-            )
-            with self._progress, _counting(self._inputs, self._tally, self._command):
-                showing = asyncio.create_task(self._show())
+            shared.journal.begin(settings)
+            shared.errors.begin(shared.journal.failures())
+            again = command.retry_failed
+            feed = Feed(iter(self.inputs), shared, shard=command.shard, limit=command.limit, retry_failed=again)
+            fingerprint = blake3.blake3(json.dumps(settings, sort_keys=True).encode()).digest()
+            self.running = run = CaptionRun(feed, captioner, replace(command.run, fingerprint=fingerprint), shared)
+            with self.progress, _counting(self.inputs, shared.tally, command):
+                showing = asyncio.create_task(self.progress.keep_shown())
                 try:
                     await run.run()
                 except OSError:
-                    self._broken = True  # nothing can be written: not the end of a part, either
+                    self.broken = True  # nothing can be written: not the end of a part, either
                     raise
                 finally:
                     showing.cancel()
 
-    def _local(self) -> Captioner | None:
-        """The engine in this process, unless servers do the work."""
-        if self._command.base_urls:
-            return None
+    def _made(self) -> Captioner:
+        """The engine in this process, or the servers that do the work."""
+        command = self.command
+        if command.base_urls:
+            from vlmserve.caption.remote import RemoteCaptioner
+
+            return RemoteCaptioner(
+                command.base_urls,
+                api_key=command.settings.api_key,
+                model=command.settings.engine.model or None,
+                request_timeout_s=command.request_timeout_s,
+                server_timeout_s=command.server_timeout_s,
+            )
         from vlmserve.caption.local import LocalCaptioner
 
-        command = self._command
-        return LocalCaptioner(command.settings, concurrency=command.concurrency, nothing_twice=command.nothing_twice)
-
-    async def _remote(self) -> Captioner:
-        from vlmserve.caption.remote import RemoteCaptioner
-
-        command = self._command
-        remote = RemoteCaptioner(
-            command.base_urls,
-            api_key=command.api_key,
-            model=command.served_model,
-            request_timeout_s=command.request_timeout_s,
-            server_timeout_s=command.server_timeout_s,
+        return LocalCaptioner(
+            command.settings, concurrency=command.run.concurrency, nothing_twice=command.nothing_twice
         )
-        try:
-            await remote.start()
-        except BaseException:
-            await remote.close()
-            raise
-        return remote
 
     def _settings(self, captioner: Captioner) -> dict[str, object]:
         """What makes captions other ones, under the names of flags."""
-        command = self._command
+        command = self.command
         return {
             "the model": captioner.identity,
             "--prompt": command.prompt,
             "--system-prompt": command.system,
             "--prefix": command.prefix,
             "--suffix": command.suffix,
-            "--seed": command.seed,
+            "--seed": command.run.seed,
             "--output": None if command.output.output is None else Path(command.output.output).name,
             "--caption-suffix": command.output.suffix,
-            **{f"--{name.replace('_', '-')}": value for name, value in command.options.items()},
-            **{f"--{name.replace('_', '-')}": value for name, value in command.video_knobs.items()},
+            **{f"--{name.replace('_', '-')}": value for name, value in command.run.options.items()},
+            **{f"--{name.replace('_', '-')}": value for name, value in command.run.video_knobs.items()},
         }
-
-    async def _show(self) -> None:
-        while True:
-            self._progress.show()
-            await asyncio.sleep(_SHOW_EVERY_S)
 
 
 @contextlib.contextmanager

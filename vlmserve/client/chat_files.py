@@ -1,4 +1,4 @@
-"""The files that a chat's messages name by path or URL: found, and put in as bytes."""
+"""The files of a chat's messages: those named by path or URL are found, put in as bytes, and sent as data: URLs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ _MODALITIES = {
 }
 
 
-def modality_within_limit(data: bytes, settings: FetchSettings) -> Modality:
-    """Of a file that was read without knowing what it is. Raises BadRequestError if it is larger than the
-    limit, or no medium."""
+def told_modality(data: bytes) -> Modality:
+    """What the first bytes of a file tell. Raises BadRequestError if it is no medium."""
     modality = modality_of(data[:HEAD_BYTES])
     if modality is None:
-        what = f"is neither a picture nor a video of a supported format; it begins with {first_bytes(data)}"
-        raise BadRequestError(f"the file {what}", code="unsupported_content")
+        what = f"neither a picture nor a video of a supported format; it begins with {first_bytes(data)}"
+        raise BadRequestError(f"the file is {what if data else 'empty'}", code="unsupported_content")
+    return modality
+
+
+def modality_within_limit(data: bytes, settings: FetchSettings) -> Modality:
+    """As `told_modality`, of a file that was read without knowing what it is. Raises BadRequestError, too, if it is
+    larger than the limit."""
+    modality = told_modality(data)
     limit = settings.limit(modality)
     if len(data) > limit.bytes:
         what = f"the file has {len(data)} bytes, the limit is {limit.bytes} (setting {limit.setting})"

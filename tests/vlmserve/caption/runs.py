@@ -13,14 +13,14 @@ import blake3
 
 from tests.vlmserve.warmup.media import png
 from vlmserve.caption.errors_file import ErrorsFile
-from vlmserve.caption.feed import Feed, Shard
+from vlmserve.caption.feed import Feed, Shard, Shared
 from vlmserve.caption.item import ChatRequest, Found, MediumItem
 from vlmserve.caption.journal import Journal
 from vlmserve.caption.outputs.base import Output
 from vlmserve.caption.outputs.choose import OutputSettings, choose_journal, choose_output
 from vlmserve.caption.prompts import Prompts
+from vlmserve.caption.result import Tally
 from vlmserve.caption.run import CaptionRun, RunSettings
-from vlmserve.caption.tally import Tally
 from vlmserve_common.errors import BadRequestError
 
 PNG = png(1)
@@ -111,7 +111,7 @@ def run_once(
     restart: bool = False,
 ) -> Tally:
     """One run from beginning to end, as `vlmserve caption` puts it together."""
-    tally, prompts = Tally(), prompts or Prompts("Describe it.")
+    tally = Tally()
     sink: Output = choose_output(output)
     path = choose_journal(output.output, list(folders), shard or Shard())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,26 +124,10 @@ def run_once(
             sink.begin(journal)
             journal.begin(journal_settings or {"prompt": "Describe it."})
             errors_file.begin(journal.failures())
-            feed = Feed(
-                iter(found),
-                prompts=prompts,
-                journal=journal,
-                output=sink,
-                tally=tally,
-                shard=shard or Shard(),
-                limit=limit,
-                retry_failed=retry_failed,
-            )
-            run = CaptionRun(
-                feed,
-                captioner or FakeCaptioner(),
-                settings or RunSettings(concurrency=3),
-                prompts=prompts,
-                journal=journal,
-                output=sink,
-                errors=errors_file,
-                tally=tally,
-            )
+            asked = prompts or Prompts("Describe it.")
+            shared = Shared(prompts=asked, journal=journal, output=sink, errors=errors_file, tally=tally)
+            feed = Feed(iter(found), shared, shard=shard or Shard(), limit=limit, retry_failed=retry_failed)
+            run = CaptionRun(feed, captioner or FakeCaptioner(), settings or RunSettings(concurrency=3), shared)
             try:
                 asyncio.run(run.run())
             finally:

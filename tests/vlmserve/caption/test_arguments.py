@@ -15,9 +15,9 @@ def test_what_is_left_out(monkeypatch):
     command = read_command(["pictures/"])
     assert list(command.inputs) == ["pictures/"]
     assert (command.settings.engine.model, command.prompt, command.shard) == ("", DEFAULT_PROMPT, Shard())
-    assert command.options == {"max_tokens": 256, "temperature": 0.0}
+    assert command.run.options == {"max_tokens": 256, "temperature": 0.0}
     assert command.settings.engine.media_processes >= 1, "scraped files are decoded apart"
-    assert command.concurrency == command.settings.engine.max_running_requests
+    assert command.run.concurrency == command.settings.engine.max_running_requests
     assert read_command(["a", "--media-processes", "0"]).settings.engine.media_processes == 0
     monkeypatch.setenv("VLMSERVE_MEDIA_PROCESSES", "3")
     assert read_command(["a"]).settings.engine.media_processes == 3
@@ -38,7 +38,7 @@ def test_a_model_may_stand_first(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     command = read_command([str(tmp_path), "pictures/", "--fps", "2", "list.txt"])
     assert (command.settings.engine.model, list(command.inputs)) == (str(tmp_path), ["pictures/", "list.txt"])
-    assert (command.picture_knobs, command.video_knobs) == ({}, {"fps": 2.0})
+    assert (command.run.picture_knobs, command.run.video_knobs) == ({}, {"fps": 2.0})
     assert read_command(["Qwen/Qwen3-VL-2B-Instruct", "pictures/"]).settings.engine.model == "Qwen/Qwen3-VL-2B-Instruct"
     with pytest.raises(SettingsError, match="is a model: name an INPUT, too"):
         read_command([str(tmp_path)])
@@ -47,12 +47,12 @@ def test_a_model_may_stand_first(tmp_path):
 def test_servers_have_the_model(tmp_path):
     command = read_command(["a/b", "c", "--base-url", "http://a:1", "--base-url", "http://b:1", "--model", "m"])
     assert list(command.inputs) == ["a/b", "c"], "nothing is taken for a model"
-    assert (command.served_model, command.concurrency) == ("m", 32)
+    assert (command.settings.engine.model, command.run.concurrency) == ("m", 32)
 
 
 def test_several_captions_are_sampled():
     command = read_command(["a", "--num-captions", "3", "--top-p", "0.9", "--stop", "x", "--stop", "y"])
-    assert command.options == {"max_tokens": 256, "temperature": 0.7, "top_p": 0.9, "n": 3, "stop": ["x", "y"]}
+    assert command.run.options == {"max_tokens": 256, "temperature": 0.7, "top_p": 0.9, "n": 3, "stop": ["x", "y"]}
 
 
 def test_a_prompt_from_a_file(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from vlmserve.caption.progress import Progress, describe, summary
-from vlmserve.caption.tally import Tally
+from vlmserve.caption.result import Tally
 
 
 class Clock:

@@ -21,7 +21,7 @@ from tests.vlmserve.caption.runs import (
 )
 from vlmserve.caption.captioner import CaptionStopped
 from vlmserve.caption.feed import Shard
-from vlmserve.caption.item import MediumItem, Unreadable
+from vlmserve.caption.item import Failed, MediumItem
 from vlmserve.caption.prompts import Prompts
 from vlmserve.caption.run import RunSettings
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -88,18 +88,19 @@ def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
     found = [
         item("p/0", content(0)),
         item("p/1"),
-        Unreadable(id="folder", message="cannot be read"),
+        Failed(id="folder", message="cannot be read"),
         item("p/2", b"no picture at all"),
         item("p/3", b""),
         item("p/4", content(4)),
     ]
     tally = run_once(found, out, errors=errors)
     assert sorted(captions_in(tmp_path / "out.jsonl")) == [(f"p/{n}", caption_of(content(n))) for n in (0, 4)]
-    told = {line["id"]: (line["code"], line["message"]) for line in lines(errors)}
-    assert told == {
+    told = 'the file is neither a picture nor a video of a supported format; it begins with "no pictu"'
+    failures = {line["id"]: (line["code"], line["message"]) for line in lines(errors)}
+    assert failures == {
         "p/1": ("unreadable", "cannot read 'p/1'"),
         "folder": ("unreadable", "cannot be read"),
-        "p/2": ("unsupported_content", "the file is neither a picture nor a video of a format that is read here"),
+        "p/2": ("unsupported_content", told),
         "p/3": ("unsupported_content", "the file is empty"),
     }
     assert (tally.done, tally.failed) == (2, 4)
@@ -126,7 +127,7 @@ def test_failures_are_tried_again_when_asked_for(out, errors):
 
 
 def test_an_input_that_can_be_read_again_is_no_failure_any_more(out, errors):
-    run_once([Unreadable(id="a.tar", message="is cut off", code="cut_off")], out, errors=errors)
+    run_once([Failed(id="a.tar", message="is cut off", code="cut_off")], out, errors=errors)
     assert [line["id"] for line in lines(errors)] == ["a.tar"]
     run_once([item("a.tar/1", content(1))], out, errors=errors)
     assert lines(errors) == []

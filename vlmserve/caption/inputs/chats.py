@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import blake3
@@ -16,59 +16,67 @@ from vlmserve.server.body import checked
 from vlmserve.server.protocol import ChatCompletionRequest
 from vlmserve_common.errors import BadRequestError
 
-_URL = "/v1/chat/completions"
+_BATCH = {"method": "POST", "url": "/v1/chat/completions"}
 # Which model answers, and how answers come, is not a line's to say.
 _NOT_OPTIONS = ("model", "messages", "stream", "stream_options")
 
 
-def is_batch_form(given: Mapping[str, Any]) -> bool:
-    """Whether an object is a request in OpenAI's batch form."""
-    return "body" in given and "custom_id" in given
+def is_request(given: Mapping[str, Any]) -> bool:
+    """Whether an object is a chat request, by itself or in OpenAI's batch form."""
+    return "messages" in given or _is_batch(given)
 
 
-def batch_item(given: Mapping[str, Any], text: bytes, *, base: str, media: MediaReader) -> RequestItem:
-    """The item of a line in OpenAI's batch form. text: of the line. Raises BadRequestError if it has no usable id."""
-    custom_id = given["custom_id"]
-    if not isinstance(custom_id, str) or not custom_id:
-        raise BadRequestError(f"custom_id is {custom_id!r}; it must be text", code="invalid_line")
+def request_item(given: dict[str, Any], text: bytes, *, place: str, base: str, media: MediaReader) -> RequestItem:
+    """The item of a line. text: of the line. Raises BadRequestError if it has no usable id.
 
-    def body() -> Mapping[str, Any]:
-        for name, wanted in (("method", "POST"), ("url", _URL)):
-            if given.get(name, wanted) != wanted:
-                raise BadRequestError(f"{name} is {given[name]!r}; it must be {wanted!r}", param=name)
-        if not isinstance(given["body"], dict):
-            raise BadRequestError("body must be an object", param="body", code="invalid_type")
-        return given["body"]
-
-    return _item(body, text, id=printable(custom_id), base=base, media=media, is_batch=True)
-
-
-def chat_item(given: Mapping[str, Any], text: bytes, *, id: str, base: str, media: MediaReader) -> RequestItem:
-    """The item of a line that is a request itself."""
-    return _item(lambda: given, text, id=id, base=base, media=media, is_batch=False)
-
-
-def _item(
-    body: Callable[[], Mapping[str, Any]], text: bytes, *, id: str, base: str, media: MediaReader, is_batch: bool
-) -> RequestItem:
-    """What is wrong with a request is told when it is read, as it is of files."""
-    digest = blake3.blake3(text)
-    size = len(text)
-    read: Callable[[], ChatRequest]
+    What else is wrong with it is told when it is read, as it is of files.
+    """
+    is_batch = _is_batch(given)
+    id = given["custom_id"] if is_batch else given.pop("id", None)
+    if is_batch and (not isinstance(id, str) or not id):
+        raise BadRequestError(f"custom_id is {id!r}; it must be text", code="invalid_line")
+    digest, size = blake3.blake3(text), len(text)
+    problem: BadRequestError | None = None
+    contents: dict[tuple[str, Modality], Content] = {}
     try:
-        messages, options = _checked(body())
+        messages, options = _checked(_batch_body(given) if is_batch else given)
         contents = _contents(messages, base, media)
     except BadRequestError as error:
-        read = _raising(error)
-    else:
-        read = _reading(messages, options, contents)
-        for content in contents.values():
-            digest.update(b"\0" + (content.signature or "").encode("utf-8", "surrogateescape"))
-            size += content.size
+        problem = error
+    for content in contents.values():
+        digest.update(b"\0" + (content.signature or "").encode("utf-8", "surrogateescape"))
+        size += content.size
+
+    def read() -> ChatRequest:
+        if problem is not None:
+            raise problem
+        files: dict[tuple[str, Modality], bytes] = {}
+        for param, address, modality in named_files(messages):
+            try:
+                files[address, modality] = contents[address, modality].read()
+            except BadRequestError as error:
+                error.param = error.param or param
+                raise
+        return ChatRequest(messages=with_files(messages, files), options=options)
+
+    id = place if id in (None, "") else printable(str(id))
     return RequestItem(id=id, signature=digest.hexdigest(), size=size, read=read, is_batch=is_batch)
 
 
-def _checked(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+def _is_batch(given: Mapping[str, Any]) -> bool:
+    return "body" in given and "custom_id" in given
+
+
+def _batch_body(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, wanted in _BATCH.items():
+        if given.get(name, wanted) != wanted:
+            raise BadRequestError(f"{name} is {given[name]!r}; it must be {wanted!r}", param=name)
+    if not isinstance(given["body"], dict):
+        raise BadRequestError("body must be an object", param="body", code="invalid_type")
+    return given["body"]
+
+
+def _checked(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
     sent = {"model": "", **body}
     if sent.get("stream_options") is not None and not sent.get("stream"):
         raise BadRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
@@ -87,28 +95,3 @@ def _contents(
             error.param = param
             raise
     return contents
-
-
-def _reading(
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-    contents: Mapping[tuple[str, Modality], Content],
-) -> Callable[[], ChatRequest]:
-    def read() -> ChatRequest:
-        files: dict[tuple[str, Modality], bytes] = {}
-        for param, address, modality in named_files(messages):
-            try:
-                files[address, modality] = contents[address, modality].read()
-            except BadRequestError as error:
-                error.param = error.param or param
-                raise
-        return ChatRequest(messages=with_files(messages, files), options=options)
-
-    return read
-
-
-def _raising(error: BadRequestError) -> Callable[[], ChatRequest]:
-    def read() -> ChatRequest:
-        raise error
-
-    return read

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from vlmserve.caption.inputs.source import folder_of, path_in, printable
-from vlmserve.caption.item import Unreadable
+from vlmserve.caption.inputs.source import folder_of, path_in, printable, reason
+from vlmserve.caption.item import Failed
 from vlmserve.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
 
@@ -21,26 +21,13 @@ BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """What reading a file may raise, whatever it is."""
 
 
-class Once:
-    """Standard input, which cannot be gone through again."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream: BinaryIO | None = stream
-
-    def take(self) -> BinaryIO:
-        """The stream. Raises SettingsError the second time."""
-        stream, self._stream = self._stream, None
-        if stream is None:
-            raise SettingsError("INPUT '-': standard input was read already, and cannot be read again")
-        return stream
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemFile:
-    """address: a path or URL, as the user wrote it. stream: in the place of a file, for going through it once."""
+    """address: a path or URL, as the user wrote it. stream: has what is read in the place of a file, which cannot be
+    gone through again: standard input."""
 
     address: str
-    stream: Once | None = None
+    stream: Iterator[BinaryIO] | None = None
 
     @property
     def name(self) -> str:
@@ -75,7 +62,10 @@ class ItemFile:
     def open(self) -> Iterator[BinaryIO]:
         """What it holds, decompressed. May raise OSError, here and on reading."""
         if self.stream is not None:
-            yield self.stream.take()
+            stream = next(self.stream, None)
+            if stream is None:
+                raise SettingsError("INPUT '-': standard input was read already, and cannot be read again")
+            yield stream
             return
         with self._open() as file:
             if self.is_compressed:
@@ -91,9 +81,9 @@ class ItemFile:
 
         return open_remote(self.address)
 
-    def broken(self, error: Exception, *, done: int, what: str) -> Unreadable:
+    def broken(self, error: Exception, *, done: int, what: str) -> Failed:
         """To be told where reading raised `BROKEN`. done: how many lines, say, had been read. what: "line"."""
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        why = reason(error)
         if isinstance(error, EOFError):
-            return Unreadable(id=self.name, message=f"cut off after {what} {done}: {why}", code="cut_off")
-        return Unreadable(id=self.name, message=f"cannot read it{f' behind {what} {done}' if done else ''}: {why}")
+            return Failed(id=self.name, message=f"cut off after {what} {done}: {why}", code="cut_off")
+        return Failed(id=self.name, message=f"cannot read it{f' behind {what} {done}' if done else ''}: {why}")

@@ -1,83 +1,103 @@
-"""Files of lines: lists of paths and URLs, and what reading any such file takes."""
+"""Files with an item a line: a path or URL, or an object of JSON."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from vlmserve.caption.inputs.chats import is_request, request_item
 from vlmserve.caption.inputs.files import BROKEN, ItemFile
 from vlmserve.caption.inputs.media import MediaReader
-from vlmserve.caption.inputs.source import resolved
-from vlmserve.caption.item import Found, Unreadable
+from vlmserve.caption.inputs.records import item_of, media_column
+from vlmserve.caption.inputs.source import Columns, resolved
+from vlmserve.caption.item import Failed, Found, Item
+from vlmserve.server.body import json_object
 from vlmserve_common.errors import BadRequestError
 
 MOST_BYTES = 512 * 2**20
 """Of a line: a video at the default limit, in base64, and more."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """number: from 1. text: without spaces around it; None if it is longer than `MOST_BYTES`."""
-
-    number: int
-    text: bytes | None
-
-
-def read_lines(file: ItemFile) -> Iterator[Line | Unreadable]:
-    """The lines of a file that are not empty. Where it cannot be read further, that is the last that is told."""
-    number = 0
-    try:
-        with file.open() as lines:
-            while text := lines.readline(MOST_BYTES + 1):
-                number += 1
-                too_long = len(text) > MOST_BYTES
-                while too_long and text and not text.endswith(b"\n"):
-                    text = lines.readline(2**20)
-                stripped = text.removeprefix(b"\xef\xbb\xbf").strip()
-                if too_long:
-                    yield Line(number=number, text=None)
-                elif stripped:
-                    yield Line(number=number, text=stripped)
-    except BROKEN as error:
-        yield file.broken(error, done=number, what="line")
-
-
-def place_of(file: ItemFile, number: int) -> str:
-    """Of a line, as "list.txt:3"."""
-    return f"{file.name}:{number}"
-
-
-def too_long(file: ItemFile, number: int) -> Unreadable:
-    """What to tell of a line whose text is None."""
-    return Unreadable(
-        id=place_of(file, number), message=f"the line has more than {MOST_BYTES} bytes", code="invalid_line"
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
-class AddressList:
-    """See `Source`. A path or URL a line; # begins a comment."""
+class Lines(ABC):
+    """See `Source`. A line that makes no item is told, and the others go on."""
 
     file: ItemFile
     media: MediaReader
 
+    @abstractmethod
+    def item(self, text: bytes, place: str) -> Item:
+        """Of a line without spaces around it. place: where it is, as "list.txt:3". Raises BadRequestError."""
+
     def __iter__(self) -> Iterator[Found]:
-        for line in read_lines(self.file):
-            if isinstance(line, Unreadable):
+        for line in self._lines():
+            if isinstance(line, Failed):
                 yield line
-            elif line.text is None:
-                yield too_long(self.file, line.number)
-            elif not line.text.startswith(b"#"):
-                try:
-                    yield self.media.item(resolved(os.fsdecode(line.text), self.file.base))
-                except BadRequestError as error:
-                    yield Unreadable(
-                        id=place_of(self.file, line.number), message=error.message, code=error.code or "invalid_line"
-                    )
+                continue
+            place, text = line
+            try:
+                yield self.item(text, place)
+            except BadRequestError as error:
+                code = None if error.code in ("invalid_json", "invalid_item") else error.code
+                yield Failed(id=place, message=error.message, code=code or "invalid_line")
 
     def count(self) -> Iterator[int | None]:
-        """See `Source`."""
         if self.file.path is None:
             return iter((None,))
-        return (1 for line in read_lines(self.file) if isinstance(line, Line) and (line.text or b"")[:1] != b"#")
+        return (1 for line in self._lines() if not isinstance(line, Failed))
+
+    def _lines(self) -> Iterator[tuple[str, bytes] | Failed]:
+        """Places and texts of lines that are neither empty nor comments. Where the file cannot be read further, that
+        is the last that is told."""
+        number = 0
+        try:
+            with self.file.open() as lines:
+                while text := lines.readline(MOST_BYTES + 1):
+                    number += 1
+                    place = f"{self.file.name}:{number}"
+                    if len(text) > MOST_BYTES:
+                        while text and not text.endswith(b"\n"):
+                            text = lines.readline(2**20)
+                        told = f"the line has more than {MOST_BYTES} bytes"
+                        yield Failed(id=place, message=told, code="invalid_line")
+                        continue
+                    stripped = text.removeprefix(b"\xef\xbb\xbf").strip()
+                    if stripped and not self._is_comment(stripped):
+                        yield place, stripped
+        except BROKEN as error:
+            yield self.file.broken(error, done=number, what="line")
+
+    def _is_comment(self, text: bytes) -> bool:
+        return False
+
+
+class AddressList(Lines):
+    """A path or URL a line; # begins a comment."""
+
+    def item(self, text: bytes, place: str) -> Item:
+        return self.media.item(resolved(os.fsdecode(text), self.file.base))
+
+    def _is_comment(self, text: bytes) -> bool:
+        return text.startswith(b"#")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines(Lines):
+    """Media with fields, or chat requests."""
+
+    columns: Columns
+
+    def item(self, text: bytes, place: str) -> Item:
+        given = json_object(text, "line")
+        if is_request(given):
+            return request_item(given, text, place=place, base=self.file.base, media=self.media)
+        column = media_column((name for name, value in given.items() if value is not None), self.columns.media)
+        if column is None:
+            wanted = "image, video, path, url ..." if self.columns.media is None else repr(self.columns.media)
+            what = "names no medium, and has no messages"
+            raise BadRequestError(f"the line {what}; looked for {wanted} (--media-column)")
+        columns = replace(self.columns, id=self.columns.id or "id", prompt=self.columns.prompt or "prompt")
+        base = self.file.base
+        return item_of(given, column, id=place, signature=place, base=base, media=self.media, columns=columns)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from processors.fetch.blocking import BlockingFetcher
-from vlmserve.caption.inputs.braces import check_ranges, expanded, has_range
-from vlmserve.caption.inputs.files import ItemFile, Once
-from vlmserve.caption.inputs.folders import Folder, Pattern, matches
-from vlmserve.caption.inputs.jsonl import JsonLines
-from vlmserve.caption.inputs.lines import AddressList
+from vlmserve.caption.inputs.files import ItemFile
+from vlmserve.caption.inputs.folders import LocalTree
+from vlmserve.caption.inputs.lines import AddressList, JsonLines
 from vlmserve.caption.inputs.media import MediaReader
-from vlmserve.caption.inputs.packages import need
-from vlmserve.caption.inputs.remote_folders import RemoteFiles
-from vlmserve.caption.inputs.single import Each, OneMedium
-from vlmserve.caption.inputs.source import HTTP, Columns, Source, path_in
+from vlmserve.caption.inputs.source import HTTP, Columns, Source, need, path_in, reason
 from vlmserve.caption.inputs.tables import Table
 from vlmserve.caption.inputs.tars import Tar
-from vlmserve.caption.item import Found, Unreadable
+from vlmserve.caption.inputs.trees import Entry, Files
+from vlmserve.caption.item import Failed, Found, MediumItem
 from vlmserve.client.media_names import local_path, scheme_of
 from vlmserve.config.checks import SettingsError
 
@@ -36,6 +33,8 @@ _FORMATS: dict[str, InputFormat] = {
     ".tar": "tar",
     ".tgz": "tar",
 }
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MOST_NAMES = 1_000_000
 
 
 class Inputs:
@@ -78,7 +77,7 @@ def open_inputs(
     opener = _Opener(
         media=MediaReader(fetcher),
         columns=columns or Columns(),
-        stdin=Once(stdin),
+        stdin=iter((stdin,)),
         format=input_format,
         named=frozenset(os.path.abspath(os.path.expanduser(word)) for word in words),
     )
@@ -86,10 +85,40 @@ def open_inputs(
 
 
 @dataclass(frozen=True, kw_only=True)
+class _OneMedium:
+    """See `Source`."""
+
+    item: Callable[[], MediumItem]
+
+    def __iter__(self) -> Iterator[Found]:
+        yield self.item()
+
+    def count(self) -> Iterator[int | None]:
+        return iter((1,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Each:
+    """See `Source`. names: files, and what could not be searched for them. open: makes a source of one."""
+
+    names: Callable[[], Iterator[str | Failed]]
+    open: Callable[[str], Source]
+
+    def __iter__(self) -> Iterator[Found]:
+        for name in self.names():
+            yield from (name,) if isinstance(name, Failed) else self.open(name)
+
+    def count(self) -> Iterator[int | None]:
+        for name in self.names():
+            if isinstance(name, str):
+                yield from self.open(name).count()
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Opener:
     media: MediaReader
     columns: Columns
-    stdin: Once
+    stdin: Iterator[BinaryIO]
     format: InputFormat | None
     named: frozenset[str]
 
@@ -101,21 +130,25 @@ class _Opener:
             return self._local(os.path.join(os.curdir, word))
         if scheme == "file":
             return self._local(str(local_path(word, Path())))
-        if has_range(word):
+        if _RANGE.search(word):
             return self._range(word)
         return self._remote(word) if scheme else self._local(os.path.expanduser(word))
 
     def _range(self, word: str) -> Source:
-        check_ranges(word)
-        local = not scheme_of(word)
-        if local and not any(os.path.lexists(name) for name in expanded(word)):
+        names = 1
+        for first, last in _RANGE.findall(word):
+            names *= abs(int(last) - int(first)) + 1
+        if names > _MOST_NAMES:
+            raise SettingsError(f"INPUT {word!r} stands for {names} names; the most are {_MOST_NAMES}")
+        if not scheme_of(word) and not any(os.path.lexists(name) for name in _expanded(word)):
             raise SettingsError(f"INPUT {word!r}: there is none of these files")
-        self._one_file(next(expanded(word)))
-        return Each(names=lambda: expanded(word), open=self._one_file)
+        self._one_file(next(_expanded(word)))
+        return _Each(names=lambda: _expanded(word), open=self._one_file)
 
     def _local(self, path: str) -> Source:
         if os.path.isdir(path):
-            return Folder(path=path, media=self.media, passed_over=self.named - {os.path.abspath(path)})
+            tree = LocalTree(self.media, self.named - {os.path.abspath(path)})
+            return Files(tree=tree, word=path, is_pattern=False, can_count=True)
         try:
             os.stat(path)
         except OSError as error:
@@ -125,35 +158,49 @@ class _Opener:
         return self._one_file(path)
 
     def _pattern(self, pattern: str) -> Source:
-        if next(matches(pattern), None) is None:
+        tree = LocalTree(self.media)
+        files = Files(tree=tree, word=pattern, is_pattern=True, can_count=True, searches_matches=True)
+        if next(tree.matches(pattern), None) is None:
             raise SettingsError(f"INPUT {pattern!r}: nothing matches this pattern")
-        if self._format(pattern) == "media":
-            return Pattern(pattern=pattern, media=self.media)
-        self._one_file(pattern)
-        return Each(names=lambda: _files_matching(pattern), open=self._one_file)
+        return self._media_or_each(files, lambda entry: entry.path)
 
     def _remote(self, word: str) -> Source:
         scheme = scheme_of(word)
         is_media = self._format(word) == "media"
         if is_media and (scheme == "data" or (scheme in HTTP and "::" not in word)):
-            return OneMedium(address=word, media=self.media)
-        from vlmserve.caption.inputs.remote import file_system, reason
+            return self._one_file(word)
+        from vlmserve.caption.inputs.remote import file_system
+        from vlmserve.caption.inputs.remote_folders import RemoteTree
 
         system, path = file_system(word)
-        files = RemoteFiles(word=word, system=system, path=path, media=self.media)
-        if scheme not in HTTP and glob.has_magic(path):
-            return files if is_media else Each(names=files.addresses, open=self._one_file)
+        tree = RemoteTree(word, system, path, self.media)
+        is_pattern = scheme not in HTTP and glob.has_magic(path)
+        files = Files(tree=tree, word=path, is_pattern=is_pattern)
+        if is_pattern:
+            return self._media_or_each(files, lambda entry: tree.address(entry.path))
         try:
-            system.info(path)
+            info = system.info(path)
         except Exception as error:  # whatever a driver raises
             raise SettingsError(f"INPUT {word!r}: {reason(error)}") from None
-        return files if is_media else self._one_file(word)
+        if not is_media:
+            return self._one_file(word)
+        if info["type"] == "directory":
+            return files
+        entry = Entry(path=info["name"], name=info["name"], is_folder=False, info=info)
+        return _OneMedium(item=lambda: tree.item(entry, ""))
+
+    def _media_or_each(self, files: Files, address: Callable[[Entry], str]) -> Source:
+        """Of a pattern."""
+        if self._format(files.word) == "media":
+            return files
+        self._one_file(files.word)  # whose packages are missing, if they are
+        return _Each(names=lambda: files.named(address), open=self._one_file)
 
     def _one_file(self, address: str) -> Source:
         """Raises SettingsError for a missing package."""
         format = self._format(address)
         if format == "media":
-            return OneMedium(address=address, media=self.media)
+            return _OneMedium(item=lambda: self.media.item(address))
         if scheme_of(address):
             from vlmserve.caption.inputs.remote import file_system
 
@@ -177,9 +224,14 @@ class _Opener:
         return _FORMATS.get(os.path.splitext(name)[1], "media")
 
 
-def _files_matching(pattern: str) -> Iterator[str | Unreadable]:
-    for found in matches(pattern):
-        if isinstance(found, Unreadable):
-            yield found
-        elif not found.is_folder:
-            yield found.path
+def _expanded(word: str) -> Iterator[str]:
+    """The names that a word with ranges stands for, as WebDataset's shards are written: shard-{000000..000099}.tar.
+    Numbers are as wide as the range's first."""
+    match = _RANGE.search(word)
+    if match is None:
+        yield word
+        return
+    first, last = int(match[1]), int(match[2])
+    step = 1 if first <= last else -1
+    for number in range(first, last + step, step):
+        yield from _expanded(f"{word[: match.start()]}{number:0{len(match[1])}}{word[match.end() :]}")

@@ -40,14 +40,12 @@ def item_of(
     """
     value = record[column]
     own = _own(record, column, id, columns)
+    path = None
     if isinstance(value, Mapping):
-        given = [value.get(name) for name in ("bytes", "path", "url")]
-        path = given[1] if isinstance(given[1], str) else None
-        value = next((one for one in given if one is not None), None)
-        if isinstance(value, bytes):
-            return _held(value, own, media, signature, path)
+        path = value["path"] if isinstance(value.get("path"), str) else None
+        value = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
     if isinstance(value, bytes):
-        return _held(value, own, media, signature, None)
+        return media.held(lambda: value, own, signature=signature, size=len(value), name=path)
     if not isinstance(value, str) or not value:
         told = "nothing" if value is None else f"a value of type {type(value).__name__}"
         raise BadRequestError(f"{column} is {told}; it must be a path, a URL or a file's bytes", code=_CODE)
@@ -71,27 +69,22 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, bytes) else str(value)
 
 
-def _held(data: bytes, own: Own, media: MediaReader, signature: str, path: str | None) -> MediumItem:
-    return media.held(lambda: data, own, signature=signature, size=len(data), name=path)
-
-
 def _own(record: Mapping[str, Any], column: str, id: str, columns: Columns) -> Own:
-    prompt = record.get(columns.prompt) if columns.prompt is not None else None
-    if prompt is not None and not isinstance(prompt, str):
-        raise BadRequestError(f"{columns.prompt} is of type {type(prompt).__name__}; it must be text", code=_CODE)
-    given = record.get(columns.id) if columns.id is not None else None
-    if given is not None and not isinstance(given, str | int):
-        raise BadRequestError(f"{columns.id} is of type {type(given).__name__}; it must be text", code=_CODE)
-    kwargs = record.get(KWARGS)
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise BadRequestError(f"{KWARGS} is of type {type(kwargs).__name__}; it must be an object", code=_CODE)
+    def own(name: str | None, kind: type | tuple[type, ...], what: str) -> Any:
+        value = record.get(name) if name is not None else None
+        if value is not None and not isinstance(value, kind):
+            raise BadRequestError(f"{name} is of type {type(value).__name__}; it must be {what}", code=_CODE)
+        return value
+
+    prompt, given = own(columns.prompt, str, "text"), own(columns.id, (str, int), "text")
+    kwargs = own(KWARGS, Mapping, "an object")
     fields = {
         str(name): jsonable(value)
         for name, value in record.items()
         if not isinstance(value, bytes) and name not in (KWARGS, columns.prompt) and not _is_inline(name, column, value)
     }
     return Own(
-        id=id if given is None or given == "" else str(given),
+        id=id if given in (None, "") else str(given),
         fields=fields,
         prompt=prompt,
         options={KWARGS: dict(kwargs)} if kwargs else {},

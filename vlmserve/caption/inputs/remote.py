@@ -8,26 +8,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 from processors.fetch.media_file import ByteLimit
-from vlmserve.caption.inputs.packages import need
-from vlmserve.caption.inputs.source import HTTP
+from vlmserve.caption.inputs.source import HTTP, need, reason
 from vlmserve.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
-_DRIVERS = {
-    **dict.fromkeys(("s3", "s3a"), "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
-    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
-    **dict.fromkeys(HTTP, "aiohttp"),
-    "hf": "huggingface_hub",
-    "oss": "ossfs",
-}
 # What may stand in a file that names others. Words of the command line may name any scheme.
 _STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hf", "memory")
 # Of what fsspec's file systems tell about a file, what is another one when it has changed.
-_STAMPS = ("ETag", "etag", "e_tag", "md5", "md5Hash", "Content-MD5", "checksum", "crc32c", "CRC", "sha", "blob_id")
-_TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
+_STAMPS = (
+    *("ETag", "etag", "e_tag", "md5", "md5Hash", "Content-MD5", "checksum", "crc32c", "CRC", "sha", "blob_id"),
+    *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"),
+)
 _BUFFER_BYTES = 2**20
 _CONNECT_S, _STALL_S = 15.0, 60.0
 _CODE = "invalid_media_url"
@@ -36,12 +28,12 @@ _CODE = "invalid_media_url"
 def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it. Raises SettingsError, with what to install."""
     scheme = scheme_of(url)
-    need(url, "fsspec", *([_DRIVERS[scheme]] if scheme in _DRIVERS else []))
+    need(url, "fsspec", *(["aiohttp"] if scheme in HTTP else []))
     from fsspec.core import url_to_fs
 
     try:
         return cast("tuple[Any, str]", url_to_fs(url, use_listings_cache=False, **_options(scheme)))
-    except Exception as error:  # an unknown scheme, a package of a chain's, whatever a driver raises
+    except Exception as error:  # an unknown scheme, a package that it needs, whatever a driver raises
         raise SettingsError(f"INPUT {url!r}: {reason(error)}") from None
 
 
@@ -65,8 +57,7 @@ def signature_of(url: str) -> str:
 
 def signature(info: Mapping[str, Any]) -> str | None:
     """What fsspec tells about a file, as a signature; None if it tells too little."""
-    stamps = [info.get(name) for name in _STAMPS] + [info.get(name) for name in _TIMES]
-    stamp = next((stamp for stamp in stamps if stamp is not None), None)
+    stamp = next((info[name] for name in _STAMPS if info.get(name) is not None), None)
     return None if stamp is None else f"{info.get('size')} {stamp}"
 
 
@@ -92,13 +83,6 @@ def read_path(system: Any, path: str, url: str, limit: ByteLimit) -> bytes:
         what = f"{url!r} has more than {limit.bytes} bytes, which is the limit (setting {limit.setting})"
         raise BadRequestError(what, code=_CODE)
     return data
-
-
-def reason(error: Exception) -> str:
-    """What an error of a driver says."""
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file or folder"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _options(scheme: str) -> dict[str, Any]:

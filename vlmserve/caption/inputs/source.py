@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import posixpath
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from vlmserve.caption.item import Found
 from vlmserve.client.media_names import local_path, scheme_of
+from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
 HTTP = ("http", "https")
@@ -99,3 +101,18 @@ def name_fields(id: str, path: str | None) -> dict[str, Any]:
         folder, name = os.path.split(printable(path))
         fields |= {"name": name, "stem": os.path.splitext(name)[0], "folder": os.path.basename(folder)}
     return fields
+
+
+def reason(error: Exception) -> str:
+    """What an error of the system, or of a library, says."""
+    told = getattr(error, "strerror", None)
+    if isinstance(error, FileNotFoundError) and not told:
+        return "there is no such file or folder"
+    return told or str(error) or type(error).__name__
+
+
+def need(word: str, *packages: str) -> None:
+    """Raises SettingsError, with what to install, unless they are there. word: the input that needs them."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise SettingsError(f"INPUT {word!r} needs {package}: pip install 'vlmserve[caption]'")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vlmserve.caption.inputs.files import ItemFile
 from vlmserve.caption.inputs.media import MediaReader
 from vlmserve.caption.inputs.records import item_of, media_column
-from vlmserve.caption.inputs.source import Columns
-from vlmserve.caption.item import Found, Unreadable
+from vlmserve.caption.inputs.source import Columns, reason
+from vlmserve.caption.item import Failed, Found
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -43,12 +43,11 @@ class Table:
                     row, rows = row + table.metadata.row_group(group).num_rows, row
                     yield from self._rows(table, group, rows, row, column, signature)
         except (ArrowException, OSError) as error:
-            yield self._broken(self.file.name, error)
+            yield Failed(id=self.file.name, message=f"cannot read it: {reason(error)}")
         except BadRequestError as error:
-            yield Unreadable(id=self.file.name, message=error.message, code="no_media_column")
+            yield Failed(id=self.file.name, message=error.message, code="no_media_column")
 
     def count(self) -> Iterator[int | None]:
-        """See `Source`."""
         from pyarrow import ArrowException
 
         if self.file.path is None:
@@ -82,31 +81,20 @@ class Table:
                     yield self._found(record, row, column, signature)
                     row += 1
         except (ArrowException, OSError) as error:
-            yield self._broken(f"{self.file.name}#{row}", error, f"; {end - row} rows are passed over")
+            told = f"cannot read it: {reason(error)}; {end - row} rows are passed over"
+            yield Failed(id=f"{self.file.name}#{row}", message=told)
 
     def _found(self, record: dict[str, Any], row: int, column: str, signature: str) -> Found:
-        id = f"{self.file.name}#{row}"
+        id, base = f"{self.file.name}#{row}", self.file.base
+        told = f"{signature} {row}"
         try:
-            return item_of(
-                record,
-                column,
-                id=id,
-                signature=f"{signature} {row}",
-                base=self.file.base,
-                media=self.media,
-                columns=self.columns,
-            )
+            return item_of(record, column, id=id, signature=told, base=base, media=self.media, columns=self.columns)
         except BadRequestError as error:
-            return Unreadable(id=id, message=error.message, code=error.code or "invalid_item")
-
-    def _broken(self, id: str, error: Exception, more: str = "") -> Unreadable:
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return Unreadable(id=id, message=f"cannot read it: {why}{more}")
+            return Failed(id=id, message=error.message, code=error.code or "invalid_item")
 
 
 def _records(batch: RecordBatch) -> Iterator[dict[str, Any]]:
-    columns = [_values(column) for column in batch.columns]
-    for row in zip(*columns, strict=True):
+    for row in zip(*map(_values, batch.columns), strict=True):
         yield dict(zip(batch.schema.names, row, strict=True))
 
 
@@ -115,11 +103,6 @@ def _values(column: Array) -> list[Any]:
     try:
         return column.to_pylist()
     except (ValueError, OverflowError):
-        return [_value(column, place) for place in range(len(column))]
-
-
-def _value(column: Array, place: int) -> Any:
-    try:
-        return column[place].as_py()
-    except (ValueError, OverflowError):
-        return None
+        if len(column) == 1:
+            return [None]
+        return [value for place in range(len(column)) for value in _values(column[place : place + 1])]

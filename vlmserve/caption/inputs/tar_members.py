@@ -6,21 +6,16 @@ import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
+from vlmserve.caption.inputs.source import reason
+
 _MOST_HEADER_BYTES = 2**20
-
-
-class DamagedTar(Exception):
-    """It cannot be read further. is_cut_off: for it ends too early."""
-
-    def __init__(self, message: str, *, is_cut_off: bool = False) -> None:
-        super().__init__(message)
-        self.is_cut_off = is_cut_off
 
 
 def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """The regular files in a tar, while `file` stands at the beginning of their bytes, which may be read from there.
 
-    `file` is only read forward. Raises DamagedTar, also for a tar without an end mark.
+    `file` is only read forward. Raises EOFError for a tar that ends too early, OSError for a
+    damaged one.
     """
     headers = _Headers(file)
     try:
@@ -28,21 +23,19 @@ def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         at = -1
         while (member := archive.next()) is not None:
             if archive.offset <= at:  # sizes may be negative
-                raise DamagedTar("a header leads backwards")
+                raise OSError("a header leads backwards")
             at = archive.offset
             archive.members.clear()  # type: ignore[attr-defined]  # it keeps a list of all
             if member.isreg() and not member.issparse():
                 yield member
-    except DamagedTar:
-        raise
     except Exception as error:  # whatever tarfile makes of a header that somebody made up
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise DamagedTar(why, is_cut_off=headers.ended or isinstance(error, EOFError)) from None
+        kind = EOFError if headers.ended or isinstance(error, EOFError) else OSError
+        raise kind(reason(error)) from None
     # It takes damaged headers, and none at all, for the end.
     if headers.ended:
-        raise DamagedTar("its end mark is missing", is_cut_off=True)
+        raise EOFError("its end mark is missing")
     if any(headers.last):
-        raise DamagedTar("a header is damaged")
+        raise OSError("a header is damaged")
 
 
 class _Headers:
@@ -58,7 +51,7 @@ class _Headers:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MOST_HEADER_BYTES:
-            raise DamagedTar(f"a header of {size} bytes")
+            raise OSError(f"a header of {size} bytes")
         self.last = self._file.read(size)
         self.ended = len(self.last) < size
         return self.last

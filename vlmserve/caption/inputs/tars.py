@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from vlmserve.caption.inputs.files import BROKEN, ItemFile
 from vlmserve.caption.inputs.media import MediaReader, Own
 from vlmserve.caption.inputs.records import jsonable
 from vlmserve.caption.inputs.source import Columns, printable
-from vlmserve.caption.inputs.tar_members import DamagedTar, members
-from vlmserve.caption.item import Found, Unreadable
+from vlmserve.caption.inputs.tar_members import members
+from vlmserve.caption.item import Failed, Found
 from vlmserve.client.media_names import PICTURES, VIDEOS
 from vlmserve_common.errors import BadRequestError
 
@@ -72,15 +73,8 @@ class Tar:
                     file.read(_MOST_TEXT_BYTES)  # at its end is what tells whether it is whole
         except BROKEN as error:
             yield self.file.broken(error, done=samples, what="sample")
-        except DamagedTar as error:
-            if error.is_cut_off:
-                told = f"cut off: {samples} whole samples were found, then {error}"
-                yield Unreadable(id=self.file.name, message=told, code="cut_off")
-            else:
-                yield self.file.broken(error, done=samples, what="sample")
 
     def count(self) -> Iterator[int | None]:
-        """See `Source`."""
         if self.file.path is None or self.file.is_compressed:
             yield None
             return
@@ -90,7 +84,7 @@ class Tar:
                     key, ending = _split(member.name)
                     if key and _modality(ending) is not None:
                         yield 1
-        except (DamagedTar, *BROKEN):
+        except BROKEN:
             return
 
     def _samples(self, file: BinaryIO) -> Iterator[_Sample]:
@@ -123,27 +117,26 @@ class Tar:
             return
         offset = file.tell()
         if self.file.path is not None and not self.file.is_compressed:
-            read = _part_of(self.file.path, offset, size)
+            read = functools.partial(_part_of, self.file.path, offset, size)
         else:
             sample.held_bytes += size
             most = self.media.fetcher.settings.limit(Modality.VIDEO)
             if sample.held_bytes > most.bytes:
                 sample.fail(f"its files have more than {most.bytes} bytes (setting {most.setting})")
                 return
-            read = _held(_exactly(file, size))
+            read = functools.partial(bytes, _exactly(file, size))
         sample.media.append(_Medium(name=name, ending=ending, offset=offset, size=size, read=read))
 
     def _found(self, sample: _Sample, signature: str) -> Iterator[Found]:
         name = f"{self.file.name}/{printable(sample.key)}"
         if sample.problem is not None:
-            yield Unreadable(id=name, message=sample.problem, code="sample_too_large")
+            yield Failed(id=name, message=sample.problem, code="sample_too_large")
         fields = {"key": printable(sample.key), **sample.fields}
-        prompt = fields.get(self.columns.prompt) if self.columns.prompt is not None else None
-        id = fields.get(self.columns.id) if self.columns.id is not None else None
+        prompt = fields.get(self.columns.prompt or "")
+        id = fields.get(self.columns.id or "")
         for medium in sample.media:
-            ending = f".{medium.ending}" if len(sample.media) > 1 else ""
             own = Own(
-                id=name + ending if id in (None, "") else str(id) + ending,
+                id=(name if id in (None, "") else str(id)) + (f".{medium.ending}" if len(sample.media) > 1 else ""),
                 fields=fields,
                 prompt=prompt if isinstance(prompt, str) else None,
             )
@@ -188,24 +181,17 @@ def _add_field(fields: dict[str, Any], ending: str, data: bytes) -> None:
 def _exactly(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) < size:
-        raise DamagedTar("unexpected end of data", is_cut_off=True)
+        raise EOFError("unexpected end of data")
     return data
 
 
-def _held(data: bytes) -> Callable[[], bytes]:
-    return lambda: data
-
-
-def _part_of(path: Path, offset: int, size: int) -> Callable[[], bytes]:
-    def read() -> bytes:
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read(size)
-        except OSError as error:
-            raise BadRequestError(f"cannot read {str(path)!r}: {error.strerror}", code="invalid_media_url") from None
-        if len(data) < size:
-            raise BadRequestError(f"{str(path)!r} is shorter than before", code="invalid_media_url")
-        return data
-
-    return read
+def _part_of(path: Path, offset: int, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+    except OSError as error:
+        raise BadRequestError(f"cannot read {str(path)!r}: {error.strerror}", code="invalid_media_url") from None
+    if len(data) < size:
+        raise BadRequestError(f"{str(path)!r} is shorter than before", code="invalid_media_url")
+    return data

@@ -8,13 +8,12 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.result import Captioned
+from vlmserve.caption.result import Captioned, Touched
 from vlmserve.config.checks import SettingsError
 
 
@@ -26,9 +25,10 @@ class Output(ABC):
     """Written by one thread. Order for each few results: `write` -> the journal -> `written`.
 
     needs_media: whether results must bring their media's bytes. by_path: whether each caption has a file of its own, so
-    that a local picture is known by where it is, however that is written.
+    that a local picture is known by where it is, however that is written. journal: from `begin` on.
     """
 
+    journal: Journal
     needs_media = False
     by_path = False
 
@@ -48,9 +48,9 @@ class Output(ABC):
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """Bring results to disk; returns what the journal is to keep about the output. OSError."""
 
-    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
-        """The journal has the results: finish a part that is full. Returns the ones that have no place after all, and
-        why. OSError."""
+    def written(self, results: Sequence[Captioned]) -> Sequence[Touched]:
+        """The journal has the results: finish a part that is full. Returns the ones that have no place after all.
+        OSError."""
         return ()
 
     def target(self, item: Item) -> str | None:
@@ -67,10 +67,6 @@ class Output(ABC):
 
     def room(self) -> int | None:
         """How many results the part in work has room for; None where that does not matter."""
-        return None
-
-    def part(self) -> int | None:
-        """The number of the part that `write` wrote to."""
         return None
 
     def finish(self) -> None:  # noqa: B027  # most have nothing to do
@@ -128,16 +124,15 @@ class Appended:
         os.close(self._fd)
 
 
-@dataclass(frozen=True, slots=True)
 class PartNames:
-    """The names of an output's parts: `pattern` with their number put in for "%05d"; one without it has one part."""
+    """The names of an output's parts: `pattern` with their number put in for "%05d"; one without it has one part.
 
-    pattern: str
+    many: whether there is more than one.
+    """
 
-    @property
-    def many(self) -> bool:
-        """Whether there is more than one part."""
-        return "%" in self.pattern
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.many = "%" in pattern
 
     def path(self, part: int) -> Path:
         """Of a part. Further parts of an output that is to have one are numbered before the suffix."""
@@ -145,10 +140,6 @@ class PartNames:
             return Path(self.pattern % part)
         path = Path(self.pattern)
         return path if part == 0 else path.with_name(f"{path.stem}-{part:05d}{path.suffix}")
-
-    def check_own(self, state: Mapping[str, Any]) -> None:
-        """OutputError for a first part that is there, but of which the journal knows nothing."""
-        check_own(self.path(0), state)
 
 
 def lock(fd: int, path: Path) -> None:
@@ -172,17 +163,24 @@ def remove_locked(path: Path) -> None:
         os.close(fd)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that readers see all of it or none."""
+@contextlib.contextmanager
+def replacing(path: Path, *, on_disk: bool) -> Iterator[Path]:
+    """A file beside it to be written, which takes its place in the end: readers see all of it or none. on_disk: return
+    when it is there."""
     # as short as any: names may be as long as the file system takes
     unfinished = path.with_name(f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}.part")
     try:
-        unfinished.write_bytes(data)
+        yield unfinished
+        if on_disk:
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
         unfinished.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+    if on_disk:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -20,16 +20,13 @@ class JsonLines(Output):
         self._file: Appended | None = None
 
     def paths(self) -> Sequence[Path]:
-        """See `Output`."""
         return [self._path]
 
     def discard(self, journal: Journal) -> None:
-        """See `Output`."""
         if journal.state():
             remove_locked(self._path)
 
     def begin(self, journal: Journal) -> None:
-        """See `Output`."""
         state = journal.state()
         check_own(self._path, state)
         anew = bool(state) and not self._path.exists()
@@ -42,14 +39,12 @@ class JsonLines(Output):
             journal.add((), (), {"bytes": self._file.size})
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
-        """See `Output`."""
         assert self._file is not None
         self._file.append(b"".join(_line(result.record) for result in results))
         self._file.sync()
         return {"bytes": self._file.size}
 
     def close(self) -> None:
-        """See `Output`."""
         if self._file is not None:
             self._file.close()
 

@@ -6,21 +6,21 @@ part is written again.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Output, PartNames, remove_locked, sync_folder
-from vlmserve.caption.result import Captioned, output_line, texts
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from vlmserve.caption.outputs.base import Output, PartNames, check_own, remove_locked, replacing
+from vlmserve.caption.result import Captioned, Touched, output_line, texts
 
 _ROWS_AT_A_TIME = 1000
+_COLUMNS = (
+    *("id", "caption", "captions", "model", "finish_reason"),
+    *("prompt_tokens", "completion_tokens", "prompt", "blake3", "fields"),
+)
 
 
 class Parquet(Output):
@@ -32,33 +32,29 @@ class Parquet(Output):
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
         self._names = names
         self._items_per_file = items_per_file
-        self._journal: Journal | None = None
         self._next_part = self._rows = 0
         self._exported = 0  # records in the one file
         self._changed = False
 
     def paths(self) -> Sequence[Path]:
-        """See `Output`."""
         return [self._names.path(0)]
 
     def discard(self, journal: Journal) -> None:
-        """See `Output`."""
         for part in range(journal.state()["next_part"] + 1 if journal.state() else 0):
             remove_locked(self._names.path(part))
 
     def begin(self, journal: Journal) -> None:
-        """See `Output`."""
         import pyarrow.parquet  # noqa: F401  # before anything is computed
 
         state = journal.state()
-        self._names.check_own(state)
+        check_own(self._names.path(0), state)
         self._names.path(0).parent.mkdir(parents=True, exist_ok=True)
-        self._journal = journal
+        self.journal = journal
         self._next_part, self._exported = state.get("next_part", 0), state.get("exported", 0)
         if self._names.many:
             self._rows = len(journal.left_over(self._items_per_file))
         else:
-            self._changed = journal.counts()[0] != self._exported or not self._names.path(0).exists()
+            self._changed = journal.count() != self._exported or not self._names.path(0).exists()
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         """Nothing yet: the journal keeps them until a part is full."""
@@ -66,53 +62,30 @@ class Parquet(Output):
         self._changed = True
         return self._state()
 
-    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
-        """See `Output`."""
+    def written(self, results: Sequence[Captioned]) -> Sequence[Touched]:
         while self._names.many and self._rows >= self._items_per_file:
             self._end_part()
         return ()
 
     def finish(self) -> None:
-        """See `Output`."""
-        assert self._journal is not None
         if self._names.many:
             while self._rows:
                 self._end_part()
         elif self._changed:
-            _write(self._names.path(0), _chunks(self._journal.records()))
-            self._exported, self._changed = self._journal.counts()[0], False
-            self._journal.add((), (), self._state())
+            _write(self._names.path(0), self.journal.records())
+            self._exported, self._changed = self.journal.count(), False
+            self.journal.add((), (), self._state())
 
     def _end_part(self) -> None:
-        assert self._journal is not None
-        rows = self._journal.left_over(self._items_per_file)
+        rows = self.journal.left_over(self._items_per_file)
         if rows:
-            _write(self._names.path(self._next_part), _chunks(record for _, record in rows))
+            _write(self._names.path(self._next_part), (record for _, record in rows))
             self._next_part += 1
-            self._journal.set_part(rows[-1][0], self._next_part - 1, self._state())
+            self.journal.set_part(rows[-1][0], self._next_part - 1, self._state())
         self._rows = max(0, self._rows - len(rows)) if rows else 0
 
     def _state(self) -> dict[str, int]:
         return {"next_part": self._next_part, "exported": self._exported}
-
-
-def _schema() -> pa.Schema:
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            ("id", pa.string()),
-            ("caption", pa.string()),
-            ("captions", pa.list_(pa.string())),
-            ("model", pa.string()),
-            ("finish_reason", pa.string()),
-            ("prompt_tokens", pa.int64()),
-            ("completion_tokens", pa.int64()),
-            ("prompt", pa.string()),
-            ("blake3", pa.string()),
-            ("fields", pa.string()),
-        ]
-    )
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,32 +100,16 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _chunks(records: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    chunk: list[dict[str, Any]] = []
-    for record in records:
-        chunk.append(_row(record))
-        if len(chunk) == _ROWS_AT_A_TIME:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
-
-
-def _write(path: Path, chunks: Iterator[list[dict[str, Any]]]) -> None:
+def _write(path: Path, records: Iterator[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    unfinished = path.with_name(f"{path.name}.part")
-    schema = _schema()
-    try:
-        with pq.ParquetWriter(unfinished, schema, compression="zstd") as writer:
-            for chunk in chunks:
-                writer.write_table(pa.Table.from_pylist(chunk, schema=schema))
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
-    sync_folder(path.parent)
+    kinds = {"captions": pa.list_(pa.string()), "prompt_tokens": pa.int64(), "completion_tokens": pa.int64()}
+    schema = pa.schema([(name, kinds.get(name, pa.string())) for name in _COLUMNS])
+    rows = map(_row, records)
+    with (
+        replacing(path, on_disk=True) as unfinished,
+        pq.ParquetWriter(unfinished, schema, compression="zstd") as writer,
+    ):
+        while chunk := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
+            writer.write_table(pa.Table.from_pylist(chunk, schema=schema))

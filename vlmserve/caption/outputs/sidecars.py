@@ -15,9 +15,9 @@ from typing import Any
 
 from vlmserve.caption.item import Item, MediumItem
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Output, replace_file
+from vlmserve.caption.outputs.base import Output, replacing
 from vlmserve.caption.prompts import PROMPT_FILE
-from vlmserve.caption.result import Captioned, as_text, file_name, output_line
+from vlmserve.caption.result import Captioned, Touched, as_text, file_name, output_line
 
 _NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _MOST_FOLDERS = 10_000
@@ -34,26 +34,21 @@ class Sidecars(Output):
         self._folder = None if folder is None else Path(os.path.abspath(folder))
         self._suffix = suffix
         self._overwrite = overwrite
-        self._journal: Journal | None = None
         self._made: set[Path] = set()
 
     def paths(self) -> Sequence[Path]:
-        """See `Output`."""
         return ()
 
     def discard(self, journal: Journal) -> None:
-        """See `Output`."""
         for target in journal.targets():
             Path(target).unlink(missing_ok=True)
 
     def begin(self, journal: Journal) -> None:
-        """See `Output`."""
-        self._journal = journal
+        self.journal = journal
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def target(self, item: Item) -> str | None:
-        """See `Output`."""
         if self._folder is not None:
             return str(self._folder / (file_name(item) + self._suffix))
         if isinstance(item, MediumItem) and item.path is not None:
@@ -62,13 +57,11 @@ class Sidecars(Output):
         return None
 
     def refusal(self, item: Item, target: str | None) -> str | None:
-        """See `Output`."""
-        assert self._journal is not None
         if target is None:
             return "it is no local file that a caption could be put beside: name an --output"
         if Path(target).name == PROMPT_FILE:
             return f"its caption would be {target}, which is what a folder is asked: --caption-suffix names another one"
-        owner = self._journal.owner(target)
+        owner = self.journal.owner(target)
         if owner is not None and owner != item.id:
             return f"{target} is the caption of {owner}: name an --output that keeps them apart"
         if owner is None and not self._overwrite and os.path.lexists(target):
@@ -79,21 +72,21 @@ class Sidecars(Output):
         """Nothing yet: see above."""
         return {"suffix": self._suffix}
 
-    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
-        """See `Output`."""
-        troubles = [(result, self._write(Path(str(result.target)), result.record)) for result in results]
-        return [(result, trouble) for result, trouble in troubles if trouble is not None]
+    def written(self, results: Sequence[Captioned]) -> Sequence[Touched]:
+        written = [
+            Touched(work=result.work, trouble=self._write(Path(str(result.work.target)), result.record))
+            for result in results
+        ]
+        return [each for each in written if each.trouble]
 
     def check(self, item: Item) -> str | None:
-        """See `Output`."""
-        assert self._journal is not None
         target = self.target(item)
         if target is None:
             return None
         path = Path(target)
         if path.exists() and path.stat().st_size:
             return None
-        record = self._journal.record(item.id)
+        record = self.journal.record(item.id)
         return None if record is None else self._write(path, record)
 
     def _write(self, path: Path, record: Mapping[str, Any]) -> str | None:
@@ -104,7 +97,8 @@ class Sidecars(Output):
                 if len(self._made) == _MOST_FOLDERS:
                     self._made.clear()
                 self._made.add(path.parent)
-            replace_file(path, self._content(record))
+            with replacing(path, on_disk=False) as unfinished:
+                unfinished.write_bytes(self._content(record))
         except OSError as error:
             if error.errno in _NO_DISK:
                 raise

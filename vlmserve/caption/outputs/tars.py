@@ -16,8 +16,16 @@ from typing import Any
 from processors.formats import file_format
 from processors.inputs import Modality
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Appended, Output, OutputError, PartNames, remove_locked, sync_folder
-from vlmserve.caption.result import Captioned, as_text, output_line
+from vlmserve.caption.outputs.base import (
+    Appended,
+    Output,
+    OutputError,
+    PartNames,
+    check_own,
+    remove_locked,
+    sync_folder,
+)
+from vlmserve.caption.result import Captioned, Touched, as_text, output_line
 
 _MOST_BYTES = 3 * 2**30
 _END = b"\0" * (2 * tarfile.BLOCKSIZE)
@@ -34,25 +42,21 @@ class Tars(Output):
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
         self._names = names
         self._items_per_file = items_per_file
-        self._journal: Journal | None = None
         self._file: Appended | None = None
         self._part = self._items = self._total = 0
 
     def paths(self) -> Sequence[Path]:
-        """See `Output`."""
         return [self._names.path(0), self._unfinished(0)]
 
     def discard(self, journal: Journal) -> None:
-        """See `Output`."""
         for part in range(journal.state()["part"] + 1 if journal.state() else 0):
             for path in (self._unfinished(part), self._names.path(part)):
                 remove_locked(path)
 
     def begin(self, journal: Journal) -> None:
-        """See `Output`."""
-        self._journal = journal
+        self.journal = journal
         state = journal.state()
-        self._names.check_own(state)
+        check_own(self._names.path(0), state)
         self._part, self._items, self._total = (state.get(name, 0) for name in ("part", "items", "total"))
         if self._part and self._unfinished(self._part - 1).exists():
             self._rename(self._part - 1)
@@ -67,7 +71,6 @@ class Tars(Output):
             journal.add((), (), self._state())
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
-        """See `Output`."""
         assert self._file is not None
         for number, result in enumerate(results, self._total):
             for data in _sample(f"{number:09d}", result):
@@ -78,15 +81,9 @@ class Tars(Output):
         return self._state()
 
     def room(self) -> int | None:
-        """See `Output`."""
         return self._items_per_file - self._items
 
-    def part(self) -> int | None:
-        """See `Output`."""
-        return self._part
-
-    def written(self, results: Sequence[Captioned]) -> Sequence[tuple[Captioned, str]]:
-        """See `Output`."""
+    def written(self, results: Sequence[Captioned]) -> Sequence[Touched]:
         assert self._file is not None
         if self._items >= self._items_per_file or self._file.size >= _MOST_BYTES:
             self._end_part()
@@ -98,7 +95,6 @@ class Tars(Output):
             self._end_part()
 
     def close(self) -> None:
-        """See `Output`."""
         if self._file is None:
             return
         self._file.close()
@@ -109,14 +105,13 @@ class Tars(Output):
 
     def _end_part(self) -> None:
         assert self._file is not None
-        assert self._journal is not None
         self._file.append(_END)
         self._file.append(b"\0" * (-self._file.size % tarfile.RECORDSIZE))
         self._file.sync()
         self._file.close()
         self._file = None
         self._part, self._items = self._part + 1, 0
-        self._journal.add((), (), {**self._state(), "bytes": 0})
+        self.journal.add((), (), {**self._state(), "bytes": 0})
         self._rename(self._part - 1)
         self._file = Appended(self._unfinished(self._part), 0)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from processors.fetch.blocking import BlockingFetcher
 from processors.fetch.fetching import FetchSettings
 from vlmserve.caption.inputs import Columns, InputFormat, Inputs, open_inputs
-from vlmserve.caption.item import Found, MediumItem, RequestItem, Unreadable
+from vlmserve.caption.item import Failed, Found, MediumItem, RequestItem
 
 FETCHER = BlockingFetcher(FetchSettings(allowed_local_media_path="/", max_bytes=100_000, max_video_bytes=200_000))
 
@@ -54,8 +54,8 @@ def requests(inputs: Inputs) -> list[RequestItem]:
     return found
 
 
-def unreadable(found: Iterator[Found] | Inputs) -> list[Unreadable]:
-    return [one for one in found if isinstance(one, Unreadable)]
+def unreadable(found: Iterator[Found] | Inputs) -> list[Failed]:
+    return [one for one in found if isinstance(one, Failed)]
 
 
 def total(inputs: Inputs) -> int | None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.vlmserve.caption.inputs.found import ids, media, opened, total, touch, unreadable
 from tests.vlmserve.warmup.media import png
-from vlmserve.caption.inputs import walking
+from vlmserve.caption.inputs import folders
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -43,6 +43,12 @@ def test_a_folder_is_searched_with_all_that_is_in_it(here):
 def test_ids_begin_as_the_word_does(here):
     assert ids(opened(here / "pics")) == [str(here / name) for name in ALL]
     assert ids(opened("pics/deep/", "pics/a.png")) == ["pics/deep/er/c.webp", "pics/deep/noname", "pics/a.png"]
+
+
+def test_a_folder_with_the_name_of_a_pattern(here):
+    touch(here / "set[1]/below/a.png", png(1))
+    (item,) = media(opened("set[1]")).values()
+    assert (item.id, str(item.root)) == ("set[1]/below/a.png", "set[1]")
 
 
 def test_words_that_overlap_bring_nothing_twice(here):
@@ -99,7 +105,7 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_rest_goes_on(here, monkeyp
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
-    monkeypatch.setattr(walking.os, "scandir", refuses)
+    monkeypatch.setattr(folders.os, "scandir", refuses)
     found = list(opened("pics"))
     assert [one.id for one in found] == ["pics/a.png", "pics/b.JPG", "pics/deep"]
     (one,) = unreadable(found)
@@ -131,7 +137,7 @@ class _Endless:
 def test_a_folder_without_end_is_pulled(here, monkeypatch, word):
     inputs = opened(word)
     endless = _Endless()
-    monkeypatch.setattr(walking.os, "scandir", lambda path: endless)
+    monkeypatch.setattr(folders.os, "scandir", lambda path: endless)
     assert [found.id for found in itertools.islice(inputs, 3)] == [f"pics/{number:09}.png" for number in (1, 2, 3)]
     endless.given = 0
     last = list(itertools.islice(inputs, 6000))[-1]

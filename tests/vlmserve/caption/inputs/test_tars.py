@@ -122,7 +122,7 @@ def test_cut_off_anywhere(here):
             *found, last = opened(name)
             assert (last.id, last.code) == (name, "cut_off"), length
             assert 0 <= length // 1536 - len(found) <= 1
-            assert last.message.startswith(f"cut off: {len(found)} whole samples were found, then ")
+            assert last.message.startswith(f"cut off after sample {len(found)}: ")
             assert all(one.id == f"{name}/{number}" for number, one in enumerate(found))
     touch(here / "c.tar", data[: used + 512])
     assert len(media(opened("c.tar"))) == 5
