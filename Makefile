@@ -56,7 +56,7 @@ test-gpu: setup-test
 	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 docs: setup
-	@$(BIN)/python -m vlmserve.config.flags_page > docs/flags.md.new
+	@$(BIN)/python -m docs.settings_pages > docs/flags.md.new
 	@mv docs/flags.md.new docs/flags.md
 
 clean:

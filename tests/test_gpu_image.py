@@ -20,7 +20,6 @@ ABSENT = {
     "openai",
     "prometheus_client",
     "pydantic",
-    "pydantic_settings",
     "python_multipart",
     "qwen_vl_utils",
     "ray",

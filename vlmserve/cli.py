@@ -15,20 +15,23 @@ from vlmserve_common.errors import VlmserveError
 from vlmserve_common.process.stop_signals import sigterm_exits
 
 USAGE_ERROR = 2
-# Commands whose flags, --help too, are their own: words -> module with a main(argv) that returns the exit status.
+# Commands whose flags, --help too, are their own: words -> what --help says of it, and the module with a main(argv)
+# that returns the exit status.
+_BENCHES = {
+    "caption": ("captions from files beside the engine alone", "vlmserve.bench.caption"),
+    "serve": ("throughput and latency of a served model", "vlmserve.bench.serve"),
+    "processors": ("throughput of picture and video files", "vlmserve.bench.processors"),
+    "vision": ("the vision encoder and its embedding cache", "vlmserve.bench.vision"),
+    "gpu": ("the engine on one GPU, beside transformers", "vlmserve.bench.gpu"),
+}
 _TOOLS = {
-    ("bench", "caption"): "vlmserve.bench.caption",
-    ("bench", "gpu"): "vlmserve.bench.gpu",
-    ("bench", "processors"): "vlmserve.bench.processors",
-    ("bench", "serve"): "vlmserve.bench.serve",
-    ("bench", "vision"): "vlmserve.bench.vision",
-    ("cache",): "vlmserve.cache.command",
-    ("caption",): "vlmserve.caption.command",
-    ("chat",): "vlmserve.chat.command",
-    ("demo",): "vlmserve.demo.command",
-    ("doctor",): "vlmserve.doctor.command",
-    ("verify",): "vlmserve.verify.command",
-    ("warmup",): "vlmserve.warmup.command",
+    "verify": ("compare a model's answers with those of transformers", "vlmserve.verify.command"),
+    "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.cache.command"),
+    "warmup": ("encode pictures and videos ahead of time", "vlmserve.warmup.command"),
+    "caption": ("caption pictures and videos by the million", "vlmserve.caption.command"),
+    "demo": ("a page to chat with a model", "vlmserve.demo.command"),
+    "chat": ("chat with a model in the terminal", "vlmserve.chat.command"),
+    "doctor": ("what this machine and installation have, and lack", "vlmserve.doctor.command"),
 }
 
 _EPILOG = """\
@@ -70,33 +73,18 @@ def build_parser() -> argparse.ArgumentParser:
         description=_SERVE_ABOUT,
         usage="%(prog)s [MODEL] [options]",
     )
-    _add_serve_arguments(serve)
+    serve.add_argument(
+        "model_argument",
+        metavar="MODEL",
+        nargs="?",
+        help="checkpoint folder, or a Hugging Face hub id; left out: a small built-in model",
+    )
+    add_settings(serve)
     bench = commands.add_parser("bench", help="measure a server", description="Benchmarks.")
     benches = bench.add_subparsers(dest="bench", metavar="BENCHMARK")
-    bench_caption = benches.add_parser("caption", help="captions from files beside the engine alone", add_help=False)
-    bench_caption.add_argument("rest", nargs=argparse.REMAINDER)
-    bench_serve = benches.add_parser("serve", help="throughput and latency of a served model", add_help=False)
-    bench_serve.add_argument("rest", nargs=argparse.REMAINDER)
-    bench_processors = benches.add_parser("processors", help="throughput of picture and video files", add_help=False)
-    bench_processors.add_argument("rest", nargs=argparse.REMAINDER)
-    bench_vision = benches.add_parser("vision", help="the vision encoder and its embedding cache", add_help=False)
-    bench_vision.add_argument("rest", nargs=argparse.REMAINDER)
-    bench_gpu = benches.add_parser("gpu", help="the engine on one GPU, beside transformers", add_help=False)
-    bench_gpu.add_argument("rest", nargs=argparse.REMAINDER)
-    verify = commands.add_parser("verify", help="compare a model's answers with those of transformers", add_help=False)
-    verify.add_argument("rest", nargs=argparse.REMAINDER)
-    cache = commands.add_parser("cache", help="look at the embedding cache on disk, and clear it", add_help=False)
-    cache.add_argument("rest", nargs=argparse.REMAINDER)
-    warmup = commands.add_parser("warmup", help="encode pictures and videos ahead of time", add_help=False)
-    warmup.add_argument("rest", nargs=argparse.REMAINDER)
-    caption = commands.add_parser("caption", help="caption pictures and videos by the million", add_help=False)
-    caption.add_argument("rest", nargs=argparse.REMAINDER)
-    demo = commands.add_parser("demo", help="a page to chat with a model", add_help=False)
-    demo.add_argument("rest", nargs=argparse.REMAINDER)
-    chat = commands.add_parser("chat", help="chat with a model in the terminal", add_help=False)
-    chat.add_argument("rest", nargs=argparse.REMAINDER)
-    doctor = commands.add_parser("doctor", help="what this machine and installation have, and lack", add_help=False)
-    doctor.add_argument("rest", nargs=argparse.REMAINDER)
+    for group, tools in ((benches, _BENCHES), (commands, _TOOLS)):
+        for name, (about, _) in tools.items():
+            group.add_parser(name, help=about, add_help=False)
     commands.add_parser("version", help="print the version")
     return parser
 
@@ -111,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    for name, module in _TOOLS.items():
-        if tuple(words[: len(name)]) == name:
-            return _run_tool(module, words[len(name) :])
+    tools, named = (_BENCHES, words[1:]) if words[:1] == ["bench"] else (_TOOLS, words)
+    if named and named[0] in tools:
+        return _run_tool(tools[named[0]][1], named[1:])
     parser = build_parser()
     args = parser.parse_args(["--help"] if words == ["help"] else words)
     if args.command is None:
@@ -124,16 +112,6 @@ def _main(words: list[str]) -> int:
         print(f"vlmserve {__version__}")
         return 0
     return _serve(args)
-
-
-def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model_argument",
-        metavar="MODEL",
-        nargs="?",
-        help="checkpoint folder, or a Hugging Face hub id; left out: a small built-in model",
-    )
-    add_settings(parser)
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from docs.settings_pages import make_page
 from tests.vlmserve.server_process import ROOT
-from vlmserve.config.flags_page import make_page
 
 
 def test_the_page_is_up_to_date() -> None:

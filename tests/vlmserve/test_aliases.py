@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.settings_pages import make_table
 from vlmserve import cli, launch
-from vlmserve.config.aliases import markdown_table
-from vlmserve.config.checks import SettingsError, flag
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.fields import flag
 from vlmserve.config.other_engines import ANY, BY_NAME, FOREIGN
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
@@ -200,4 +201,4 @@ def test_every_flag_of_the_table(name: str, launched: list[ServerSettings], caps
 
 
 def test_the_documentation_has_the_table() -> None:
-    assert markdown_table() in PAGE.read_text(encoding="utf-8")
+    assert make_table() in PAGE.read_text(encoding="utf-8")

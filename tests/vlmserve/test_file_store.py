@@ -14,7 +14,7 @@ import pytest
 from processors.fetch.byte_limit import ByteLimit
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
-from vlmserve import file_store
+from vlmserve.server import file_store
 from vlmserve.server.file_store import FileLimits, FileRecord, FileStore
 from vlmserve_common.errors import BadRequestError, EngineError
 

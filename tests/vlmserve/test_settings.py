@@ -106,7 +106,10 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be 'auto', 'float32', 'bfloat16' or 'float16'"),
         ({"chunked_prefill_size": "0"}, "--chunked-prefill-size is 0; it must be -1 (whole prompts), or a positive"),
         ({"chunked_prefill_size": "-2"}, "--chunked-prefill-size is -2; it must be -1"),
-        ({"chunked_prefill_size": "24"}, "it must be -1 (whole prompts), or a multiple of --page-size, which is 16"),
+        (
+            {"chunked_prefill_size": "24"},
+            "or a positive multiple of --page-size, which is 16",
+        ),
         ({"max_total_tokens": "8"}, "--max-total-tokens is 8; it must be at least two pages (--page-size is 16)"),
         ({"mem_fraction_static": "1.5"}, "--mem-fraction-static is 1.5; it must be above 0 and at most 1"),
         ({"mem_fraction_static": "nan"}, "--mem-fraction-static is nan; it must be above 0 and at most 1"),

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vlmserve.config.checks import SettingsError, flag
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser, add_settings
 from vlmserve.config.settings import ENV_PREFIX, iter_settings, load_settings
 

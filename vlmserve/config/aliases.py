@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vlmserve.config.checks import SettingsError, flag
-from vlmserve.config.other_engines import ANY, BY_NAME, FOREIGN, VALUES, ForeignSetting
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.other_engines import ANY, BY_NAME, VALUES, ForeignSetting
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -69,31 +68,6 @@ def usual_word(name: str, value: Any) -> Any:
     if not isinstance(value, str) or name not in VALUES:
         return value
     return VALUES[name].get(value.lower(), value.lower())
-
-
-def markdown_table() -> str:
-    """The table for people, as docs/flags-of-others.md has it."""
-    lines = ["| vLLM | SGLang | here |", "|---|---|---|"]
-    for setting in FOREIGN:
-        vllm, sglang = (", ".join(map(_as_flag, names)) for names in (setting.vllm, setting.sglang))
-        lines.append(f"| {vllm} | {sglang} | {_in_words(setting)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _as_flag(name: str) -> str:
-    return f"`-{name}`" if len(name) == 1 else f"`{flag(name)}`"
-
-
-def _in_words(setting: ForeignSetting) -> str:
-    answer = re.sub(r"--[a-z-]+( cuda:N| MODEL)?", r"`\g<0>`", setting.answer)
-    if setting.sets:
-        flags = ", ".join(map(_as_flag, setting.sets))
-        return flags + (", the other way round" if setting.negated else "") + (f" ({answer})" if answer else "")
-    if ANY in setting.fine:
-        return f"taken, without effect: {answer}"
-    fine = () if setting.switch else setting.fine
-    taken = f"{' or '.join(f'`{value}`' for value in fine)} is taken; else: " if fine else ""
-    return f"{taken}{answer}"
 
 
 def _on_or_off(value: Any, place: str) -> bool:

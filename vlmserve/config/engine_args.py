@@ -2,119 +2,159 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from vlmserve.config.fields import ABOVE_0, AT_LEAST_1, CACHE_SIZE, SECONDS, Allowed, settings_of
+
+_model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
+_memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))
 
 
-def _arg(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _are_devices(names: str) -> bool:
+    return all(re.fullmatch(r"cpu|cuda(:\d+)?", name) for name in names.split(","))
+
+
+_DEVICE = Allowed(
+    words="auto, cpu, cuda (a GPU) or cuda:N", holds=lambda name: re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
+)
+_DEVICES = Allowed(words="cpu, cuda or cuda:N, with commas between them", holds=_are_devices)
+_FRACTION = Allowed(words="above 0 and at most 1", holds=lambda value: 0 < value <= 1)
+_POSITIVE = Allowed(words="above 0", holds=lambda value: value > 0)
+_SEED = Allowed(words="between 0 and 2**63 - 1", holds=lambda value: 0 <= value < 2**63)
+_PROCESSES = Allowed(words="0 (threads do the work) or more", holds=lambda value: value >= 0)
+_ENCODERS = Allowed(words="0 (none beside the engine) or more", holds=lambda value: value >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """Everything the engine can be told. `vlmserve serve --help` shows the same texts."""
 
-    model: str = field(metadata={"help": "checkpoint folder, or a Hugging Face hub id"})
-    device: str = _arg("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _arg(
+    model: str = field(metadata={"help": "checkpoint folder, or a Hugging Face hub id", "group": "model"})
+    device: str = _model("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU", _DEVICE)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
         "auto", "compute type; auto is the checkpoint's own"
     )
-    max_model_len: int | None = _arg(None, "context length in tokens, prompt and answer together; default: the model's")
-    page_size: int = _arg(16, "KV cache slots in a page")
-    max_total_tokens: int | None = _arg(None, "KV cache slots in all; default: sized from --mem-fraction-static")
-    mem_fraction_static: float = _arg(
-        0.8,
-        "GPU: part of its memory for weights and KV cache; CPU: part of what the weights leave for the KV cache, "
-        "never more than --cpu-kv-cache-gib",
+    max_model_len: int | None = _model(
+        None, "context length in tokens, prompt and answer together; default: the model's", AT_LEAST_1
     )
-    cpu_kv_cache_gib: float = _arg(2.0, "upper limit of the KV cache on a CPU, in GiB")
-    chunked_prefill_size: int = _arg(2048, "prompt tokens computed in one step at the most; -1: whole prompts")
-    enable_mixed_chunk: bool = _arg(False, "let prompt chunks and decoding share a step")
-    max_running_requests: int = _arg(64, "requests computed together at the most")
-    max_prefill_tokens: int = _arg(8192, "prompt tokens admitted to one step at the most, over all requests")
-    max_queued_requests: int = _arg(1024, "waiting requests above which new ones are answered 429")
-    disable_radix_cache: bool = _arg(False, "do not reuse the KV cache of common prefixes")
-    schedule_policy: Literal["fcfs", "lpm"] = _arg(
-        "fcfs", "order of the waiting queue: first come, or longest prefix match"
+    num_threads: int | None = _model(None, "CPU threads of the model; default: all cores", AT_LEAST_1)
+    attention_backend: Literal["torch"] = _model("torch", "attention kernels")
+    sampling_defaults: Literal["model", "openai"] = _model(
+        "model", "sampling values a request leaves out: the checkpoint's generation_config.json, or OpenAI's"
     )
-    schedule_conservativeness: float = _arg(1.0, "above 1 admits fewer requests, below 1 more (and retracts more)")
-    attention_backend: Literal["torch"] = _arg("torch", "attention kernels")
-    encoder_cache_mib: int = _arg(
-        256, "memory for embeddings of pictures and videos, on the model's device: in use, in work or kept, in MiB"
-    )
-    encoder_host_cache_mib: int = _arg(
-        1024, "GPU: host memory for embeddings that the device's had no more room for, in MiB"
-    )
-    embedding_cache_dir: str | None = _arg(
-        None, "folder that keeps embeddings of pictures and videos for good, for any number of servers; default: none"
-    )
-    embedding_cache_gib: float = _arg(10.0, "limit of --embedding-cache-dir, in GiB")
-    encoder_dp_size: int = _arg(
-        0,
-        "vision encoder processes beside the engine, which share its pictures; 0: one for each of --encoder-devices, "
-        "and without these the engine encodes itself",
-    )
-    encoder_devices: str | None = _arg(
-        None,
-        "device of each encoder process, with commas between them (cuda:1,cuda:2), or one for all; default: cpu, or "
-        "the GPUs behind the model's in turn",
-    )
-    encoder_threads: int | None = _arg(
-        None, "CPU threads of each encoder process; default: an equal share of all cores"
-    )
-    encoder_timeout_s: float | None = _arg(
-        None,
-        "seconds after which an encoder process that is still at the same batch is taken to hang, and replaced; "
-        "default: 600 where all of them are on GPUs, else 3600",
-    )
-    encoder_max_patches: int | None = _arg(
-        None,
-        "vision patches encoded in one step at the most (one larger picture goes alone); default: 1024 on a CPU, "
-        "65536 on a GPU",
-    )
-    max_pixels: int | None = _arg(
+    max_pixels: int | None = _pictures(
         None,
         "largest area in pixels that a picture or a video's frame is resized to, whatever a request asks for; default: "
         "the checkpoint's own maximum",
+        AT_LEAST_1,
     )
-    low_detail_tokens: int = _arg(64, 'most tokens of a picture that is sent with detail "low"')
-    video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _arg(
+    low_detail_tokens: int = _pictures(64, 'most tokens of a picture that is sent with detail "low"', AT_LEAST_1)
+    max_queued_media: int = _pictures(
+        1024, "pictures and videos being fetched and processed above which requests are answered 429", AT_LEAST_1
+    )
+    max_mm_workers: int = _pictures(2, "threads that decode and resize media", AT_LEAST_1)
+    media_processes: int = _pictures(
+        0,
+        "processes that decode and resize media, so that a file which crashes a decoder harms its own request only; "
+        "0: threads of the API process do",
+        _PROCESSES,
+    )
+    enable_mm_embeds: bool = _pictures(
+        False, "take pictures as the vision tower's rows (image_embeds): only where all clients are trusted"
+    )
+    processor_cache_mib: int = _pictures(
+        128, "limit of the cache of decoded and resized pictures and videos, in MiB", CACHE_SIZE
+    )
+    encoder_dp_size: int = _encoder(
+        0,
+        "vision encoder processes beside the engine, which share its pictures; 0: one for each of --encoder-devices, "
+        "and without these the engine encodes itself",
+        _ENCODERS,
+    )
+    encoder_devices: str | None = _encoder(
+        None,
+        "device of each encoder process, with commas between them (cuda:1,cuda:2), or one for all; default: cpu, or "
+        "the GPUs behind the model's in turn",
+        _DEVICES,
+    )
+    encoder_threads: int | None = _encoder(
+        None, "CPU threads of each encoder process; default: an equal share of all cores", AT_LEAST_1
+    )
+    encoder_timeout_s: float | None = _encoder(
+        None,
+        "seconds after which an encoder process that is still at the same batch is taken to hang, and replaced; "
+        "default: 600 where all of them are on GPUs, else 3600",
+        SECONDS,
+    )
+    encoder_max_patches: int | None = _encoder(
+        None,
+        "vision patches encoded in one step at the most (one larger picture goes alone); default: 1024 on a CPU, "
+        "65536 on a GPU",
+        AT_LEAST_1,
+    )
+    encoder_cache_mib: int = _encoder(
+        256,
+        "memory for embeddings of pictures and videos, on the model's device: in use, in work or kept, in MiB",
+        CACHE_SIZE,
+    )
+    encoder_host_cache_mib: int = _encoder(
+        1024, "GPU: host memory for embeddings that the device's had no more room for, in MiB", CACHE_SIZE
+    )
+    embedding_cache_dir: str | None = _encoder(
+        None, "folder that keeps embeddings of pictures and videos for good, for any number of servers; default: none"
+    )
+    embedding_cache_gib: float = _encoder(10.0, "limit of --embedding-cache-dir, in GiB", ABOVE_0)
+    max_video_frames: int = _videos(768, "most frames taken of one video", AT_LEAST_1)
+    video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _videos(
         "transformers",
         "whose rule chooses a video's frames and their size: the checkpoint's transformers processor, qwen_vl_utils, "
         "or frames at whole multiples of 1/fps seconds, which overlapping parts of a file have in common",
     )
-    video_fps: float | None = _arg(
-        None, "frames a second taken of a video where the request does not say; default: the checkpoint's, else 2"
+    video_fps: float | None = _videos(
+        None,
+        "frames a second taken of a video where the request does not say; default: the checkpoint's, else 2",
+        ABOVE_0,
     )
-    video_frame_cap: bool = _arg(
+    video_frame_cap: bool = _videos(
         False,
         "with --video-sampling transformers: cap each frame's pixels as qwen_vl_utils does (cap_pixels_per_frame)",
     )
-    video_reference: Literal["published", "transformers"] = _arg(
+    video_reference: Literal["published", "transformers"] = _videos(
         "published",
         "where they disagree on a video's place in the prompt: the published code of the models, or transformers 5.10 "
         "and later (Qwen3-VL: outer vision markers stay; Qwen2-VL, Qwen2.5-VL: text after a video ignores its time)",
     )
-    max_video_frames: int = _arg(768, "most frames taken of one video")
-    max_queued_media: int = _arg(
-        1024, "pictures and videos being fetched and processed above which requests are answered 429"
+    mem_fraction_static: float = _memory(
+        0.8,
+        "GPU: part of its memory for weights and KV cache; CPU: part of what the weights leave for the KV cache, "
+        "never more than --cpu-kv-cache-gib",
+        _FRACTION,
     )
-    processor_cache_mib: int = _arg(128, "limit of the cache of decoded and resized pictures and videos, in MiB")
-    max_mm_workers: int = _arg(2, "threads that decode and resize media")
-    media_processes: int = _arg(
-        0,
-        "processes that decode and resize media, so that a file which crashes a decoder harms its own request only; "
-        "0: threads of the API process do",
+    cpu_kv_cache_gib: float = _memory(2.0, "upper limit of the KV cache on a CPU, in GiB", ABOVE_0)
+    max_total_tokens: int | None = _memory(
+        None, "KV cache slots in all; default: sized from --mem-fraction-static", AT_LEAST_1
     )
-    enable_mm_embeds: bool = _arg(
-        False, "take pictures as the vision tower's rows (image_embeds): only where all clients are trusted"
+    page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
+    disable_radix_cache: bool = _memory(False, "do not reuse the KV cache of common prefixes")
+    max_running_requests: int = _scheduling(64, "requests computed together at the most", AT_LEAST_1)
+    max_queued_requests: int = _scheduling(1024, "waiting requests above which new ones are answered 429", AT_LEAST_1)
+    schedule_policy: Literal["fcfs", "lpm"] = _scheduling(
+        "fcfs", "order of the waiting queue: first come, or longest prefix match"
     )
-    num_threads: int | None = _arg(None, "CPU threads of the model; default: all cores")
-    random_seed: int = _arg(0, "seed of requests that bring none (offline LLM only; the server draws one each)")
-    sampling_defaults: Literal["model", "openai"] = _arg(
-        "model", "sampling values a request leaves out: the checkpoint's generation_config.json, or OpenAI's"
+    chunked_prefill_size: int = _scheduling(2048, "prompt tokens computed in one step at the most; -1: whole prompts")
+    enable_mixed_chunk: bool = _scheduling(False, "let prompt chunks and decoding share a step")
+    max_prefill_tokens: int = _scheduling(
+        8192, "prompt tokens admitted to one step at the most, over all requests", AT_LEAST_1
     )
-    check_pools_when_idle: bool = _arg(True, "when idle, check that every KV slot and request row is accounted for")
+    schedule_conservativeness: float = _scheduling(
+        1.0, "above 1 admits fewer requests, below 1 more (and retracts more)", _POSITIVE
+    )
+    random_seed: int = _other(
+        0, "seed of requests that bring none (offline LLM only; the server draws one each)", _SEED
+    )
+    check_pools_when_idle: bool = _other(True, "when idle, check that every KV slot and request row is accounted for")
 
     @property
     def num_encoders(self) -> int:

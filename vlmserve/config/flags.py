@@ -7,7 +7,8 @@ import typing
 from collections.abc import Collection, Iterator, Sequence
 
 from vlmserve.config.aliases import our_settings
-from vlmserve.config.checks import SettingsError, flag
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.fields import flag
 from vlmserve.config.other_engines import FOREIGN, ForeignSetting
 from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
 from vlmserve.config.spelling import did_you_mean

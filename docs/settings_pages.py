@@ -1,14 +1,16 @@
-"""docs/flags.md, made of the settings themselves: python -m vlmserve.config.flags_page > docs/flags.md"""
+"""Makes docs/flags.md (python -m docs.settings_pages > docs/flags.md) and the table of docs/flags-of-others.md."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import typing
 from collections.abc import Iterator
 
-from vlmserve.config.checks import flag
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.fields import flag
+from vlmserve.config.other_engines import ANY, FOREIGN, ForeignSetting
 from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
 
 _HEAD = """\
@@ -64,6 +66,31 @@ def _default(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"`{value}`"
+
+
+def make_table() -> str:
+    """The table for people, as docs/flags-of-others.md has it."""
+    lines = ["| vLLM | SGLang | here |", "|---|---|---|"]
+    for setting in FOREIGN:
+        vllm, sglang = (", ".join(map(_as_flag, names)) for names in (setting.vllm, setting.sglang))
+        lines.append(f"| {vllm} | {sglang} | {_in_words(setting)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _as_flag(name: str) -> str:
+    return f"`-{name}`" if len(name) == 1 else f"`{flag(name)}`"
+
+
+def _in_words(setting: ForeignSetting) -> str:
+    answer = re.sub(r"--[a-z-]+( cuda:N| MODEL)?", r"`\g<0>`", setting.answer)
+    if setting.sets:
+        flags = ", ".join(map(_as_flag, setting.sets))
+        return flags + (", the other way round" if setting.negated else "") + (f" ({answer})" if answer else "")
+    if ANY in setting.fine:
+        return f"taken, without effect: {answer}"
+    fine = () if setting.switch else setting.fine
+    taken = f"{' or '.join(f'`{value}`' for value in fine)} is taken; else: " if fine else ""
+    return f"{taken}{answer}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""How a setting is declared: a dataclass field that knows its help text, its group in --help, and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MOST_SECONDS = 2_000_000
+"""Of a setting that is waited for, 23 days: the system's calls take milliseconds in 32 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """Values that a setting may have, besides None where that is the default. words: the end of "it must be ..."."""
+
+    words: str
+    holds: Callable[[Any], object]
+
+
+AT_LEAST_0 = Allowed(words="0 or more", holds=lambda value: value >= 0)
+AT_LEAST_1 = Allowed(words="1 or more", holds=lambda value: value >= 1)
+CACHE_SIZE = Allowed(words="0 (no cache) or more", holds=lambda value: value >= 0)
+ABOVE_0 = Allowed(words="above 0, and finite", holds=lambda value: 0 < value < math.inf)
+SECONDS = Allowed(words=f"above 0 and at most {MOST_SECONDS}", holds=lambda value: 0 < value <= MOST_SECONDS)
+
+
+def settings_of(group: str) -> Callable[..., Any]:
+    """What declares the settings of a group: ``memory(16, "KV cache slots in a page", AT_LEAST_1)``."""
+
+    def declare(default: Any, help: str, allowed: Allowed | None = None) -> Any:
+        return dataclasses.field(default=default, metadata={"help": help, "group": group, "allowed": allowed})
+
+    return declare
+
+
+def flag(name: str) -> str:
+    """The command line's name of a setting: ``page_size`` -> ``--page-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def problem(values: object, name: str, allowed: str) -> str:
+    """A sentence on a setting that is not as it must be."""
+    return f"{flag(name)} is {getattr(values, name)!r}; it must be {allowed}"
+
+
+def range_problems(values: Any) -> list[str]:
+    """Which settings of a dataclass have values that are not allowed, a sentence each. Types are taken as checked."""
+    problems = []
+    for field in dataclasses.fields(values):
+        value, allowed = getattr(values, field.name), field.metadata.get("allowed")
+        if allowed is not None and value is not None and not allowed.holds(value):
+            problems.append(problem(values, field.name, allowed.words + (", or left out" * (field.default is None))))
+    return problems
