@@ -27,7 +27,7 @@ PARTS = {
 def _texts() -> tuple[str, ...]:
     """All texts of the code, with ... for what is put into them."""
     found = []
-    for package in ("vlmserve", "vision", "processors", "vlmserve_common"):
+    for package in ("vlmserve", "vlmserve_common", "processors", "vision"):
         for file in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):
