@@ -16,14 +16,18 @@ from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
 _HEAD = """\
 # Settings
 
-All of `vlmserve serve`, group by group. `make docs` makes this page of the settings themselves; a test tells when it is
-out of date.
+All settings of `vlmserve serve`. `make docs` makes this page from the settings themselves, and a test checks it.
 
-Each is a flag, an environment variable and a key of the YAML file that `--config` (or `VLMSERVE_CONFIG`) names; the
-flag wins over the variable, the variable over the file, the file over the default. A key of the file is the flag
-without its two dashes (`page-size: 16`). What is on or off is a flag without a value, with a `--no-` form
-(`--no-access-log`), and a variable of 1 or 0. Presets lie in `configs/`. Those with a "yes" are arguments of
-`LLM(...)`, too, with underscores (`page_size=16`): [llm.md](llm.md#settings).
+Each setting is a flag, an environment variable, and a key of the YAML file that `--config` (or `VLMSERVE_CONFIG`)
+names. The flag wins over the variable, the variable over the file, the file over the default.
+
+- A key of the file is the flag without its two dashes: `page-size: 16`.
+- A setting that is on or off is a flag without a value. It has a `--no-` form (`--no-access-log`), and a variable of 1
+  or 0.
+- A setting with a "yes" is also an argument of `LLM(...)`, with underscores (`page_size=16`):
+  [llm.md](llm.md#settings).
+
+`configs/` has presets.
 """
 _OFFLINE = {field.name for field in dataclasses.fields(EngineArgs)} | {
     "max_images_per_request",
@@ -41,7 +45,7 @@ def _lines() -> Iterator[str]:
     yield _HEAD.rstrip()
     for group, settings in itertools.groupby(iter_settings(), key=lambda setting: setting.group):
         yield from ("", f"## {group[0].upper()}{group[1:]}", "")
-        yield from ("| Flag | Variable | Type | Default | `LLM` | |", "|---|---|---|---|---|---|")
+        yield from ("| Flag | Variable | Type | Default | `LLM` | Meaning |", "|---|---|---|---|---|---|")
         yield from map(_row, settings)
 
 

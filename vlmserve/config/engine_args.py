@@ -37,22 +37,24 @@ class EngineArgs:
         "auto", "compute type; auto is the checkpoint's own"
     )
     max_model_len: int | None = _model(
-        None, "context length in tokens, prompt and answer together; default: the model's", AT_LEAST_1
+        None, "context length in tokens: prompt and answer together; default: the model's", AT_LEAST_1
     )
     num_threads: int | None = _model(None, "CPU threads of the model; default: all cores", AT_LEAST_1)
     attention_backend: Literal["torch"] = _model("torch", "attention kernels")
     sampling_defaults: Literal["model", "openai"] = _model(
-        "model", "sampling values a request leaves out: the checkpoint's generation_config.json, or OpenAI's"
+        "model",
+        "where sampling values come from that a request leaves out: generation_config.json, or OpenAI's defaults",
     )
     max_pixels: int | None = _pictures(
         None,
-        "largest area in pixels that a picture or a video's frame is resized to, whatever a request asks for; default: "
-        "the checkpoint's own maximum",
+        "largest area, in pixels, of a resized picture or frame; default: the checkpoint's own",
         AT_LEAST_1,
     )
-    low_detail_tokens: int = _pictures(64, 'most tokens of a picture that is sent with detail "low"', AT_LEAST_1)
+    low_detail_tokens: int = _pictures(64, 'most tokens of a picture with detail "low"', AT_LEAST_1)
     max_queued_media: int = _pictures(
-        1024, "pictures and videos being fetched and processed above which requests are answered 429", AT_LEAST_1
+        1024,
+        "most pictures and videos that may be fetched and processed at a time; beyond that requests are answered 429",
+        AT_LEAST_1,
     )
     max_mm_workers: int = _pictures(2, "threads that decode and resize media where no processes do", AT_LEAST_1)
     media_processes: int = _pictures(
@@ -62,21 +64,17 @@ class EngineArgs:
         _PROCESSES,
     )
     enable_mm_embeds: bool = _pictures(
-        False, "take pictures as the vision tower's rows (image_embeds): only where all clients are trusted"
+        False, "take embeddings in place of pictures (image_embeds); only where you trust all clients"
     )
-    processor_cache_mib: int = _pictures(
-        128, "limit of the cache of decoded and resized pictures and videos, in MiB", CACHE_SIZE
-    )
+    processor_cache_mib: int = _pictures(128, "cache of resized pictures and videos, in MiB", CACHE_SIZE)
     encoder_dp_size: int = _encoder(
         0,
-        "vision encoder processes beside the engine, which share its pictures; 0: one for each of --encoder-devices, "
-        "and without these the engine encodes itself",
+        "vision encoder processes; 0: one for each of --encoder-devices, or none: the engine encodes",
         _ENCODERS,
     )
     encoder_devices: str | None = _encoder(
         None,
-        "device of each encoder process, with commas between them (cuda:1,cuda:2), or one for all; default: cpu, or "
-        "the GPUs behind the model's in turn",
+        "devices of the encoder processes (cuda:1,cuda:2), or one for all; default: cpu, or the GPUs after the model's",
         _DEVICES,
     )
     encoder_threads: int | None = _encoder(
@@ -84,75 +82,77 @@ class EngineArgs:
     )
     encoder_timeout_s: float | None = _encoder(
         None,
-        "seconds after which an encoder process that is still at the same batch is taken to hang, and replaced; "
-        "default: 600 where all of them are on GPUs, else 3600",
+        "seconds for one batch, after which an encoder process is replaced; default: 600 if all are on GPUs, else 3600",
         SECONDS,
     )
     encoder_max_patches: int | None = _encoder(
         None,
-        "vision patches encoded in one step at the most (one larger picture goes alone); default: 1024 on a CPU, "
-        "65536 on a GPU",
+        "most vision patches in one step; a larger picture goes alone; default: 1024 on a CPU, 65536 on a GPU",
         AT_LEAST_1,
     )
     encoder_cache_mib: int = _encoder(
         256,
-        "memory for embeddings of pictures and videos, on the model's device: in use, in work or kept, in MiB",
+        "memory for embeddings on the model's device, in MiB",
         CACHE_SIZE,
     )
     encoder_host_cache_mib: int = _encoder(
-        1024, "GPU: host memory for embeddings that the device's had no more room for, in MiB", CACHE_SIZE
+        1024, "GPU: host memory for embeddings that the device has no room for, in MiB", CACHE_SIZE
     )
     embedding_cache_dir: str | None = _encoder(
-        None, "folder that keeps embeddings of pictures and videos for good, for any number of servers; default: none"
+        None, "folder that keeps embeddings across restarts; several servers may share it; default: none"
     )
     embedding_cache_gib: float = _encoder(10.0, "limit of --embedding-cache-dir, in GiB", ABOVE_0)
-    max_video_frames: int = _videos(768, "most frames taken of one video", AT_LEAST_1)
+    max_video_frames: int = _videos(768, "most frames used of one video", AT_LEAST_1)
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _videos(
         "transformers",
-        "whose rule chooses a video's frames and their size: the checkpoint's transformers processor, qwen_vl_utils, "
-        "or frames at whole multiples of 1/fps seconds, which overlapping parts of a file have in common",
+        "whose rule chooses frames and their size: the checkpoint's processor in transformers, qwen_vl_utils, or a "
+        "grid of 1/fps seconds that overlapping parts of a file share",
     )
     video_fps: float | None = _videos(
         None,
-        "frames a second taken of a video where the request does not say; default: the checkpoint's, else 2",
+        "frames a second used of a video, unless the request says; default: the checkpoint's, else 2",
         ABOVE_0,
     )
     video_frame_cap: bool = _videos(
         False,
-        "with --video-sampling transformers: cap each frame's pixels as qwen_vl_utils does (cap_pixels_per_frame)",
+        "with --video-sampling transformers: limit each frame's pixels as qwen_vl_utils does (cap_pixels_per_frame)",
     )
     video_reference: Literal["published", "transformers"] = _videos(
         "published",
-        "where they disagree on a video's place in the prompt: the published code of the models, or transformers 5.10 "
-        "and later (Qwen3-VL: outer vision markers stay; Qwen2-VL, Qwen2.5-VL: text after a video ignores its time)",
+        "how a video stands in the prompt: as in the models' published code, or as in transformers 5.10 and later "
+        "(Qwen3-VL keeps the outer vision markers; in Qwen2-VL and Qwen2.5-VL, text after a video ignores its time)",
     )
     mem_fraction_static: float = _memory(
         0.8,
-        "GPU: part of its memory for weights and KV cache; CPU: part of what the weights leave for the KV cache, "
-        "never more than --cpu-kv-cache-gib",
+        "GPU: part of its memory for weights and KV cache; CPU: part of the memory that weights leave, for the KV "
+        "cache, at most --cpu-kv-cache-gib",
         _FRACTION,
     )
     cpu_kv_cache_gib: float = _memory(2.0, "upper limit of the KV cache on a CPU, in GiB", ABOVE_0)
     max_total_tokens: int | None = _memory(
-        None, "KV cache slots in all; default: sized from --mem-fraction-static", AT_LEAST_1
+        None, "KV cache slots in all; default: from --mem-fraction-static", AT_LEAST_1
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
-    disable_radix_cache: bool = _memory(False, "do not reuse the KV cache of common prefixes")
-    max_running_requests: int = _scheduling(64, "requests computed together at the most", AT_LEAST_1)
-    max_queued_requests: int = _scheduling(1024, "waiting requests above which new ones are answered 429", AT_LEAST_1)
+    disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")
+    max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
+    max_queued_requests: int = _scheduling(
+        1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1
+    )
     schedule_policy: Literal["fcfs", "lpm"] = _scheduling(
         "fcfs", "order of the waiting queue: first come, or longest prefix match"
     )
-    chunked_prefill_size: int = _scheduling(2048, "prompt tokens computed in one step at the most; -1: whole prompts")
+    chunked_prefill_size: int = _scheduling(
+        2048, "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts"
+    )
     enable_mixed_chunk: bool = _scheduling(False, "let prompt chunks and decoding share a step")
     max_prefill_tokens: int = _scheduling(
-        8192, "prompt tokens admitted to one step at the most, over all requests", AT_LEAST_1
+        8192, "most prompt tokens in one step, also with --chunked-prefill-size -1", AT_LEAST_1
     )
     schedule_conservativeness: float = _scheduling(
-        1.0, "above 1 admits fewer requests, below 1 more (and retracts more)", _POSITIVE
+        1.0, "above 1: admit fewer requests; below 1: admit more, and take more back", _POSITIVE
     )
     random_seed: int = _other(
-        0, "seed of requests that bring none (offline LLM only; the server draws one each)", _SEED
+        0, "LLM only: seed of the first request without one; the server draws a seed for each", _SEED
     )
     check_pools_when_idle: bool = _other(True, "when idle, check that every KV slot and request row is accounted for")
 

@@ -75,68 +75,65 @@ class ServerSettings:
     """What the served form can be told, besides the engine's own settings."""
 
     engine: EngineArgs
-    host: str = _http("127.0.0.1", "address to listen on; 0.0.0.0 for all (then set --api-key)")
+    host: str = _http("127.0.0.1", "address to listen on; 0.0.0.0 for all: then set --api-key")
     port: int = _http(8000, "port to listen on; 0 lets the system choose", _PORT)
     port_file: str | None = _http(None, "file that the port is written to once the server answers")
-    served_model_name: str | None = _http(None, "model name of the API; default: MODEL as given")
+    served_model_name: str | None = _http(None, "the model's name in the API; default: MODEL as given")
     api_key: str | None = _http(
-        None, "clients must send 'Authorization: Bearer KEY'; better set by its variable than by the flag", _KEY
+        None,
+        "key that clients must send (Authorization: Bearer KEY); set it by its variable, which others cannot read",
+        _KEY,
     )
     max_body_mib: float = _http(64.0, "largest request body, in MiB (inline pictures included)", ABOVE_0)
     body_timeout_s: float = _http(
-        60.0, "seconds after which a request is dropped of whose body (an upload's, too) nothing more comes", SECONDS
+        60.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _http("info", "least severity logged")
+    log_level: Literal["debug", "info", "warning", "error"] = _http("info", "log messages of this severity and above")
     access_log: bool = _http(
-        False, "log a line for every HTTP request: client, method, path, status, duration and X-Request-Id"
+        False, "log a line for each HTTP request: client, method, path, status, duration, X-Request-Id"
     )
     startup_timeout_s: float = _http(
         1800.0,
-        "seconds that loading the model, its encoder processes included, or starting another process may take",
+        "seconds that loading the model, or starting a process, may take",
         SECONDS,
     )
-    shutdown_timeout_s: float = _http(
-        30.0, "seconds that running requests get to finish when the server is stopped", _PATIENCE
-    )
+    shutdown_timeout_s: float = _http(30.0, "seconds that running requests get when the server is stopped", _PATIENCE)
     max_images_per_request: int = _pictures(64, "most pictures in one request", AT_LEAST_0)
-    max_image_pixels: int = _pictures(
-        64_000_000, "largest picture, in pixels; larger ones are refused before decoding", AT_LEAST_1
-    )
+    max_image_pixels: int = _pictures(64_000_000, "largest picture, in pixels; checked before decoding", AT_LEAST_1)
     max_image_decode_s: float = _pictures(
         10.0,
         "with --media-processes, seconds after which the process that decodes and resizes a picture is ended",
         SECONDS,
     )
     media_max_bytes: int = _pictures(64 * 2**20, "largest picture file, in bytes", AT_LEAST_1)
-    media_timeout_s: float = _pictures(20.0, "seconds that fetching one picture may take, redirects included", SECONDS)
-    media_max_redirects: int = _pictures(3, "redirects followed when fetching a picture", AT_LEAST_0)
+    media_timeout_s: float = _pictures(20.0, "seconds for fetching one picture or video, redirects included", SECONDS)
+    media_max_redirects: int = _pictures(3, "most redirects of one fetch", AT_LEAST_0)
     allow_private_media: bool = _pictures(
-        False, "fetch pictures from loopback, private and link-local addresses too: only where all clients are trusted"
+        False, "fetch from loopback, private and link-local addresses, too; only where you trust all clients"
     )
     allowed_media_domains: str | None = _pictures(
         None,
-        "the only hosts that media are fetched from, with commas between them; .example.com stands for all below it; "
-        "default: any",
+        "the only hosts to fetch from, with commas between them; .example.com means all below it; default: any",
         _DOMAINS,
     )
     allowed_local_media_path: str | None = _pictures(
-        None, "folder that file: URLs may read from; default: file: URLs are refused", _FOLDER
+        None, "folder that file: URLs may read; default: file: URLs are refused", _FOLDER
     )
     max_videos_per_request: int = _videos(8, "most videos in one request", AT_LEAST_0)
     max_video_bytes: int = _videos(256 * 2**20, "largest video file, in bytes", AT_LEAST_1)
     max_video_duration_s: float = _videos(7200.0, "longest video, in seconds", SECONDS)
-    max_video_decode_s: float = _videos(300.0, "seconds that decoding one video may take", SECONDS)
+    max_video_decode_s: float = _videos(300.0, "seconds for decoding one video", SECONDS)
     max_video_frame_pixels: int = _videos(4096 * 4096, "largest frame of a video file, in pixels", AT_LEAST_1)
     file_store_dir: str | None = _files(
         None,
-        "folder that keeps uploaded files across restarts; default: a private one that goes with the server",
+        "folder that keeps uploaded files across restarts; default: a private one, removed with the server",
         _WRITABLE,
     )
     max_file_bytes: int = _files(256 * 2**20, "largest uploaded file, in bytes", AT_LEAST_1)
     max_file_store_bytes: int = _files(2**30, "all uploaded files together, in bytes", AT_LEAST_1)
     max_files: int = _files(1000, "most uploaded files; 0 takes none", AT_LEAST_0)
     file_expire_after_s: float | None = _files(
-        None, "seconds after which an uploaded file is deleted if its upload does not say; default: never", ABOVE_0
+        None, "seconds after which uploaded files are deleted, unless the upload says; default: never", ABOVE_0
     )
 
 
