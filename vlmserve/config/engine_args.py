@@ -69,7 +69,7 @@ class EngineArgs:
     processor_cache_mib: int = _pictures(128, "cache of resized pictures and videos, in MiB", CACHE_SIZE)
     encoder_dp_size: int = _encoder(
         0,
-        "vision encoder processes; 0: one for each of --encoder-devices, or none: the engine encodes",
+        "vision encoder processes; 0: one for each of --encoder-devices; without these none, and the engine encodes",
         _ENCODERS,
     )
     encoder_devices: str | None = _encoder(
@@ -124,8 +124,8 @@ class EngineArgs:
     )
     mem_fraction_static: float = _memory(
         0.8,
-        "GPU: part of its memory for weights and KV cache; CPU: part of the memory that weights leave, for the KV "
-        "cache, at most --cpu-kv-cache-gib",
+        "GPU: fraction of its memory for weights and KV cache; CPU: fraction of the memory that weights leave, for the "
+        "KV cache, at most --cpu-kv-cache-gib",
         _FRACTION,
     )
     cpu_kv_cache_gib: float = _memory(2.0, "upper limit of the KV cache on a CPU, in GiB", ABOVE_0)

@@ -102,7 +102,7 @@ class ServerSettings:
     max_image_pixels: int = _pictures(64_000_000, "largest picture, in pixels; checked before decoding", AT_LEAST_1)
     max_image_decode_s: float = _pictures(
         10.0,
-        "with --media-processes, seconds after which the process that decodes and resizes a picture is ended",
+        "seconds for decoding and resizing one picture; kept by --media-processes, not by threads",
         SECONDS,
     )
     media_max_bytes: int = _pictures(64 * 2**20, "largest picture file, in bytes", AT_LEAST_1)
@@ -122,7 +122,7 @@ class ServerSettings:
     max_videos_per_request: int = _videos(8, "most videos in one request", AT_LEAST_0)
     max_video_bytes: int = _videos(256 * 2**20, "largest video file, in bytes", AT_LEAST_1)
     max_video_duration_s: float = _videos(7200.0, "longest video, in seconds", SECONDS)
-    max_video_decode_s: float = _videos(300.0, "seconds for decoding one video", SECONDS)
+    max_video_decode_s: float = _videos(300.0, "seconds for decoding one video, or one list of frames", SECONDS)
     max_video_frame_pixels: int = _videos(4096 * 4096, "largest frame of a video file, in pixels", AT_LEAST_1)
     file_store_dir: str | None = _files(
         None,
