@@ -19,7 +19,11 @@ PARTS = {
         "the ... process",
         "... was killed by ...",
         "... while starting",
-    )
+    ),
+    "the template ... needs what is not there: ...; its fields: ...": (
+        "the template ...",
+        "needs what is not there: ...; its fields: ...",
+    ),
 }
 
 
