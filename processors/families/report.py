@@ -63,7 +63,8 @@ class MediumReport:
     def as_json(self) -> dict[str, Any]:
         """The report as the API gives it."""
         return {
-            **asdict(self),
+            # tuples as lists, which JSON would make of them, too
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()},
             "source_size": _size(self.source_size),
             "final_size": _size(self.final_size),
             "scale": dict(zip("xy", self.scale, strict=True)),
