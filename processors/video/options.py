@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from processors.knobs import LARGEST, check_count, check_number, check_pair, check_ranges, laid_over, named
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from processors.resize import PatchConfig  # which needs torch
 
 Sampling = Literal["transformers", "qwen-vl-utils", "time-grid"]
 Reference = Literal["published", "transformers"]
@@ -112,6 +115,32 @@ class VideoKnobs:
     def given(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of the fields that are given, as the request calls them."""
         return tuple(map(self.word, named(self, names)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleSettings:
+    """What rules are made from. max_frames: the server's limit. max_pixels: of a resized frame; None: the checkpoint's.
+
+    fps, cap_pixels_per_frame: the server's, None for the checkpoint's.
+    """
+
+    config: VideoConfig
+    patches: PatchConfig
+    fps: float | None
+    cap_pixels_per_frame: bool | None
+    max_frames: int
+    max_pixels: int | None
+
+    @property
+    def default_fps(self) -> float:
+        """Frames a second where a request does not say."""
+        return self.fps or self.config.fps or 2.0
+
+    @property
+    def capped(self) -> bool:
+        """Whether cap_pixels_per_frame is on where a request does not say."""
+        server = self.cap_pixels_per_frame
+        return bool(self.config.cap_pixels_per_frame if server is None else server)
 
 
 # Beyond these, times and positions that are counted from it leave what integers and texts can hold.

@@ -11,9 +11,8 @@ from processors.families.base import ProcessorLimits
 from processors.image.sizes import ImageSizes
 from processors.knobs import Clamp, ImageKnobs, laid_over
 from processors.video.frame_sizes import limit_areas
-from processors.video.options import VideoConfig, VideoDefaults, VideoKnobs, video_knobs_over
+from processors.video.options import RuleSettings, VideoConfig, VideoDefaults, VideoKnobs, video_knobs_over
 from processors.video.rules import (
-    RuleSettings,
     qwen2_rules,
     qwen3_rules,
     qwen_vl_utils_rules,
