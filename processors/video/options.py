@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from processors.knobs import LARGEST, check_count, check_number, check_pair, check_ranges, laid_over, named
+from processors.knobs import LARGEST, check_consistent, check_count, check_number, named
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import BadRequestError
 
@@ -145,13 +145,6 @@ class RuleSettings:
 
 # Beyond these, times and positions that are counted from it leave what integers and texts can hold.
 _LEAST_FPS, _MOST_FPS = 1e-5, 1e5
-_SAMPLING = frozenset(("fps", "num_frames", "count_word", "do_sample_frames"))
-_RANGES = (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels"))
-
-
-def video_knobs_over(knobs: VideoKnobs, base: VideoKnobs) -> VideoKnobs:
-    """`knobs`, and `base` where it is silent and does not contradict."""
-    return laid_over(knobs, base, ranges=_RANGES, exclusive=_SAMPLING)
 
 
 def check_knobs(knobs: VideoKnobs) -> None:
@@ -166,5 +159,4 @@ def check_knobs(knobs: VideoKnobs) -> None:
         check_number(name, getattr(knobs, name), "a number of seconds", least=0, most=LARGEST)
     if knobs.fps is not None and knobs.num_frames is not None:
         raise BadRequestError(f"fps and {num_frames} exclude each other", code="invalid_value")
-    check_pair(knobs, "resized_height", "resized_width")
-    check_ranges(knobs, _RANGES)
+    check_consistent(knobs)
