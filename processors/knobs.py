@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 _CODE = "invalid_value"
 LARGEST = 2**53
 """Above it JSON readers disagree about whole numbers."""
+_RANGES = (
+    ("min_frames", "max_frames"),
+    ("min_pixels", "max_pixels"),
+    ("min_pixels", "total_pixels"),
+    ("shortest_edge", "longest_edge"),
+)
+"""Knobs of which the first must not exceed the second."""
+_SAMPLING = frozenset(("fps", "num_frames", "count_word", "do_sample_frames"))
+"""Ways to choose frames, which stand for each other."""
 AREAS = ("min_pixels", "max_pixels", "total_pixels")
 """Knobs in whose place a size stands, where one is given (`resized_height`, `resized_width`)."""
 _Knobs = TypeVar("_Knobs", bound="DataclassInstance")
@@ -58,8 +67,7 @@ def check_image_knobs(knobs: ImageKnobs) -> None:
     """Raises BadRequestError naming the first value that no picture can be processed with."""
     for field in fields(knobs):
         check_count(field.name, getattr(knobs, field.name))
-    check_pair(knobs, "resized_height", "resized_width")
-    check_ranges(knobs, (("min_pixels", "max_pixels"),))
+    check_consistent(knobs)
 
 
 def check_count(name: str, value: object) -> None:
@@ -84,38 +92,27 @@ def areas_without_effect(knobs: object) -> tuple[str, ...]:
     return named(knobs, AREAS) if named(knobs, ("resized_height", "resized_width")) else ()
 
 
-def check_pair(knobs: object, first: str, second: str) -> None:
-    """Raises BadRequestError when only one of two fields is given."""
-    if (getattr(knobs, first) is None) != (getattr(knobs, second) is None):
-        raise BadRequestError(f"{first} and {second} must be given together", code=_CODE)
+def check_consistent(knobs: DataclassInstance) -> None:
+    """Raises BadRequestError for half a size, and for a smallest value above its largest one."""
+    given = _given(knobs)
+    if ("resized_height" in given) != ("resized_width" in given):
+        raise BadRequestError("resized_height and resized_width must be given together", code=_CODE)
+    for low, high in _RANGES:
+        if low in given and high in given and given[low] > given[high]:
+            raise BadRequestError(f"{low} {given[low]} exceeds {high} {given[high]}", code=_CODE)
 
 
-def check_ranges(knobs: object, ranges: Iterable[tuple[str, str]]) -> None:
-    """Raises BadRequestError when the first field of a pair exceeds the second."""
-    for low, high in ranges:
-        least, most = getattr(knobs, low), getattr(knobs, high)
-        if least is not None and most is not None and least > most:
-            raise BadRequestError(f"{low} {least} exceeds {high} {most}", code=_CODE)
-
-
-def laid_over(
-    knobs: _Knobs,
-    base: _Knobs,
-    *,
-    ranges: Iterable[tuple[str, str]] = (("min_pixels", "max_pixels"),),
-    exclusive: frozenset[str] = frozenset(),
-) -> _Knobs:
+def laid_over(knobs: _Knobs, base: _Knobs) -> _Knobs:
     """`knobs`, and `base` where it is silent and does not contradict.
 
-    ranges: (least, most); one of base's beyond the other one in `knobs` is dropped. exclusive: names, of which any in
-    `knobs` drops all of base's. A size in `knobs` drops base's areas.
+    A size in `knobs` drops base's areas, a way to choose frames base's, and a bound base's other one beyond it.
     """
     mine, rest = _given(knobs), _given(base)
     if "resized_height" in mine:
         rest = {name: value for name, value in rest.items() if name not in AREAS}
-    if mine.keys() & exclusive:
-        rest = {name: value for name, value in rest.items() if name not in exclusive}
-    for low, high in ranges:
+    if mine.keys() & _SAMPLING:
+        rest = {name: value for name, value in rest.items() if name not in _SAMPLING}
+    for low, high in _RANGES:
         for name, other, sign in ((low, high, 1), (high, low, -1)):
             if name in mine and other in rest and (mine[name] - rest[other]) * sign > 0:
                 del rest[other]

@@ -26,8 +26,8 @@ from processors.mrope import MediaSpan, mrope_positions
 from processors.processed import ProcessedImage, ProcessedMedium, ProcessedVideo
 from processors.resize import Allocate, frames_to_patches, planes, resize_frames
 from processors.video.clips import VideoProcessor
-from processors.video.options import VideoKnobs, VideoLimits, VideoOptions
-from processors.video.rules import SHARED_RULES, RuleSettings, VideoRules
+from processors.video.options import RuleSettings, VideoKnobs, VideoLimits, VideoOptions
+from processors.video.rules import SHARED_RULES, VideoRules
 from vlmserve_common.errors import BadRequestError
 
 ContinueText: TypeAlias = Callable[[Sequence[int], str], list[int]]

@@ -29,12 +29,12 @@ _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
 _SMALLEST = ("min_pixels", "shortest_edge")
 _LARGEST = ("max_pixels", "longest_edge")
 
-# The ids of the published Qwen2-VL, Qwen2.5-VL and Qwen3-VL vocabularies.
-_DEFAULT_IDS = {
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-    "image_token_id": 151655,
-    "video_token_id": 151656,
+# Names in config.json, and the ids of the published Qwen2-VL, Qwen2.5-VL and Qwen3-VL vocabularies.
+_IDS = {
+    "vision_start": ("vision_start_token_id", 151652),
+    "vision_end": ("vision_end_token_id", 151653),
+    "image_pad": ("image_token_id", 151655),
+    "video_pad": ("video_token_id", 151656),
 }
 
 
@@ -80,7 +80,8 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
         folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
     )
     try:
-        patches, ids = _parse_patches(raw, hf_config), _parse_ids(hf_config)
+        patches = _parse_patches(raw, hf_config)
+        ids = TokenIds(**{name: int(hf_config.get(key, default)) for name, (key, default) in _IDS.items()})
         min_pixels, max_pixels = _parse_budget(raw)
         embeds = _parse_embeds(hf_config.get("vision_config") or {})
         tokens_per_second = (hf_config.get("vision_config") or {}).get("tokens_per_second")
@@ -144,9 +145,10 @@ def _parse_patches(raw: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Patc
     if len(patches.mean) != 3 or len(patches.std) != 3 or 0.0 in patches.std:
         raise ValueError(f"image_mean {patches.mean} and image_std {patches.std} need three values, none of std zero")
     vision = hf_config.get("vision_config") or {}
-    _check_same("patch_size", patches.patch_size, vision.get("patch_size"))
-    _check_same("merge_size", patches.merge_size, vision.get("spatial_merge_size"))
-    _check_same("temporal_patch_size", patches.temporal_patch_size, vision.get("temporal_patch_size"))
+    for name, towers in (("patch_size", None), ("merge_size", "spatial_merge_size"), ("temporal_patch_size", None)):
+        ours, theirs = getattr(patches, name), vision.get(towers or name)
+        if theirs is not None and int(theirs) != ours:
+            raise ValueError(f"{name} is {ours} here but {theirs} in config.json's vision_config")
     return patches
 
 
@@ -181,24 +183,9 @@ def _parse_embeds(vision: Mapping[str, Any]) -> EmbedsShape | None:
     return None if width is None else EmbedsShape(width=int(width), deepstack=len(layers))
 
 
-def _parse_ids(hf_config: Mapping[str, Any]) -> TokenIds:
-    ids = {key: int(hf_config.get(key, default)) for key, default in _DEFAULT_IDS.items()}
-    return TokenIds(
-        image_pad=ids["image_token_id"],
-        video_pad=ids["video_token_id"],
-        vision_start=ids["vision_start_token_id"],
-        vision_end=ids["vision_end_token_id"],
-    )
-
-
 def _pick(raw: Mapping[str, Any], own: str, in_size: str) -> int | None:
     """An area limit in any of the spellings found in checkpoints; min_pixels and max_pixels win over `size`."""
     size = raw.get("size") or {}
     found = (value for value in (raw.get(own), size.get(in_size), size.get(own)) if value is not None)
     value = next(found, None)
     return None if value is None else int(value)
-
-
-def _check_same(name: str, ours: int, towers: int | None) -> None:
-    if towers is not None and int(towers) != ours:
-        raise ValueError(f"{name} is {ours} here but {towers} in config.json's vision_config")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from processors.knobs import ImageKnobs, check_count, check_image_knobs, check_ranges, shown
+from processors.knobs import ImageKnobs, check_consistent, check_count, check_image_knobs, shown
 from processors.video.options import VideoDefaults, VideoKnobs, check_knobs
 from vlmserve_common.errors import BadRequestError
 
@@ -83,7 +83,7 @@ def _video_knobs(values: Mapping[str, Any], *, counts_clip: bool) -> VideoKnobs:
         cap_pixels_per_frame=values["cap_pixels_per_frame"],
         unused=unused,
     )
-    check_ranges(defaults, (_SIZE,))
+    check_consistent(defaults)
     word = None if values["num_frames"] is None else "num_frames"
     knobs = VideoKnobs(**{name: values[name] for name in _SAMPLING}, count_word=word, defaults=defaults)
     check_knobs(knobs)

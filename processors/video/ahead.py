@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,32 +16,18 @@ def ahead(items: Generator[T, None, None], count: int = 2) -> Generator[T, None,
     What making one raises is raised where it is asked for. When this iterator ends or is closed, `items` has been
     closed and the thread is gone.
     """
-    made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
-    room = threading.Semaphore(count)
-    stop = threading.Event()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="media-ahead")
 
-    def work() -> None:
-        end: BaseException | None = None
-        try:
-            while room.acquire() and not stop.is_set():
-                made.put((next(items),))
-        except StopIteration:
-            pass
-        except BaseException as error:
-            end = error
-        finally:
-            items.close()
-            made.put(end)
+    def make() -> tuple[T] | None:
+        for item in items:
+            return (item,)
+        return None
 
-    thread = threading.Thread(target=work, name="media-ahead", daemon=True)
-    thread.start()
     try:
-        while isinstance(item := made.get(), tuple):
-            yield item[0]
-            room.release()
-        if item is not None:
-            raise item
+        coming = deque(thread.submit(make) for _ in range(count))
+        while (made := coming.popleft().result()) is not None:
+            yield made[0]
+            coming.append(thread.submit(make))
     finally:
-        stop.set()
-        room.release()
-        thread.join()
+        thread.shutdown(cancel_futures=True)
+        items.close()

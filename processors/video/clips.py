@@ -81,7 +81,7 @@ class VideoProcessor:
         if not count:
             raise BadRequestError("the video is an empty list of frames", code=_CODE)
         self._check_count("the list of frames has", count)
-        frames = _in_time(frames, self.limits.max_decode_s)
+        frames = _checked(frames, self.limits.max_decode_s)
         first = next(frames)
         fps = knobs.fps or _LIST_FPS
         choice = FrameChoice(
@@ -93,7 +93,7 @@ class VideoProcessor:
         )
         height, width = first.shape[:2]
         info = ClipInfo(width=width, height=height, rate=fps, times=choice.times)
-        every = chain([first], _of_size(frames, height, width))
+        every = chain([first], frames)
         return self._process(_Reading(opens=[lambda: nullcontext(every)]), choice, info, knobs)
 
     def _check_count(self, what: str, count: int) -> None:
@@ -167,8 +167,7 @@ class VideoProcessor:
         else:
             # The longest first: with the shortest last, threads are done at about the same time.
             longest = sorted(range(len(calls)), key=lambda place: reading.starts[place] - ends[place])
-            found = dict(side_by_side(calls, reading.threads, reading.call_off, longest))
-            digests = [digest for place in sorted(found) for digest in found[place]]
+            digests = list(chain.from_iterable(side_by_side(calls, reading.threads, reading.call_off, longest)))
         rows = feature.reshape(-1, row_width)
         rows.flags.writeable = False
         return grid, rows, tuple(digests)
@@ -200,9 +199,10 @@ def _open(clip: Clip, indices: Sequence[int]) -> _Frames:
     return closing(clip.read(indices, threads=1))
 
 
-def _in_time(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarray]:
-    """Pictures that are slow to decode, of a list, together have the time of a clip."""
+def _checked(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarray]:
+    """A list's frames: all of one size, and slow ones together have the time of a clip."""
     deadline = time.monotonic() + limit_s
+    shape: tuple[int, ...] | None = None
     for place, frame in enumerate(frames):
         if time.monotonic() > deadline:
             raise BadRequestError(
@@ -210,16 +210,11 @@ def _in_time(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarra
                 f"--max-video-decode-s), at frame {place}",
                 code="video_too_costly",
             )
-        yield frame
-
-
-def _of_size(frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
-    """The frames behind the first one of a list, which must have its size."""
-    for place, frame in enumerate(frames, 1):
-        if frame.shape[:2] != (height, width):
+        shape = shape or frame.shape
+        if frame.shape != shape:
             raise BadRequestError(
                 f"frame {place} of the list has {frame.shape[1]}x{frame.shape[0]} pixels, the first one "
-                f"{width}x{height}: all frames of a video must have one size",
+                f"{shape[1]}x{shape[0]}: all frames of a video must have one size",
                 code="invalid_video",
             )
         yield frame

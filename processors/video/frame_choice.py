@@ -8,7 +8,7 @@ frame is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from processors.knobs import Clamp, at_most
-from processors.video.options import VideoConfig, VideoKnobs
+from processors.video.options import RuleSettings, VideoKnobs
 from vlmserve_common.errors import BadRequestError
 
 _MAX_FRAMES_SETTING = "setting --max-video-frames"
@@ -76,21 +76,19 @@ def every_frame(times: Sequence[float], rate: float, knobs: VideoKnobs) -> Frame
             code="invalid_value",
         )
     first, total = frame_range(len(times), rate, knobs.video_start, knobs.video_end)
-    return _by_number(range(first, first + total), rate, rate, rule="all", ignored=knobs.given(_BOUNDS))
+    indices = range(first, first + total)
+    return FrameChoice(
+        indices=tuple(indices), times=_times(indices, rate), fps=rate, rule="all", ignored=knobs.given(_BOUNDS)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByNumber:
-    """rule: its name. fps: frames a second where a request does not say. max_frames: the server's limit.
+    """rule: its name. multiple: it rounds numbers of frames to multiples of this, whole temporal patches."""
 
-    multiple: the rule rounds numbers of frames to multiples of it, whole temporal patches.
-    """
-
-    rule: str
+    settings: RuleSettings
     sample: Sampler
-    config: VideoConfig
-    fps: float
-    max_frames: int
+    rule: str = "transformers"
     multiple: int = 1
 
     def __call__(self, times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
@@ -100,8 +98,8 @@ class ByNumber:
         if counted is None:
             least, most, setting = self._bounds(knobs, found)
         else:
-            least, most, setting = 1, self.max_frames, _MAX_FRAMES_SETTING
-        fps = knobs.fps or self.fps
+            least, most, setting = 1, self.settings.max_frames, _MAX_FRAMES_SETTING
+        fps = knobs.fps or self.settings.default_fps
         try:
             chosen = self.sample(total, rate, fps=fps, num_frames=counted, min_frames=least, max_frames=most)
         except BadRequestError as error:
@@ -110,19 +108,20 @@ class ByNumber:
         used = len(chosen) / total * rate
         if knobs.fps is not None:
             found += _changed_rate(fps, used, min(total / rate * fps, total), least, (most, setting))
-        return _by_number(
-            (first + index for index in chosen),
-            rate,
-            used,
+        indices = tuple(first + index for index in chosen)
+        return FrameChoice(
+            indices=indices,
+            times=_times(indices, rate),
+            fps=used,
             rule=self.rule,
-            clamps=found,
+            clamps=tuple(found),
             ignored=() if counted is None else knobs.given(_BOUNDS),
         )
 
     def _count(self, knobs: VideoKnobs) -> tuple[int | None, list[Clamp]]:
         """How many frames the request, or the checkpoint, asks for outright, and what the limit changed of it."""
-        asked, limit = knobs.num_frames, self.max_frames
-        count = self.config.num_frames if asked is None and knobs.fps is None else asked
+        asked, limit = knobs.num_frames, self.settings.max_frames
+        count = self.settings.config.num_frames if asked is None and knobs.fps is None else asked
         if count is None or round(count / self.multiple) * self.multiple <= limit:
             return count, []
         used = max(limit // self.multiple, 1) * self.multiple
@@ -134,50 +133,46 @@ class ByNumber:
     def _bounds(self, knobs: VideoKnobs, found: list[Clamp]) -> tuple[int, int, str]:
         """Fewest and most frames where a rate is asked for, and what sets the latter. What limits change is added to
         `found`."""
-        server = (self.max_frames, _MAX_FRAMES_SETTING)
+        server = (self.settings.max_frames, _MAX_FRAMES_SETTING)
         asked = at_most("max_frames", knobs.max_frames, [server], found)
         if asked is not None and asked < self.multiple:
             patch = "frames of a temporal patch"
             found.append(Clamp(knob="max_frames", asked=asked, used=self.multiple, limit=self.multiple, setting=patch))
             asked = self.multiple
-        most, setting = min(server, (self.config.max_frames if asked is None else asked, "max_frames"))
+        most, setting = min(server, (self.settings.config.max_frames if asked is None else asked, "max_frames"))
         least = at_most("min_frames", knobs.min_frames, [(most, setting)], found)
-        return min(self.config.min_frames, most) if least is None else least, most, setting
+        return min(self.settings.config.min_frames, most) if least is None else least, most, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnTimeGrid:
-    """Frames at whole multiples of 1 / fps seconds from the start of the file: at each, the frame shown then.
+    """Frames at whole multiples of 1 / fps seconds from the start of the file: at each, the frame shown then."""
 
-    fps, max_frames: as in `ByNumber`. depth: frames in a temporal patch.
-    """
-
-    fps: float
-    depth: int
-    max_frames: int
+    settings: RuleSettings
 
     def __call__(self, times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
         """See above. More frames than the limit are refused: thinned out they would leave the grid. So are parts in
         which no temporal patch begins: another one's frames are outside of them, and half of one is none of the grid's.
         """
-        fps, start = knobs.fps or self.fps, knobs.video_start or 0.0
+        fps, start = knobs.fps or self.settings.default_fps, knobs.video_start or 0.0
+        depth, limit = self.settings.patches.temporal_patch_size, self.settings.max_frames
         last = times[-1] if knobs.video_end is None else min(knobs.video_end, times[-1])
         if start > last:
             raise BadRequestError(
                 f"video_start {knobs.video_start} is behind video_end, or the last frame at {times[-1]:.2f} s",
                 code="invalid_value",
             )
-        places = grid_places(last, fps=fps, start=start, depth=self.depth)
+        places = grid_places(last, fps=fps, start=start, depth=depth)
         if not places:
             end = f"video_end {knobs.video_end}" if last < times[-1] else f"the last frame at {last:.2f} s"
             raise BadRequestError(
                 f"no temporal patch of the time grid begins between video_start {start} and {end}: one begins every "
-                f"{self.depth / fps:g} s ({self.depth} frames at fps {fps:g}): ask for a higher fps, or a longer part",
+                f"{depth / fps:g} s ({depth} frames at fps {fps:g}): ask for a higher fps, or a longer part",
                 code="invalid_value",
             )
         found: list[Clamp] = []
-        asked = at_most("max_frames", knobs.max_frames, [(self.max_frames, _MAX_FRAMES_SETTING)], found)
-        most = self.max_frames if asked is None else asked
+        asked = at_most("max_frames", knobs.max_frames, [(limit, _MAX_FRAMES_SETTING)], found)
+        most = limit if asked is None else asked
         if len(places) > most:
             raise BadRequestError(
                 f"the clip has {len(places)} frames on the time grid; the limit is {most} (max_frames, "
@@ -208,25 +203,9 @@ def _changed_rate(fps: float, used: float, wanted: float, least: int, most: tupl
     return []
 
 
-def _by_number(
-    indices: Iterable[int],
-    rate: float,
-    fps: float,
-    *,
-    rule: str,
-    clamps: Iterable[Clamp] = (),
-    ignored: tuple[str, ...] = (),
-) -> FrameChoice:
+def _times(indices: Sequence[int], rate: float) -> tuple[float, ...]:
     """References go by number and average rate, not by the clock in the file."""
-    chosen = tuple(indices)
-    return FrameChoice(
-        indices=chosen,
-        times=tuple(index / rate for index in chosen),
-        fps=fps,
-        rule=rule,
-        clamps=tuple(clamps),
-        ignored=ignored,
-    )
+    return tuple(index / rate for index in indices)
 
 
 def qwen3_vl_indices(

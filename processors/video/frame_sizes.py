@@ -8,12 +8,12 @@ about all its videos, and that before the checkpoint; the server's limits hold f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from processors.image.sizes import MAX_PIXELS_SETTING
 from processors.knobs import Clamp, at_most
 from processors.resize import smart_resize, smart_resize_clip
-from processors.video.options import VideoDefaults, VideoKnobs
+from processors.video.options import RuleSettings, VideoDefaults, VideoKnobs
 
 CAP = "cap_pixels_per_frame"
 _NOTHING = VideoDefaults()
@@ -23,26 +23,54 @@ Limit: TypeAlias = tuple[int, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Areas:
-    """What all sizers go by. Areas are in pixels.
+class FrameSizer:
+    """As the time grid has it: a frame's size depends on the file alone, not on how many frames are used. References
+    build on it.
 
-    factor: pixels a side of a token. depth: frames in a temporal patch. low, high: the smallest and largest area where
-    nothing is asked. server: the server's limit of a frame's area; None: `high` is the limit. max_frames: the server's
-    limit of a clip's frames.
+    low, high: the smallest and largest area where nothing is asked, in pixels. counts_clip: whether these, and `size`
+    of checkpoint and request, are a whole clip's rather than a frame's.
     """
 
-    factor: int
-    depth: int
+    settings: RuleSettings
     low: int
     high: int
-    server: int | None
-    max_frames: int
+    counts_clip: ClassVar[bool] = False
 
-    def limit(self, frames: int = 1) -> Limit:
+    def size(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> tuple[int, int]:
+        """(height, width) that frames are resized to; knobs: within the limits, without a size of their own."""
+        low, high = self._asked(knobs)
+        total = self._total(knobs)
+        if total is not None:  # the frames of a temporal patch count as one
+            high = max(min(high, self._share(total, num_frames)), _least_cap(low))
+        highest = min(cap for cap in (high, knobs.max_pixels, self.settings.max_pixels) if cap is not None)
+        factor = self.settings.patches.factor
+        return smart_resize(height, width, factor=factor, min_pixels=min(low, highest), max_pixels=highest)
+
+    def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
+        """Of a frame's area, in a clip of which that many frames are used."""
+        return self.server_limit()
+
+    def total_limit(self, knobs: VideoKnobs) -> Limit | None:
+        """Of the area of a whole clip, however many frames it has; None where nothing counts it."""
+        return None
+
+    def server_limit(self, frames: int = 1) -> Limit:
         """Of an area of so many frames, where `high` is of as many."""
-        return self.server * frames if self.server else self.high, MAX_PIXELS_SETTING
+        server = self.settings.max_pixels
+        return server * frames if server else self.high, MAX_PIXELS_SETTING
 
-    def asked(self, knobs: VideoKnobs, frames: int = 1) -> tuple[int, int]:
+    def _total(self, knobs: VideoKnobs) -> int | None:
+        """The area of a whole clip that its frames share; None where they do not."""
+        return None
+
+    def _share(self, total: int, num_frames: int) -> int:
+        return total * self.settings.patches.temporal_patch_size // num_frames
+
+    def _of_clip(self, limit: Limit) -> Limit:
+        """Of the whole area of any clip, with that limit of a frame's (see `_share`)."""
+        return -(-limit[0] * self.settings.max_frames // self.settings.patches.temporal_patch_size), limit[1]
+
+    def _asked(self, knobs: VideoKnobs, frames: int = 1) -> tuple[int, int]:
         """Smallest and largest area with what the request says; one that it names pushes the other one aside.
 
         frames: how many frames' areas it counts.
@@ -61,49 +89,24 @@ class Areas:
                 high = max(low, high)
         return low, high
 
-    def share(self, total: int, num_frames: int) -> int:
-        """A frame's of a whole clip's area; the frames of a temporal patch count as one."""
-        return total * self.depth // num_frames
-
-    def of_clip(self, limit: Limit) -> Limit:
-        """Of the whole area of any clip, with that limit of a frame's (see `share`)."""
-        return -(-limit[0] * self.max_frames // self.depth), limit[1]
-
-    def fit(self, height: int, width: int, knobs: VideoKnobs, low: int, high: int) -> tuple[int, int]:
-        """A frame's size with an area from `low` to `high`, narrowed by what was asked for and the server allows."""
-        highest = min(cap for cap in (high, knobs.max_pixels, self.server) if cap is not None)
-        return smart_resize(height, width, factor=self.factor, min_pixels=min(low, highest), max_pixels=highest)
-
-
-class FrameSizer(Protocol):
-    """Stateless. counts_clip: whether `size` of checkpoint and request is a whole clip's area rather than a frame's."""
-
-    counts_clip: ClassVar[bool]
-
-    @property
-    def areas(self) -> Areas: ...
-
-    def size(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> tuple[int, int]:
-        """(height, width) that frames are resized to; knobs: within the limits, without a size of their own."""
-
-    def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
-        """Of a frame's area, in a clip of which that many frames are used."""
-
-    def total_limit(self, knobs: VideoKnobs) -> Limit | None:
-        """Of the area of a whole clip, however many frames it has; None where nothing counts it."""
+    def _capped(self, knobs: VideoKnobs) -> bool:
+        """Whether cap_pixels_per_frame is on."""
+        asked = (knobs.defaults or _NOTHING).cap_pixels_per_frame
+        return self.settings.capped if asked is None else asked
 
 
 def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[VideoKnobs, tuple[Clamp, ...]]:
     """`knobs` with their areas within the sizer's limits, for a clip of which that many frames are used."""
     found: list[Clamp] = []
-    limit, areas = sizer.limit(num_frames, knobs), sizer.areas
+    limit = sizer.limit(num_frames, knobs)
     least = at_most("min_pixels", knobs.min_pixels, [limit], found)
     most = at_most("max_pixels", knobs.max_pixels, [limit], found)
     total, total_limit = knobs.total_pixels, sizer.total_limit(knobs)
     if total_limit is not None:
         total = at_most("total_pixels", total, [total_limit], found)
     low, high = ("shortest_edge", "longest_edge") if sizer.counts_clip else ("min_pixels", "max_pixels")
-    size_limit = areas.limit(max(num_frames, areas.depth)) if sizer.counts_clip else limit
+    depth = sizer.settings.patches.temporal_patch_size
+    size_limit = sizer.server_limit(max(num_frames, depth)) if sizer.counts_clip else limit
     defaults = knobs.defaults or _NOTHING
     # Where the part has its own, the request's does not count and is no news.
     shortest = at_most(low, defaults.shortest_edge, [size_limit], found if least is None else [])
@@ -113,133 +116,86 @@ def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen2Sizes:
-    """transformers' Qwen2VLVideoProcessor (Qwen2-VL, Qwen2.5-VL).
+class Qwen2Sizes(FrameSizer):
+    """transformers' Qwen2VLVideoProcessor (Qwen2-VL, Qwen2.5-VL). cap: what cap_pixels_per_frame leaves a clip."""
 
-    capped: whether cap_pixels_per_frame is on where a request does not say; clip_cap: what it leaves a clip.
-    """
-
-    counts_clip: ClassVar[bool] = False
-    areas: Areas
-    capped: bool
-    clip_cap: int
-
-    def size(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> tuple[int, int]:
-        low, high = self.areas.asked(knobs)
-        totals = [] if knobs.total_pixels is None else [knobs.total_pixels]
-        if _capped(knobs, self.capped):
-            totals.append(self.clip_cap)
-        if totals:
-            high = max(min(high, self.areas.share(min(totals), num_frames)), _least_cap(low))
-        return self.areas.fit(height, width, knobs, low, high)
+    cap: int
 
     def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
-        limit = self.areas.limit()
-        if _capped(knobs, self.capped):
-            cap = max(self.areas.share(self.clip_cap, num_frames), _least_cap(self.areas.low))
-            limit = min(limit, (cap, CAP))
+        limit = self.server_limit()
+        if self._capped(knobs):
+            limit = min(limit, (max(self._share(self.cap, num_frames), _least_cap(self.low)), CAP))
         return limit
 
     def total_limit(self, knobs: VideoKnobs) -> Limit:
-        limit = self.areas.of_clip(self.areas.limit())
-        return min(limit, (self.clip_cap, CAP)) if _capped(knobs, self.capped) else limit
+        limit = self._of_clip(self.server_limit())
+        return min(limit, (self.cap, CAP)) if self._capped(knobs) else limit
+
+    def _total(self, knobs: VideoKnobs) -> int | None:
+        totals = (knobs.total_pixels, self.cap if self._capped(knobs) else None)
+        return min((total for total in totals if total is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen3Sizes:
-    """transformers' Qwen3VLVideoProcessor. capped: as in `Qwen2Sizes`; frame_cap: what the cap leaves a frame."""
+class Qwen3Sizes(FrameSizer):
+    """transformers' Qwen3VLVideoProcessor. cap: what cap_pixels_per_frame leaves a frame."""
 
     counts_clip: ClassVar[bool] = True
-    areas: Areas
-    capped: bool
-    frame_cap: int
+    cap: int
 
     def size(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> tuple[int, int]:
-        areas = self.areas
-        count = max(num_frames, areas.depth)
-        low, high = areas.asked(knobs, count)
-        if _capped(knobs, self.capped):
-            high = max(min(self.frame_cap, high // num_frames), self._least_cap(knobs)) * num_frames
-        for cap in (knobs.max_pixels, areas.server):
-            high = high if cap is None else min(high, cap * count)
-        high = high if knobs.total_pixels is None else min(high, knobs.total_pixels)
+        patches = self.settings.patches
+        count = max(num_frames, patches.temporal_patch_size)
+        low, high = self._asked(knobs, count)
+        if self._capped(knobs):
+            high = max(min(self.cap, high // num_frames), self._least_cap(knobs)) * num_frames
+        caps = [cap * count for cap in (knobs.max_pixels, self.settings.max_pixels) if cap is not None]
+        high = min([high, *caps] if knobs.total_pixels is None else [high, *caps, knobs.total_pixels])
         return smart_resize_clip(
             num_frames,
             height,
             width,
-            factor=areas.factor,
+            factor=patches.factor,
             min_pixels=min(low, high),
             max_pixels=high,
-            depth=areas.depth,
+            depth=patches.temporal_patch_size,
         )
 
     def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
-        areas = self.areas
-        limit = areas.server or max(1, areas.high // max(num_frames, areas.depth)), MAX_PIXELS_SETTING
-        if _capped(knobs, self.capped):
-            limit = min(limit, (max(self.frame_cap, self._least_cap(knobs)), CAP))
-        return limit
+        count = max(num_frames, self.settings.patches.temporal_patch_size)
+        limit = self.settings.max_pixels or max(1, self.high // count), MAX_PIXELS_SETTING
+        return min(limit, self._frame_cap(knobs)) if self._capped(knobs) else limit
 
     def total_limit(self, knobs: VideoKnobs) -> Limit:
-        areas = self.areas
-        limit = areas.limit(areas.max_frames)
-        if _capped(knobs, self.capped):
-            limit = min(limit, (max(self.frame_cap, self._least_cap(knobs)) * areas.max_frames, CAP))
-        return limit
+        frames = self.settings.max_frames
+        limit, (cap, setting) = self.server_limit(frames), self._frame_cap(knobs)
+        return min(limit, (cap * frames, setting)) if self._capped(knobs) else limit
+
+    def _frame_cap(self, knobs: VideoKnobs) -> Limit:
+        return max(self.cap, self._least_cap(knobs)), CAP
 
     def _least_cap(self, knobs: VideoKnobs) -> int:
         """The reference counts a clip's smallest area for each frame here."""
         asked = (knobs.defaults or _NOTHING).shortest_edge
-        return _least_cap(self.areas.low if asked is None else asked)
+        return _least_cap(self.low if asked is None else asked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QwenVLUtilsSizes:
+class QwenVLUtilsSizes(FrameSizer):
     """`fetch_video` of qwen_vl_utils. total_pixels: of a clip where a request does not say. setting: what chose it."""
 
-    counts_clip: ClassVar[bool] = False
-    areas: Areas
     total_pixels: int
     setting: str
 
-    def size(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> tuple[int, int]:
-        low, high = self.areas.asked(knobs)
-        total = self.total_pixels if knobs.total_pixels is None else knobs.total_pixels
-        high = max(min(high, self.areas.share(total, num_frames)), _least_cap(low))
-        return self.areas.fit(height, width, knobs, low, high)
-
     def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
         """Its own, which the server can only lower."""
-        limit = self.areas.high, self.setting
-        if self.areas.server is not None:
-            limit = min(limit, (self.areas.server, MAX_PIXELS_SETTING))
-        return limit
+        return min((self.high, self.setting), self.server_limit())
 
     def total_limit(self, knobs: VideoKnobs) -> Limit:
-        return self.areas.of_clip(self.limit(self.areas.max_frames, knobs))
+        return self._of_clip(self.limit(self.settings.max_frames, knobs))
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimeGridSizes:
-    """A frame's size depends on the file alone, not on how many frames are used."""
-
-    counts_clip: ClassVar[bool] = False
-    areas: Areas
-
-    def size(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> tuple[int, int]:
-        return self.areas.fit(height, width, knobs, *self.areas.asked(knobs))
-
-    def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
-        return self.areas.limit()
-
-    def total_limit(self, knobs: VideoKnobs) -> None:
-        return None
-
-
-def _capped(knobs: VideoKnobs, otherwise: bool) -> bool:
-    """Whether cap_pixels_per_frame is on."""
-    asked = (knobs.defaults or _NOTHING).cap_pixels_per_frame
-    return otherwise if asked is None else asked
+    def _total(self, knobs: VideoKnobs) -> int:
+        return self.total_pixels if knobs.total_pixels is None else knobs.total_pixels
 
 
 def _least_cap(low: int) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from processors.knobs import LARGEST, check_count, check_number, check_pair, check_ranges, laid_over, named
+from processors.knobs import LARGEST, check_consistent, check_count, check_number, named
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from processors.resize import PatchConfig  # which needs torch
 
 Sampling = Literal["transformers", "qwen-vl-utils", "time-grid"]
 Reference = Literal["published", "transformers"]
@@ -114,15 +117,34 @@ class VideoKnobs:
         return tuple(map(self.word, named(self, names)))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleSettings:
+    """What rules are made from. max_frames: the server's limit. max_pixels: of a resized frame; None: the checkpoint's.
+
+    fps, cap_pixels_per_frame: the server's, None for the checkpoint's.
+    """
+
+    config: VideoConfig
+    patches: PatchConfig
+    fps: float | None
+    cap_pixels_per_frame: bool | None
+    max_frames: int
+    max_pixels: int | None
+
+    @property
+    def default_fps(self) -> float:
+        """Frames a second where a request does not say."""
+        return self.fps or self.config.fps or 2.0
+
+    @property
+    def capped(self) -> bool:
+        """Whether cap_pixels_per_frame is on where a request does not say."""
+        server = self.cap_pixels_per_frame
+        return bool(self.config.cap_pixels_per_frame if server is None else server)
+
+
 # Beyond these, times and positions that are counted from it leave what integers and texts can hold.
 _LEAST_FPS, _MOST_FPS = 1e-5, 1e5
-_SAMPLING = frozenset(("fps", "num_frames", "count_word", "do_sample_frames"))
-_RANGES = (("min_frames", "max_frames"), ("min_pixels", "max_pixels"), ("min_pixels", "total_pixels"))
-
-
-def video_knobs_over(knobs: VideoKnobs, base: VideoKnobs) -> VideoKnobs:
-    """`knobs`, and `base` where it is silent and does not contradict."""
-    return laid_over(knobs, base, ranges=_RANGES, exclusive=_SAMPLING)
 
 
 def check_knobs(knobs: VideoKnobs) -> None:
@@ -137,5 +159,4 @@ def check_knobs(knobs: VideoKnobs) -> None:
         check_number(name, getattr(knobs, name), "a number of seconds", least=0, most=LARGEST)
     if knobs.fps is not None and knobs.num_frames is not None:
         raise BadRequestError(f"fps and {num_frames} exclude each other", code="invalid_value")
-    check_pair(knobs, "resized_height", "resized_width")
-    check_ranges(knobs, _RANGES)
+    check_consistent(knobs)

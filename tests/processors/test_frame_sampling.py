@@ -14,8 +14,8 @@ from processors.video.frame_choice import (
     qwen3_vl_indices,
     qwen_vl_utils_indices,
 )
-from processors.video.options import VideoConfig, VideoKnobs
-from processors.video.rules import RuleSettings, qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules
+from processors.video.options import RuleSettings, VideoConfig, VideoKnobs
+from processors.video.rules import qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules
 from tests import hf_env  # noqa: F401
 from vlmserve_common.errors import BadRequestError
 

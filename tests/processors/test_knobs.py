@@ -11,9 +11,8 @@ from processors.families.base import ProcessorLimits
 from processors.image.sizes import ImageSizes
 from processors.knobs import Clamp, ImageKnobs, laid_over
 from processors.video.frame_sizes import limit_areas
-from processors.video.options import VideoConfig, VideoDefaults, VideoKnobs, video_knobs_over
+from processors.video.options import RuleSettings, VideoConfig, VideoDefaults, VideoKnobs
 from processors.video.rules import (
-    RuleSettings,
     qwen2_rules,
     qwen3_rules,
     qwen_vl_utils_rules,
@@ -273,24 +272,22 @@ def test_the_part_wins_over_the_request_over_the_checkpoint(kind):
     request = VideoKnobs(defaults=VideoDefaults(shortest_edge=TOKEN, longest_edge=100 * TOKEN * count))
     assert frame_area(made, request) == 100 * TOKEN
     for asked in (25, 225):
-        part = video_knobs_over(VideoKnobs(max_pixels=asked * TOKEN), request)
+        part = laid_over(VideoKnobs(max_pixels=asked * TOKEN), request)
         assert frame_area(made, part) == asked * TOKEN
-        assert (
-            frame_area(made, video_knobs_over(VideoKnobs(min_pixels=asked * TOKEN), request)) == max(asked, 100) * TOKEN
-        )
+        assert frame_area(made, laid_over(VideoKnobs(min_pixels=asked * TOKEN), request)) == max(asked, 100) * TOKEN
     # what a part hides is not worth telling
     beyond = VideoKnobs(defaults=VideoDefaults(longest_edge=10**12))
     assert clamps_of(made, beyond)
-    assert not clamps_of(made, video_knobs_over(VideoKnobs(max_pixels=TOKEN), beyond))
+    assert not clamps_of(made, laid_over(VideoKnobs(max_pixels=TOKEN), beyond))
 
 
 def test_ways_of_sampling_exclude_each_other_across_levels():
     request = VideoKnobs(num_frames=8, max_frames=9, min_frames=4, do_sample_frames=True)
-    assert video_knobs_over(VideoKnobs(fps=1.0), request) == VideoKnobs(fps=1.0, max_frames=9, min_frames=4)
-    assert video_knobs_over(VideoKnobs(min_frames=12), request) == VideoKnobs(
+    assert laid_over(VideoKnobs(fps=1.0), request) == VideoKnobs(fps=1.0, max_frames=9, min_frames=4)
+    assert laid_over(VideoKnobs(min_frames=12), request) == VideoKnobs(
         num_frames=8, min_frames=12, do_sample_frames=True
     )
-    assert video_knobs_over(VideoKnobs(total_pixels=5), VideoKnobs(min_pixels=9)) == VideoKnobs(total_pixels=5)
+    assert laid_over(VideoKnobs(total_pixels=5), VideoKnobs(min_pixels=9)) == VideoKnobs(total_pixels=5)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -439,7 +436,7 @@ def test_areas_beside_a_size_have_no_effect(kind, tmp_path):
     assert len(rules(kind).ignored(areas)) == 3
     assert rules(kind).ignored(VideoKnobs(**size)) == ()
     # the part goes before the request, which is no news
-    assert rules(kind).ignored(video_knobs_over(VideoKnobs(**size), VideoKnobs(total_pixels=5))) == ()
+    assert rules(kind).ignored(laid_over(VideoKnobs(**size), VideoKnobs(total_pixels=5))) == ()
     made = qwen2(tmp_path).process_image(picture(50, 60), ImageKnobs(**size, max_pixels=TOKEN))
     assert made.ignored == ("max_pixels",)
     assert made.grid_thw == (1, 4, 6)

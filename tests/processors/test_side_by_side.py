@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from contextlib import closing
 
 import pytest
 
-from processors.video import side_by_side as module
 from processors.video.side_by_side import side_by_side
 
 WAIT_S = 20.0  # a bound for waits on other threads, never waited for when all is well
@@ -22,29 +19,10 @@ def fail(place):
     raise ValueError(f"call {place}")
 
 
-@pytest.fixture
-def opened_later(monkeypatch):
-    """An event that is set once the first call that ends has been looked at."""
-    event = threading.Event()
-
-    class WatchedQueue(queue.SimpleQueue):
-        def __init__(self):
-            super().__init__()
-            self.asked = 0
-
-        def get(self):
-            self.asked += 1
-            if self.asked == 2:
-                event.set()
-            return super().get()
-
-    monkeypatch.setattr(module, "SimpleQueue", WatchedQueue)
-    return event
-
-
-def test_results_come_with_their_places():
-    assert sorted(side_by_side([lambda n=n: n * n for n in range(20)], 3, nothing)) == [(n, n * n) for n in range(20)]
-    assert list(side_by_side([], 3, nothing)) == []
+def test_results_come_in_order():
+    calls = [lambda n=n: n * n for n in range(20)]
+    assert side_by_side(calls, 3, nothing, range(20)) == [n * n for n in range(20)]
+    assert side_by_side([], 3, nothing, ()) == []
 
 
 def test_as_many_at_a_time_as_told_and_no_more():
@@ -61,34 +39,19 @@ def test_as_many_at_a_time_as_told_and_no_more():
             inside -= 1
         together.wait()
 
-    assert len(list(side_by_side([call] * 9, 3, nothing))) == 9
+    assert side_by_side([call] * 9, 3, nothing, range(9)) == [None] * 9
     assert max(seen) == 3
 
 
-def test_the_first_failure_in_order_counts_not_the_first_in_time(opened_later):
-    def late():
-        assert opened_later.wait(WAIT_S)
-        fail(0)
-
+def test_the_first_failure_in_order_counts_not_the_first_in_time():
     with pytest.raises(ValueError, match="call 0"):
-        list(side_by_side([late, lambda: fail(1)], 2, opened_later.set))
-
-
-def test_what_comes_before_a_failure_still_counts(opened_later):
-    def late():
-        assert opened_later.wait(WAIT_S)
-        return "first"
-
-    found = side_by_side([late, lambda: fail(1), nothing], 2, opened_later.set)
-    assert next(found) == (0, "first")
-    with pytest.raises(ValueError, match="call 1"):
-        next(found)
+        side_by_side([lambda: fail(0), lambda: fail(1)], 1, nothing, [1, 0])
 
 
 def test_calls_begin_in_the_order_told_and_keep_their_places():
     begun = []
-    found = side_by_side([lambda n=n: begun.append(n) or n for n in range(4)], 1, nothing, [2, 0, 3, 1])
-    assert list(found) == [(2, 2), (0, 0), (3, 3), (1, 1)]
+    calls = [lambda n=n: begun.append(n) or n for n in range(4)]
+    assert side_by_side(calls, 1, nothing, [2, 0, 3, 1]) == [0, 1, 2, 3]
     assert begun == [2, 0, 3, 1]
 
 
@@ -96,7 +59,7 @@ def test_a_call_before_the_one_that_failed_is_made_though_it_was_to_begin_later(
     begun = []
     calls = [lambda: begun.append(0), lambda: begun.append(1) or fail(1), lambda: begun.append(2)]
     with pytest.raises(ValueError, match="call 1"):
-        list(side_by_side(calls, 1, nothing, [1, 2, 0]))
+        side_by_side(calls, 1, nothing, [1, 2, 0])
     assert begun == [1, 0]
 
 
@@ -104,31 +67,22 @@ def test_a_failure_calls_off_the_rest():
     called_off, begun = threading.Event(), []
     calls = [lambda: fail(0), lambda: called_off.wait(WAIT_S), *[lambda: begun.append(1)] * 5]
     with pytest.raises(ValueError, match="call 0"):
-        list(side_by_side(calls, 1, called_off.set))
+        side_by_side(calls, 1, called_off.set, range(len(calls)))
     assert begun == []
 
 
-def test_nothing_more_begins_behind_a_failure_while_earlier_calls_go_on(opened_later):
-    begun = []
+def test_a_failure_waits_for_what_is_under_way():
+    under_way, called_off, ended = threading.Event(), threading.Event(), []
 
-    def slow():
-        assert opened_later.wait(WAIT_S)
-
-    calls = [slow, lambda: fail(1), slow, *[lambda: begun.append(1)] * 1000]
-    with pytest.raises(ValueError, match="call 1"):
-        list(side_by_side(calls, 2, nothing))
-    assert begun == []
-
-
-def test_closing_calls_off_the_rest_and_waits_for_what_is_under_way():
-    under_way, called_off, ended, begun = threading.Event(), threading.Event(), [], []
+    def broken():
+        assert under_way.wait(WAIT_S)
+        fail(0)
 
     def slow():
         under_way.set()
         assert called_off.wait(WAIT_S)
         ended.append(1)
 
-    with closing(side_by_side([nothing, slow, *[lambda: begun.append(1)] * 5], 1, called_off.set)) as found:
-        assert next(found) == (0, None)
-        assert under_way.wait(WAIT_S)
-    assert (ended, begun) == ([1], [])
+    with pytest.raises(ValueError, match="call 0"):
+        side_by_side([broken, slow], 2, called_off.set, range(2))
+    assert ended == [1]

@@ -12,7 +12,7 @@ from processors.families.report import MediumReport, report_medium
 from processors.knobs import check_image_knobs, laid_over
 from processors.pool.pool import ProcessorPool
 from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
-from processors.video.options import check_knobs, video_knobs_over
+from processors.video.options import check_knobs
 from vlmserve.tokenizer.chat_messages import (
     EmbedsRef,
     ImageRef,
@@ -90,7 +90,7 @@ class RequestMedia:
                 detail = laid_over(self._processor.sizes.knobs_for_detail(medium.detail), medium.defaults)
                 return ImageRequest(source=source, knobs=laid_over(medium.knobs, detail), param=medium.param)
             check_knobs(medium.knobs)
-            knobs = video_knobs_over(medium.knobs, medium.defaults)
+            knobs = laid_over(medium.knobs, medium.defaults)
             return VideoRequest(source=source, knobs=knobs, param=medium.param)
         except BadRequestError as error:
             error.param = medium.param
