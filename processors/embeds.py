@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from vlmserve_common.errors import BadRequestError
 
+if TYPE_CHECKING:
+    import torch
+
 _CODE = "invalid_image_embeds"
 _ROWS, _DEEPSTACK, _GRID = "image_embeds", "deepstack_embeds", "image_grid_thw"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = ("float32", "bfloat16", "float16")
 # float16's largest: above it, a norm's squares overflow even in float32
 _LARGEST = 65504.0
 
@@ -83,6 +85,8 @@ def check_embeds(
 
 
 def _tensor(name: str, value: Any) -> torch.Tensor:
+    import torch
+
     try:
         return torch.as_tensor(value).detach().cpu()
     except (RuntimeError, TypeError, ValueError) as error:
@@ -90,7 +94,7 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _check_grid(tensor: torch.Tensor, limits: GridLimits) -> tuple[int, int, int]:
-    if tensor.dtype not in (torch.int64, torch.int32) or tuple(tensor.shape) not in ((1, 3), (3,)):
+    if _dtype(tensor) not in ("int64", "int32") or tuple(tensor.shape) not in ((1, 3), (3,)):
         raise _bad(f"{_GRID} is {_describe(tensor)}; it must be int64 [1, 3]: patches in time, height and width")
     t, h, w = tensor.flatten().tolist()
     merge = limits.merge_size
@@ -107,6 +111,8 @@ def _check_grid(tensor: torch.Tensor, limits: GridLimits) -> tuple[int, int, int
 
 def _join(rows: torch.Tensor, deepstack: torch.Tensor | None, tokens: int, shape: EmbedsShape) -> torch.Tensor:
     """float32 [tokens, width * (1 + deepstack)], contiguous and not shared with whoever gave them."""
+    import torch
+
     whole = shape.width * (1 + shape.deepstack)
     alone = [tokens, whole if deepstack is None else shape.width]
     _check_rows(_ROWS, rows, alone)
@@ -117,7 +123,7 @@ def _join(rows: torch.Tensor, deepstack: torch.Tensor | None, tokens: int, shape
 
 
 def _check_rows(name: str, tensor: torch.Tensor, expected: list[int]) -> None:
-    if tensor.dtype not in _DTYPES or list(tensor.shape) != expected:
+    if _dtype(tensor) not in _DTYPES or list(tensor.shape) != expected:
         raise _bad(
             f"{name} is {_describe(tensor)}; with this {_GRID} and this checkpoint it must be float32, bfloat16 or "
             f"float16 {expected}"
@@ -125,7 +131,11 @@ def _check_rows(name: str, tensor: torch.Tensor, expected: list[int]) -> None:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return f"{_dtype(tensor)} {list(tensor.shape)}"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _bad(message: str) -> BadRequestError:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 
 from processors.inputs import Normalization
 from vlmserve_common.errors import BadRequestError
@@ -140,6 +139,8 @@ def resize_frames(frames: np.ndarray, height: int, width: int, mode: str, *, in_
     """
     if frames.shape[1:3] == (height, width):
         return frames
+    import torch
+
     # Channels last is the layout at hand and the fast one; the values are the same in either.
     source = torch.from_numpy(frames).permute(0, 3, 1, 2)
     if in_float:

@@ -62,3 +62,8 @@ def test_nothing_asks_for_torchvision() -> None:
         BLOCK.format(blocked=blocked)
         + "import vlmserve.engine.build, vlmserve.server.frontend, vlmserve.ipc.detokenizer"
     )
+
+
+def test_the_api_process_leaves_torch_to_its_media_processes() -> None:
+    blocked = {"torch", "transformers"}
+    _run(BLOCK.format(blocked=blocked) + "import vlmserve.server.frontend, processors.pool.process_maker")

@@ -125,7 +125,7 @@ def launch_server(
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             if settings.engine.media_processes:
                 prepare_processes()
-            make_frontend = make_frontend or _http_frontend()
+            make_frontend = make_frontend or _http_frontend(settings.engine)
             # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
             grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
             reports = wait_until_ready(children, start, grace_s=grace_s)
@@ -275,9 +275,12 @@ class _Serving:
                 logger.exception("a message from the engine could not be handled")
 
 
-def _http_frontend() -> MakeFrontend:
-    """The real frontend's maker. Importing it takes seconds, best spent while the scheduler loads the model."""
+def _http_frontend(args: EngineArgs) -> MakeFrontend:
+    """The real frontend's maker. Importing what it needs takes seconds, best spent while the model is loaded."""
     from vlmserve.server.frontend import make_frontend
+
+    if not args.media_processes or args.enable_mm_embeds:
+        import torch  # noqa: F401  # not only when the first picture waits for it
 
     return make_frontend
 

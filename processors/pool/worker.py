@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
 from processors.families.config import ProcessorConfig
@@ -68,6 +67,8 @@ def run_worker(
     make_maker: Callable[[MultimodalProcessor], DirectMaker] = DirectMaker,
 ) -> None:
     """Say that it is ready, and process what comes; the process ends with its parent (`process.child`)."""
+    import torch  # here: the parent imports this module, too, and does without
+
     torch.set_num_threads(1)
     shared = SharedArrays(settings.shared_dir, spare_bytes=SPARE_BYTES)
     maker = make_maker(settings.processor(settings.config, settings.limits, allocate=shared.empty))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
-import torch
 
 from processors.knobs import Clamp, at_most
 from processors.video.options import RuleSettings, VideoKnobs
@@ -230,7 +229,9 @@ def qwen2_vl_indices(
     if total < depth:
         return list(range(total))
     count = _whole_patches(total, num_frames, total / rate * fps, min_frames, max_frames, depth)
-    # torch's own float32 rounding decides about frames at whole numbers
+    import torch
+
+    # its own float32 rounding decides about frames at whole numbers
     return torch.arange(0, total, total / count).int().tolist()[:count]
 
 
@@ -242,6 +243,8 @@ def qwen_vl_utils_indices(
         return list(range(total))
     least = math.ceil(min_frames / depth) * depth
     count = _whole_patches(total, num_frames, total / rate * fps, least, max_frames, depth)
+    import torch
+
     return torch.linspace(0, total - 1, count).round().long().tolist()
 
 
