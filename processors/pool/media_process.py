@@ -152,12 +152,14 @@ class MediaProcess:
         return None
 
     def _run(self, job: MediaJob, child: ChildProcess, channel: MessageChannel) -> None:
+        future = job.made
         try:
             made = self._do(job, child, channel)
         except Exception as error:
-            job.made.set_exception(error)
+            del job  # the error has this frame, and the future has the error: a circle
+            future.set_exception(error)
         else:
-            job.made.set_result(made)
+            future.set_result(made)
         finally:
             with self._lock:
                 self._job = None
