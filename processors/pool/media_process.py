@@ -54,7 +54,7 @@ class WorkerBugError(Exception):
 
 
 class NotBegunError(Exception):
-    """A worker died before it looked at its work."""
+    """A worker died before it looked at its work, or cannot be started."""
 
 
 class MediaProcess:
@@ -140,7 +140,7 @@ class MediaProcess:
                 self._jobs.clear()
             for job in jobs:
                 if job.made.set_running_or_notify_cancel():
-                    job.made.set_exception(EngineError(reason))
+                    job.made.set_exception(NotBegunError(reason))
 
     def _next_job(self) -> MediaJob | None:
         with self._lock:
