@@ -147,11 +147,17 @@ class MediaFetcher:
         return HttpGetter(self.settings, self._resolver, self._ssl_context)
 
     async def _read(self, read: Callable[[ByteLimit], bytes], limit: ByteLimit, claim: Claim | None) -> bytes:
-        async with self._disk_turns:  # kept while it waits for memory: so many files are read and no more
+        async with self._disk_turns:
             data = await asyncio.get_running_loop().run_in_executor(self._disk, read, limit)
-            if claim is not None:
-                await claim.take(len(data))
-            return data
+            if claim is None:
+                return data
+            size = len(data)
+            if claim.fits(size):
+                await claim.take(size)
+                return data
+        del data  # who waits keeps neither memory nor a turn: those that have memory may need one
+        await claim.take(size)
+        return await self._read(read, limit, claim)
 
     def _read_file(self, url: str, limit: ByteLimit) -> bytes:
         root = self.settings.allowed_local_media_path

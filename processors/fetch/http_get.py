@@ -11,6 +11,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TypeAlias
 from weakref import WeakValueDictionary
@@ -55,13 +56,15 @@ class HttpGetter:
         target = self._parse(url, None)
         host = self._hosts.setdefault(target.host, asyncio.Semaphore(self._settings.max_per_host))
         try:
-            async with host, asyncio.timeout(self._settings.timeout_s) as deadline:
-                make_room = partial(_make_room, claim, deadline)
-                for _ in range(self._settings.max_redirects + 1):
-                    result = await self._get_once(target, size, make_room)
-                    if isinstance(result, bytes):
-                        return result
-                    target = self._parse(result, target)
+            async with AsyncExitStack() as turn:
+                await turn.enter_async_context(host)
+                async with asyncio.timeout(self._settings.timeout_s) as deadline:
+                    make_room = partial(_make_room, claim, turn, deadline)
+                    for _ in range(self._settings.max_redirects + 1):
+                        result = await self._get_once(target, size, make_room)
+                        if isinstance(result, bytes):
+                            return result
+                        target = self._parse(result, target)
         except (TimeoutError, httpcore2.TimeoutException):
             raise GetError(
                 f"{target.host!r} did not deliver within {self._settings.timeout_s:g} s (setting --media-timeout-s)"
@@ -135,10 +138,12 @@ class HttpGetter:
         return bytes(body)
 
 
-async def _make_room(claim: Claim | None, deadline: asyncio.Timeout, size: int) -> None:
-    """Wait for memory, while the deadline waits, too."""
+async def _make_room(claim: Claim | None, turn: AsyncExitStack, deadline: asyncio.Timeout, size: int) -> None:
+    """Wait for memory, while the deadline waits, too, and the host's turn is another's: who has memory may need it."""
     if claim is None or claim.taken:
         return
+    if not claim.fits(size):
+        await turn.aclose()
     when, clock = deadline.when(), asyncio.get_running_loop().time
     assert when is not None
     left = when - clock()

@@ -14,8 +14,8 @@ class MediaMemory:
     """mib: for all media that are larger than `FREE_BYTES`, together."""
 
     def __init__(self, mib: int) -> None:
-        self.mib = mib
-        self.free = asyncio.Semaphore(mib)
+        self.mib = self.free = mib
+        self.freed = asyncio.Event()
         self.turn = asyncio.Lock()
 
 
@@ -36,19 +36,30 @@ class Claim:
         """Whether it has room."""
         return self._taken > 0
 
+    def fits(self, size: int) -> bool:
+        """Whether `take` would not wait. Whoever would must not keep what those who have memory may need: a turn."""
+        if self.taken or size <= FREE_BYTES:
+            return True
+        return not self._memory.turn.locked() and self._memory.free >= self._wanted(size)
+
     async def take(self, size: int) -> None:
         """Wait for room for so many bytes, unless they are few. Once: whoever has some never waits for more, which
         another one could have who waits, too."""
         if size <= FREE_BYTES:
             return
-        wanted = min(-(-(max(self.whole, size)) // _MIB), self._memory.mib)
+        memory, wanted = self._memory, self._wanted(size)
         async with self._lock:
             if self._taken:
                 return
-            async with self._memory.turn:  # nobody else takes what is free now
-                while self._taken < wanted:
-                    await self._memory.free.acquire()
-                    self._taken += 1
+            async with memory.turn:  # nobody else takes what is free now
+                while memory.free < wanted:
+                    memory.freed.clear()
+                    await memory.freed.wait()
+                memory.free -= wanted
+                self._taken = wanted
+
+    def _wanted(self, size: int) -> int:
+        return min(-(-(max(self.whole, size)) // _MIB), self._memory.mib)
 
     def __enter__(self) -> Claim:
         return self
@@ -56,6 +67,6 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for _ in range(self._taken):
-            self._memory.free.release()
+        self._memory.free += self._taken
+        self._memory.freed.set()
         self._taken = 0

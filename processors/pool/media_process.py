@@ -54,7 +54,7 @@ class WorkerBugError(Exception):
 
 
 class NotBegunError(Exception):
-    """A worker died before it looked at its work."""
+    """A worker died before it looked at its work, or cannot be started."""
 
 
 class MediaProcess:
@@ -140,7 +140,7 @@ class MediaProcess:
                 self._jobs.clear()
             for job in jobs:
                 if job.made.set_running_or_notify_cancel():
-                    job.made.set_exception(EngineError(reason))
+                    job.made.set_exception(NotBegunError(reason))
 
     def _next_job(self) -> MediaJob | None:
         with self._lock:
@@ -152,12 +152,14 @@ class MediaProcess:
         return None
 
     def _run(self, job: MediaJob, child: ChildProcess, channel: MessageChannel) -> None:
+        future = job.made
         try:
             made = self._do(job, child, channel)
         except Exception as error:
-            job.made.set_exception(error)
+            del job  # the error has this frame, and the future has the error: a circle
+            future.set_exception(error)
         else:
-            job.made.set_result(made)
+            future.set_result(made)
         finally:
             with self._lock:
                 self._job = None

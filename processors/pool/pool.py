@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from traceback import clear_frames
 from typing import Literal
 
 from PIL import Image
@@ -91,10 +92,7 @@ class ProcessorPool:
         for request in requests:
             self._check(request)
         _check_room(len(self._in_pool), len(requests), self._max_queued)
-        tasks = [asyncio.create_task(self._load(request, client)) for request in requests]
-        for task in tasks:
-            self._in_pool.add(task)
-            task.add_done_callback(self._in_pool.discard)
+        tasks = [self._begin(request, client) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         except BaseException as error:
@@ -105,6 +103,7 @@ class ProcessorPool:
             raise
         finally:
             await call_off(tasks)
+            tasks.clear()  # an error has this frame, and they have the error: a circle, with the medium's bytes in it
 
     async def close(self) -> None:
         """Refuse new work, and call off what there is."""
@@ -127,6 +126,12 @@ class ProcessorPool:
             error.param = error.param or request.param
             raise
 
+    def _begin(self, request: MediaRequest, client: str) -> asyncio.Task[ProcessedMedium]:
+        task = asyncio.create_task(self._load(request, client))
+        self._in_pool.add(task)
+        task.add_done_callback(self._in_pool.discard)
+        return task
+
     async def _load(self, request: MediaRequest, client: str) -> ProcessedMedium:
         try:
             with self._fetcher.claim() as claim:
@@ -136,7 +141,9 @@ class ProcessorPool:
                     return await self._load_video(request, claim, client)
                 return await self._load_embeds(request, claim)
         except BadRequestError as error:
-            # Not the error itself, which is also others' who sent the same medium.
+            # Not the error itself, which is also others' who sent the same medium; its frames hold the medium's bytes,
+            # and go round in circles with the futures that it came through.
+            clear_frames(error.__traceback__)
             param = error.param or request.param
             raise BadRequestError(error.message, param=param, code=error.code, status=error.status) from error
 

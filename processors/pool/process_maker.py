@@ -6,6 +6,7 @@ import asyncio
 import atexit
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -33,6 +34,7 @@ WorkerMain: TypeAlias = Callable[[Parent, MediaWorkerSettings], None]
 _Processed = TypeVar("_Processed", ProcessedImage, ProcessedVideo)
 _MAX_TRIES = 3
 _MOST_DEATHS = 4
+_RECOVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +97,7 @@ class ProcessMaker:
             for number in range(settings.count)
         ]
         self._idle = list(self._workers)
+        self._freed = asyncio.Event()
 
     def wait_ready(self) -> None:
         """Block until all workers are ready for the first time. EngineError if one cannot start; still to be closed."""
@@ -139,8 +142,7 @@ class ProcessMaker:
         clip = isinstance(work, VideoWork)
         async with self._turns.turn(cost=1.0 + work.data.nbytes, clip=clip, client=client):
             for _ in range(_MAX_TRIES):
-                worker = min(self._idle, key=lambda one: one.is_down)
-                self._idle.remove(worker)
+                worker = await self._take_worker()
                 job = self._job(work)
                 try:
                     made = await worker.make(job)
@@ -157,7 +159,19 @@ class ProcessMaker:
                     return made
                 finally:
                     self._idle.append(worker)
+                    self._freed.set()
             raise closing_error() if self._closing else EngineError(f"no media worker takes the {job.what}: {reason}")
+
+    async def _take_worker(self) -> MediaProcess:
+        """An idle one; there is one for each turn. One that is down only where all are: it tells why."""
+        while True:
+            worker = min(self._idle, key=lambda one: one.is_down)
+            if not worker.is_down or all(one.is_down for one in self._workers):
+                self._idle.remove(worker)
+                return worker
+            self._freed.clear()
+            with suppress(TimeoutError):  # one that is down may be up again
+                await asyncio.wait_for(self._freed.wait(), _RECOVERY_S)
 
 
 def _array(data: bytes) -> np.ndarray:

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from processors.fetch.fetching import FetchSettings, MediaFetcher
-from processors.fetch.sources import VideoSources
+from processors.fetch.media_file import MediaFile
+from processors.fetch.sources import VideoSources, file_from
 from tests import hf_env  # noqa: F401
 from tests.processors.web import Server, serve
 from vlmserve_common.errors import BadRequestError
@@ -116,5 +117,40 @@ def test_lists_wait_for_memory_as_a_whole(frames):
 
         for fetched in await asyncio.wait_for(asyncio.gather(one(), one(), one()), WAIT_S):
             assert [len(frame) for frame in fetched] == [2**20 + 1] * 4
+
+    asyncio.run(scenario())
+
+
+class LargeFile(MediaFile):
+    modality = None
+
+    def read(self, limit):
+        return bytes(2**20 + 1)
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_who_waits_for_memory_keeps_no_turn_from_a_list_that_has_it(frames, where):
+    frames.server.RequestHandlerClass.get_large = lambda handler, query: handler.answer(200, bytes(2**20 + 1))
+    source = LargeFile() if where == "disk" else frames.server.url("/large")
+
+    async def scenario():
+        settings = FetchSettings(
+            allow_private_media=True, timeout_s=60, memory_mib=6, max_video_bytes=60 * 2**20, max_per_host=8
+        )
+        fetcher = MediaFetcher(settings)
+
+        async def one():
+            with fetcher.claim() as claim:
+                return await file_from(source, fetcher, claim)
+
+        with fetcher.claim() as claim:
+            sources = VideoSources(fetcher, max_frames=40, at_a_time=1)
+            fetched = asyncio.create_task(sources.fetch([source] * 40, claim))
+            while not claim.taken:
+                await asyncio.sleep(0)
+            others = [asyncio.create_task(one()) for _ in range(12)]
+            assert len(await asyncio.wait_for(fetched, WAIT_S)) == 40
+        for data in await asyncio.wait_for(asyncio.gather(*others), WAIT_S):
+            assert len(data) == 2**20 + 1
 
     asyncio.run(scenario())

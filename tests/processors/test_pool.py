@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import threading
 import tracemalloc
@@ -331,6 +332,29 @@ def test_a_bug_is_not_the_clients_fault(make_pool, processor, monkeypatch):
         for source in (encoded(picture(30, 30)), server.url("/picture")):
             with pytest.raises(RuntimeError, match="a bug"):
                 load(make_pool(), ImageRequest(source=source))
+
+
+def test_an_error_does_not_keep_the_bytes_of_its_medium(make_pool):
+    async def refuse() -> None:
+        with pytest.raises(BadRequestError, match="not a picture"):
+            await pool.load([ImageRequest(source=bytes(size))])
+
+    async def scenario() -> None:
+        await refuse()
+        gc.collect()
+        gc.disable()  # who has to wait for it has many of them
+        before = tracemalloc.get_traced_memory()[0]
+        await refuse()
+        await pool.close()
+        assert tracemalloc.get_traced_memory()[0] - before < size // 2
+
+    pool, size = make_pool(), 2**24
+    tracemalloc.start()
+    try:
+        asyncio.run(scenario())
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 def test_torchs_thread_count_is_left_alone(make_pool):

@@ -386,6 +386,20 @@ def test_a_worker_that_cannot_start_is_tried_again_and_waiting_tells(fakes):
     assert len(fake.pids()) == 6
 
 
+def test_work_waits_for_a_worker_that_is_well_while_another_one_is_down(fakes):
+    async def play() -> None:
+        fake.maker.wait_ready()
+        (fake.folder / "plan").write_text("error")
+        os.kill(fake.pids()[0], signal.SIGKILL)
+        while len(fake.pids()) < 5:  # three more of the one that is down then
+            await fake.check_works()
+        for _ in range(9):
+            await asyncio.gather(*(fake.check_works() for _ in range(5)))
+
+    fake = fakes(count=2, first_pause_s=PATIENCE_S)
+    run(play())
+
+
 def test_a_worker_logs_as_it_is_told(fakes):
     fake = fakes(log_level="error")
     fake.maker.wait_ready()
