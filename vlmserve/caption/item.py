@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import blake3
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -76,3 +79,14 @@ class Failed:
 
 Item: TypeAlias = MediumItem | RequestItem
 Found: TypeAlias = Item | Failed
+
+
+def digest_of(value: Any) -> bytes:
+    """Of JSON's types and bytes, which count by their content."""
+
+    def plain(part: object) -> object:
+        if isinstance(part, bytes):
+            return {"blake3": blake3.blake3(part).hexdigest()}
+        return str(part)
+
+    return blake3.blake3(json.dumps(value, sort_keys=True, default=plain).encode("utf-8", "surrogatepass")).digest()

@@ -9,24 +9,48 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self, TextIO
-
-from vlmserve.caption.result import Tally
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.live import Live
+
+    from vlmserve.caption.result import Tally
 
 _LOOK_EVERY_S, _ON_TERMINAL_S, _ELSEWHERE_S = 0.1, 0.2, 10.0
 _RATE_OVER_S = 60.0
 
 
+class Counts(Protocol):
+    """What is shown. total, counted, passed, worked_on, skipped, failed: see `caption.result.Tally`.
+
+    hits: what was there already and not computed again. work: in the unit `unit`.
+    """
+
+    total: int
+    counted: bool
+    skipped: int
+    failed: int
+
+    @property
+    def unit(self) -> str: ...
+    @property
+    def passed(self) -> int: ...
+    @property
+    def worked_on(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def work(self) -> int: ...
+
+
 class Progress:
-    """Shows a tally that others change; `show` is called often. A context manager.
+    """Shows a tally that others change; `show` is called often. A context manager. name: of the command.
 
     On a terminal it is drawn by rich, where that is installed.
     """
 
-    def __init__(self, tally: Tally, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, tally: Counts, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
         self._tally = tally
         self._out = out
         self._clock = clock
@@ -73,26 +97,26 @@ class Progress:
             return
         self._shown = now
         tally = self._tally
-        self._marks.append((now, tally.worked_on, tally.completion_tokens))
+        self._marks.append((now, tally.worked_on, tally.work))
         while len(self._marks) > 2 and now - self._marks[1][0] > _RATE_OVER_S:
             self._marks.popleft()
         if self._live is not None:
             self._live.update(self._drawn(), refresh=True)
         else:
-            print(f"caption: {self.line()}", file=self._out, flush=True)
+            print(f"{self._name}: {self.line()}", file=self._out, flush=True)
 
     def line(self) -> str:
         """Where the run is."""
         tally = self._tally
-        then, items, tokens = self._marks[0]  # a minute ago
+        then, items, work = self._marks[0]  # a minute ago
         seconds = max(self._clock() - then, 1e-9)
-        items_s, tokens_s = (tally.worked_on - items) / seconds, (tally.completion_tokens - tokens) / seconds
+        items_s, work_s = (tally.worked_on - items) / seconds, (tally.work - work) / seconds
         total = f"{tally.total}" if tally.counted else f"{tally.total}+" if tally.total else "?"
-        parts = [f"{tally.passed}/{total}", f"{items_s:.1f} items/s", f"{tokens_s:.0f} tokens/s"]
+        parts = [f"{tally.passed}/{total}", f"{items_s:.1f} items/s", f"{work_s:.0f} {tally.unit}/s"]
         left = tally.total - tally.passed
         if tally.counted and items_s > 0 and left >= 0:
             parts.append(f"ETA {_clock_time(left / items_s)}")
-        parts += [f"{tally.reused} cache hits", f"{tally.failed} failures"]
+        parts += [f"{tally.hits} cache hits", f"{tally.failed} failures"]
         if tally.skipped:
             parts.append(f"{tally.skipped} finished before")
         return ", ".join(parts)

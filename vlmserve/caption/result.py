@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from processors.inputs import Modality
 from vlmserve.caption.item import Failed, Item, MediumItem, RequestItem
@@ -77,6 +77,17 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    unit: ClassVar[str] = "tokens"
+
+    @property
+    def hits(self) -> int:
+        """Captions that are another item's."""
+        return self.reused
+
+    @property
+    def work(self) -> int:
+        """Tokens that were made."""
+        return self.completion_tokens
 
     @property
     def passed(self) -> int:

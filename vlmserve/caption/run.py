@@ -7,7 +7,6 @@ is finished at once, so that disks are waited for once for many; what it has wri
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from processors.inputs import Modality
 from vlmserve.caption.budget import ByteBudget
 from vlmserve.caption.captioner import Captioner, CaptionStopped
 from vlmserve.caption.feed import Feed, Shared
-from vlmserve.caption.item import ChatRequest, Failed, RequestItem
+from vlmserve.caption.item import ChatRequest, Failed, RequestItem, digest_of
 from vlmserve.caption.result import Captioned, Result, Touched, Work, like_another, make_record
 from vlmserve.client.chat_files import told_modality
 from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
@@ -210,7 +209,7 @@ class CaptionRun:
             request = _read(item.read)
             options |= request.options
             request = replace(request, options=options)
-            content = _digest(request.messages)
+            content = digest_of(request.messages)
         else:
             assert work.asked is not None
             data = _read(item.read)
@@ -223,7 +222,7 @@ class CaptionRun:
             knobs = {name: value for name, value in knobs.items() if name not in own}
             request = self._prompts.request(work.asked.prompt, data, modality, knobs=knobs, options=options)
         around = [] if work.asked is None else work.asked.texts
-        fingerprint = blake3.blake3(settings.fingerprint + content + _digest([options, around])).digest()
+        fingerprint = blake3.blake3(settings.fingerprint + content + digest_of([options, around])).digest()
         before = self._journal.done_as(item.id)
         if before is not None and before[1] == fingerprint:
             return Touched(work=work, trouble=self._output.check(item))
@@ -308,14 +307,3 @@ def _read(read: Callable[[], _T]) -> _T:
         return read()
     except OSError as error:
         raise BadRequestError(f"cannot read it: {error.strerror or error}", code="unreadable") from None
-
-
-def _digest(value: Any) -> bytes:
-    """Of JSON's types and bytes, which count by their content."""
-
-    def plain(part: object) -> object:
-        if isinstance(part, bytes):
-            return {"blake3": blake3.blake3(part).hexdigest()}
-        return str(part)
-
-    return blake3.blake3(json.dumps(value, sort_keys=True, default=plain).encode("utf-8", "surrogatepass")).digest()

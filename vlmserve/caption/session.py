@@ -84,7 +84,7 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         stack.callback(output.close)
         output.begin(journal)
         shared = Shared(prompts=prompts, journal=journal, output=output, errors=errors, tally=tally)
-        progress = Progress(tally, out)
+        progress = Progress("caption", tally, out)
         return _Session(command=command, inputs=inputs, shared=shared, progress=progress, given=captioner).run()
 
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -20,16 +21,16 @@ from vlmserve.config.settings import ServerSettings, iter_settings, load_setting
 if TYPE_CHECKING:
     from vlmserve.warmup.local import LocalTarget
     from vlmserve.warmup.remote import RemoteTarget
-    from vlmserve.warmup.sources import Source
 
 USAGE_ERROR = 2
 _INTERRUPTED = 130
 _ABOUT = """\
 Encode pictures and videos ahead of time, so that servers with the same weights and settings start warm.
 
-A SOURCE is a picture or video file, a folder (searched with all that is in it), a pattern in quotes, an http(s) or
-data URL, a list (.txt: a path or URL a line, # begins a comment), "-" (such a list on standard input), or a .jsonl file
-with a chat request a line, whose media are encoded with all their knobs. Paths in a file are relative to its folder.
+An INPUT is what `vlmserve caption` takes: a picture or video file, a folder (searched with all that is in it), a
+pattern in quotes, an http(s) or data URL, a list (.txt: a path or URL a line, # begins a comment), "-" (such a list on
+standard input), a .jsonl file with a picture, a video or a chat request a line, whose media are encoded with all their
+knobs, a .parquet file or a WebDataset .tar. Paths in a file are relative to its folder.
 
 Without --url, only the vision tower is loaded, here, and what it makes goes into --embedding-cache-dir. With --url, a
 running server encodes; files and URLs are read here and sent to it.
@@ -42,6 +43,7 @@ examples:
 
 The exit status is 1 if anything failed, 2 for a wrong command line, 130 if interrupted.
 """
+_REQUEST_FIELDS = ("messages", "mm_processor_kwargs")
 _GROUPS = ("pictures", "videos", "vision encoder")
 _OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "log_level", "startup_timeout_s"}
 # Of no effect here.
@@ -58,26 +60,23 @@ def main(argv: Sequence[str]) -> int:
     """The exit status. Raises VlmserveError or OSError, with a message fit for the user, when nothing can be done."""
     args = _parser().parse_intermixed_args(argv)
     try:
-        settings = _settings(args)
-        from vlmserve.warmup.sources import find_sources
-
-        sources, ignored = find_sources(args.words, sys.stdin.buffer)
+        with contextlib.ExitStack() as closing:
+            return _run(args, _settings(args), closing)
     except SettingsError as error:
         for line in str(error).splitlines():
             print(f"vlmserve warmup: error: {line}", file=sys.stderr)
         return USAGE_ERROR
-    return _run(args, settings, sources, ignored)
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        prog="vlmserve warmup", usage="%(prog)s [MODEL] SOURCE... [options]", description=_ABOUT, epilog=_EPILOG
+        prog="vlmserve warmup", usage="%(prog)s [MODEL] INPUT... [options]", description=_ABOUT, epilog=_EPILOG
     )
     parser.add_argument(
         "words",
-        metavar="[MODEL] SOURCE...",
+        metavar="[MODEL] INPUT...",
         nargs="+",
-        help="MODEL: checkpoint folder, or a Hugging Face hub id; left out: the small built-in one. SOURCE: see above",
+        help="MODEL: checkpoint folder, or a Hugging Face hub id; left out: the small built-in one. INPUT: see above",
     )
     parser.add_argument("--url", metavar="URL", help="let the server at http://host:port encode")
     parser.add_argument("--api-key", metavar="KEY", help="of that server [env: VLMSERVE_API_KEY]")
@@ -103,7 +102,7 @@ def _parser() -> CommandParser:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    """Leaves in `args.words` the sources alone, and in `args.concurrency` a number."""
+    """Leaves in `args.words` the inputs alone, and in `args.concurrency` a number."""
     names = {setting.name for setting in iter_settings()}
     flags = {name: value for name, value in vars(args).items() if name in names and value is not None}
     if args.url is None and "model" not in flags and is_model(args.words[0], alone=len(args.words) == 1):
@@ -111,7 +110,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     settings = load_settings(flags, config=args.config)
     engine = settings.engine
     if not args.words:
-        raise SettingsError(f"{flags['model']!r} is a model: name a SOURCE, too")
+        raise SettingsError(f"{flags['model']!r} is a model: name an INPUT, too")
     if args.url is None and engine.embedding_cache_dir is None:
         raise SettingsError("name the folder that keeps embeddings (--embedding-cache-dir), or a server (--url)")
     if args.url is not None and ("model" in flags or "embedding_cache_dir" in flags):
@@ -123,39 +122,42 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     return settings
 
 
-def _run(args: argparse.Namespace, settings: ServerSettings, sources: Sequence[Source], ignored: int) -> int:
+def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib.ExitStack) -> int:
     from processors.fetch.blocking import BlockingFetcher
+    from vlmserve.caption.inputs import open_inputs
+    from vlmserve.caption.progress import Progress
     from vlmserve.tokenizer.stage import stage_limits
     from vlmserve.warmup.journal import Journal
-    from vlmserve.warmup.progress import Progress, Tally, describe, summary
-    from vlmserve.warmup.requests import SourceReader
     from vlmserve.warmup.run import WarmupRun
+    from vlmserve.warmup.tally import Tally
     from vlmserve_common.logs import configure_logging
 
-    configure_logging(settings.log_level, "warmup")
-    tally = Tally(total=len(sources), ignored=ignored)
-    target = _make_target(args, settings)
-    progress = Progress(tally, sys.stderr)
-    notes: list[str] = []
     # Local files are read wherever they are: the user has named them.
-    fetch = dataclasses.replace(stage_limits(settings).fetch, allowed_local_media_path="/")
+    fetcher = BlockingFetcher(dataclasses.replace(stage_limits(settings).fetch, allowed_local_media_path="/"))
+    closing.callback(fetcher.close)
+    stdin = io.BytesIO(sys.stdin.buffer.read() if "-" in args.words else b"")
+    inputs = open_inputs(args.words, fetcher=fetcher, stdin=stdin, request_fields=_REQUEST_FIELDS)
+    configure_logging(settings.log_level, "warmup")
+    tally = Tally()
+    for number in inputs.count():
+        tally.counted = number is not None
+        tally.total = number or tally.total
+    target = _make_target(args, settings)
+    progress = Progress("warmup", tally, sys.stderr)
+    notes: list[str] = []
 
     async def warm_up() -> None:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(target.close)
             stack.callback(lambda: notes.extend(target.notes()))
+            stack.callback(closing.close)  # here, for threads that wait for downloads keep the loop from ending
             errors = args.errors and stack.enter_context(args.errors.open("w", encoding="utf-8"))
             journal = args.resume and stack.enter_context(contextlib.closing(Journal(args.resume, target.settings)))
-            run = WarmupRun(
-                target=target,
-                reader=SourceReader(stack.enter_context(contextlib.closing(BlockingFetcher(fetch)))),
-                tally=tally,
-                progress=progress,
-                journal=journal,
-                errors=errors,
-                concurrency=args.concurrency,
-            )
-            await run.run(sources)
+            stack.enter_context(progress)
+            stack.callback(asyncio.create_task(progress.keep_shown()).cancel)
+            run = WarmupRun(target=target, tally=tally, journal=journal, errors=errors, concurrency=args.concurrency)
+            await run.run(iter(inputs))
+            tally.total = tally.passed
 
     interrupted = False
     try:
@@ -163,12 +165,13 @@ def _run(args: argparse.Namespace, settings: ServerSettings, sources: Sequence[S
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        progress.finish()
+        seconds = progress.seconds
         if args.json:
-            json.dump(summary(tally, progress.seconds, notes, interrupted=interrupted), sys.stdout, indent=2)
+            told = {"seconds": round(seconds, 3), "interrupted": interrupted, "notes": notes}
+            json.dump({**dataclasses.asdict(tally), **told}, sys.stdout, indent=2)
             print()
         else:
-            print("\n".join([describe(tally, progress.seconds), *notes]))
+            print("\n".join([tally.describe(seconds), *notes]))
     return _INTERRUPTED if interrupted else int(tally.failed > 0)
 
 

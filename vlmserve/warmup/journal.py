@@ -1,4 +1,4 @@
-"""What a run has finished, for the next one to pass over: one line of JSON for each source."""
+"""What a run has finished, for the next one to pass over: one line of JSON for each input."""
 
 from __future__ import annotations
 

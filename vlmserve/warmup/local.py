@@ -13,6 +13,7 @@ import torch
 from processors.families.base import data_item
 from vision.towers.loading import load_tower, outline_tower
 from vision.towers.temporal_patch import temporal_patches
+from vlmserve.caption.item import ChatRequest
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
@@ -22,7 +23,6 @@ from vlmserve.memory.sizing import check_weights_fit, weight_bytes
 from vlmserve.models.registry import load_config
 from vlmserve.tokenizer.stage import make_request_media, stage_limits
 from vlmserve.warmup.encoder_loop import EncoderLoop
-from vlmserve.warmup.requests import WarmupBody
 from vlmserve.warmup.target import Warmed, WarmupStopped
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.devices import resolve_device
@@ -73,10 +73,10 @@ class LocalTarget:
         digest = blake3.blake3(self._pool.fingerprint + self._media.describe_settings().encode())
         self.settings = f"{'pinned' if pin else 'unpinned'} {digest.hexdigest()}"
 
-    async def encode(self, body: WarmupBody) -> Warmed:
+    async def encode(self, request: ChatRequest) -> Warmed:
         """Return when everything is encoded and, where there is a disk, saved. BadRequestError and EngineError are
         about this request, WarmupStopped about all."""
-        named = self._media.media_of(body.messages, body.mm_processor_kwargs, self._counts)
+        named = self._media.media_of(request.messages, request.options.get("mm_processor_kwargs") or {}, self._counts)
         items = [data_item(medium) for medium in await self._media.load(named)]
         keys = tuple(self._pool.key(patch) for item in items for patch in temporal_patches(item))
         output = await self._encoder.encode(items, pin=self._pin)

@@ -10,8 +10,9 @@ from typing import Any
 import httpx2
 
 from processors.inputs import Modality
+from vlmserve.caption.item import ChatRequest
+from vlmserve.client.data_urls import with_data_urls
 from vlmserve.messages import EncodedItem
-from vlmserve.warmup.requests import WarmupBody, server_request
 from vlmserve.warmup.target import Warmed, WarmupStopped
 from vlmserve_common.errors import BadRequestError, EngineError
 
@@ -35,10 +36,10 @@ class RemoteTarget:
         self._saves = True
         self.settings = f"{'pinned' if pin else 'unpinned'} {self._url}"
 
-    async def encode(self, body: WarmupBody) -> Warmed:
+    async def encode(self, request: ChatRequest) -> Warmed:
         """Return when everything is encoded and, where there is a disk, saved. BadRequestError and EngineError are
         about this request, WarmupStopped about all."""
-        content = await asyncio.to_thread(self._content, body)
+        content = await asyncio.to_thread(self._content, request)
         for wait_s in (*_WAITS_S, None):
             status, answer = await self._post(content)
             if status == 200:
@@ -62,8 +63,9 @@ class RemoteTarget:
         """Break off what is under way, and write what waits to be written."""
         await self._client.aclose()
 
-    def _content(self, body: WarmupBody) -> bytes:
-        return json.dumps(server_request(body) | ({"pin": True} if self._pin else {})).encode()
+    def _content(self, request: ChatRequest) -> bytes:
+        body = {**request.options, "messages": with_data_urls(request.messages)}
+        return json.dumps(body | ({"pin": True} if self._pin else {})).encode()
 
     async def _post(self, content: bytes) -> tuple[int, Any]:
         try:

@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 def test_rates_and_time_left():
     clock, tally = Clock(), Tally()
-    with Progress(tally, io.StringIO(), clock) as progress:
+    with Progress("caption", tally, io.StringIO(), clock) as progress:
         clock.now = 10.0
         tally.total, tally.counted = 1000, True
         tally.done, tally.reused, tally.failed, tally.skipped, tally.completion_tokens = 90, 8, 2, 100, 450
@@ -33,7 +33,7 @@ def test_rates_and_time_left():
 
 def test_rates_are_of_the_last_minute():
     clock, tally, out = Clock(), Tally(total=10_000, counted=True), io.StringIO()
-    with Progress(tally, out, clock) as progress:
+    with Progress("caption", tally, out, clock) as progress:
         for second in range(0, 600, 10):
             clock.now, tally.done = float(second), second  # 1 item a second
             progress.show()
@@ -46,16 +46,16 @@ def test_rates_are_of_the_last_minute():
 
 def test_without_a_count_there_is_no_time_left():
     tally = Tally(done=3)
-    assert Progress(tally, io.StringIO(), Clock()).line().startswith("3/?, ")
+    assert Progress("caption", tally, io.StringIO(), Clock()).line().startswith("3/?, ")
     tally.total = 500
-    line = Progress(tally, io.StringIO(), Clock()).line()
+    line = Progress("caption", tally, io.StringIO(), Clock()).line()
     assert line.startswith("3/500+, ")
     assert "ETA" not in line
 
 
 def test_a_terminal_shows_a_bar_and_is_left_clean():
     clock, tally, out = Clock(), Tally(total=10, counted=True), Terminal()
-    with Progress(tally, out, clock) as progress:
+    with Progress("caption", tally, out, clock) as progress:
         clock.now, tally.done = 5.0, 5
         progress.show()
         assert "5/10, 1.0 items/s" in out.getvalue()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import blake3
@@ -26,8 +26,10 @@ def is_request(given: Mapping[str, Any]) -> bool:
     return "messages" in given or _is_batch(given)
 
 
-def request_item(given: dict[str, Any], text: bytes, *, place: str, base: str, media: MediaReader) -> RequestItem:
-    """The item of a line. text: of the line. Raises BadRequestError if it has no usable id.
+def request_item(
+    given: dict[str, Any], text: bytes, *, place: str, base: str, media: MediaReader, fields: Collection[str] | None
+) -> RequestItem:
+    """The item of a line. text: of the line. fields: see `open_inputs`. Raises BadRequestError if it has no usable id.
 
     What else is wrong with it is told when it is read, as it is of files.
     """
@@ -39,7 +41,10 @@ def request_item(given: dict[str, Any], text: bytes, *, place: str, base: str, m
     problem: BadRequestError | None = None
     contents: dict[tuple[str, Modality], Content] = {}
     try:
-        messages, options = _checked(_batch_body(given) if is_batch else given)
+        body = _batch_body(given) if is_batch else given
+        if fields is not None:
+            body = {name: body[name] for name in fields if name in body}
+        messages, options = _checked(body)
         contents = _contents(messages, base, media)
     except BadRequestError as error:
         problem = error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from vlmserve.caption.inputs.chats import is_request, request_item
@@ -88,11 +88,13 @@ class JsonLines(Lines):
     """Media with fields, or chat requests."""
 
     columns: Columns
+    request_fields: Collection[str] | None
 
     def item(self, text: bytes, place: str) -> Item:
         given = json_object(text, "line")
         if is_request(given):
-            return request_item(given, text, place=place, base=self.file.base, media=self.media)
+            base, fields = self.file.base, self.request_fields
+            return request_item(given, text, place=place, base=base, media=self.media, fields=fields)
         column = media_column((name for name, value in given.items() if value is not None), self.columns.media)
         if column is None:
             wanted = "image, video, path, url ..." if self.columns.media is None else repr(self.columns.media)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
@@ -67,11 +67,13 @@ def open_inputs(
     stdin: BinaryIO,
     columns: Columns | None = None,
     input_format: InputFormat | None = None,
+    request_fields: Collection[str] | None = None,
 ) -> Inputs:
     """What the words of a command line stand for.
 
     fetcher: may read any local file, for the user has named it. input_format: of all files and of standard input,
-    whatever their names say. Raises SettingsError for a word that stands for nothing, and for a missing package.
+    whatever their names say. request_fields: the only ones of chat requests that count; None: all. Raises
+    SettingsError for a word that stands for nothing, and for a missing package.
     """
     words = list(dict.fromkeys(words))
     opener = _Opener(
@@ -79,6 +81,7 @@ def open_inputs(
         columns=columns or Columns(),
         stdin=iter((stdin,)),
         format=input_format,
+        request_fields=request_fields,
         named=frozenset(os.path.abspath(os.path.expanduser(word)) for word in words),
     )
     return Inputs([opener.source(word) for word in words])
@@ -120,6 +123,7 @@ class _Opener:
     columns: Columns
     stdin: Iterator[BinaryIO]
     format: InputFormat | None
+    request_fields: Collection[str] | None
     named: frozenset[str]
 
     def source(self, word: str) -> Source:
@@ -209,7 +213,8 @@ class _Opener:
 
     def _file(self, file: ItemFile, format: InputFormat) -> Source:
         if format == "jsonl":
-            return JsonLines(file=file, media=self.media, columns=self.columns)
+            fields = self.request_fields
+            return JsonLines(file=file, media=self.media, columns=self.columns, request_fields=fields)
         if format == "list":
             return AddressList(file=file, media=self.media)
         if format == "parquet":
