@@ -95,23 +95,31 @@ class ThreadMaker:
     async def picture(self, data: bytes | Image.Image, knobs: ImageKnobs, *, client: str = "") -> ProcessedImage:
         """See `MediaMaker`."""
         async with self._turns.turn(cost=_cost([data]), client=client):
-            return await self.call(self._direct.picture, data, knobs)
+            return await self._to_its_end(self._direct.picture, data, knobs)
 
     async def clip(self, data: bytes, knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
         """See `MediaMaker`."""
         async with self._turns.turn(cost=_cost([data]), clip=True, client=client):
-            return await self.call(self._direct.clip, data, knobs)
+            return await self._to_its_end(self._direct.clip, data, knobs)
 
     async def frames(
         self, files: Sequence[bytes | Image.Image], knobs: VideoKnobs, *, client: str = ""
     ) -> ProcessedVideo:
         """See `MediaMaker`."""
         async with self._turns.turn(cost=_cost(files), clip=True, client=client):
-            return await self.call(self._direct.frames, files, knobs)
+            return await self._to_its_end(self._direct.frames, files, knobs)
 
     async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call a function in one of the threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+
+    async def _to_its_end(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """As `call`. Cancelled, it returns when the thread has ended all the same: so long it has its turn."""
+        under_way = asyncio.ensure_future(self.call(function, *args, **kwargs))
+        try:
+            return await asyncio.shield(under_way)
+        finally:
+            await asyncio.wait([under_way])
 
     async def close(self) -> None:
         """Returns when what was begun has ended."""

@@ -8,6 +8,7 @@ service managers send to the whole group: the parent decides when a child may go
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -15,9 +16,11 @@ import logging
 import multiprocessing
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 STOP_PATIENCE_S = 2.0
 _PR_SET_PDEATHSIG = 1
+_LONGEST_TEMP_DIR_BYTES = 70  # a socket's path may have 107, and 32 follow
 
 
 class ChildProcess:
@@ -219,6 +223,12 @@ def _run_child(
 def prepare_forks(modules: Sequence[str]) -> None:
     """Start the process, unless it runs, that children are forked of: it imports these modules, in its only thread, and
     ends with this process and the last of its children. Returns at once."""
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TEMP_DIR_BYTES:
+        # multiprocessing puts the socket there, and knows no other way to be told where else.
+        config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        if "tempdir" not in config:
+            config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+            atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
     with stop_signals_held():
         multiprocessing.set_forkserver_preload(list(modules))
         forkserver.ensure_running()
