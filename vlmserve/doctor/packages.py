@@ -20,7 +20,7 @@ NAME = "vlmserve"
 ROOT = Path(__file__).resolve().parents[2]
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*([^;]*)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
-_MODULES = {"pillow": "PIL", "pyzmq": "zmq"}
+_MODULES = {"pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq"}
 # Of interest to nobody who does not work on vlmserve.
 _EXTRAS_LEFT_OUT = ("dev",)
 # Beside whose modules others must be installed that we do without.
