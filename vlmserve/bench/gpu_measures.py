@@ -12,10 +12,10 @@ import torch
 
 from vision.towers.runner import pixel_values
 from vlmserve.bench.gpu_sizes import Sizes, make_prompts
-from vlmserve.bench.interleaved import Spread, in_turns, ratios
+from vlmserve.bench.interleaved import Spread, ratios
 from vlmserve.bench.questions import Question, make_questions
 from vlmserve.bench.reference import Reference, ReferenceTower, check_rows
-from vlmserve.bench.vision_subject import PLENTY, Subject, finish, take_rows
+from vlmserve.bench.vision_subject import PLENTY, Subject, finish, grid_thw, take_rows, turns_on
 from vlmserve.offline.llm import LLM
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve_common.compute.tensors import dtype_name
@@ -85,21 +85,21 @@ class Bench:
         subject = Subject(self._folder, device=self._device, dtype=self._dtype)
         side = self._sizes.side
         media = [subject.picture(side, side, seed=number) for number in range(self._sizes.pictures)]
-        patches = [patch for medium in media for patch in medium.patches]
+        patches = [patch for medium in media for patch in medium]
         pixels = pixel_values(patches, torch.device("cpu"))
-        grids = [medium.grid_thw for medium in media]
+        grids = [grid_thw(medium) for medium in media]
         reference = ReferenceTower(self._theirs.model, device=self._device, dtype=self._dtype)
         off = check_rows(torch.cat(subject.runner.encode(patches)), reference.encode(pixels, grids))
         found = self._turns(lambda: subject.runner.encode(patches), lambda: reference.encode(pixels, grids))
         about = f"{len(pixels)} patches of {len(media)} pictures; rows are within {off:.2g} of each other"
-        return [_rate("vision tower", "patches/s", len(pixels), found, about)]
+        return [_figure("vision tower", "patches/s", found, about, work=len(pixels))]
 
     def prefill(self) -> list[Figure]:
         """One long prompt and a token."""
         tokens = self._sizes.long_prompt
         prompts = make_prompts(self._theirs.tokenizer, 1, tokens)
         found = self._turns(lambda: self._answer(prompts, 1), lambda: self._theirs.answer(prompts, 1))
-        return [_rate("prefill", "tokens/s", tokens, found, f"one prompt of {tokens} tokens")]
+        return [_figure("prefill", "tokens/s", found, f"one prompt of {tokens} tokens", work=tokens)]
 
     def decode(self) -> list[Figure]:
         """Short prompts answered together."""
@@ -113,7 +113,7 @@ class Bench:
                 f"prompts of {sizes.short_prompt} tokens, counted in; {sizes.answer} tokens an answer; "
                 f"{same} of {batch} answers are equal (16 bits: near ties fall either way)"
             )
-            made.append(_rate(f"decode, {batch} at a time", "tokens/s", batch * sizes.answer, found, about))
+            made.append(_figure(f"decode, {batch} at a time", "tokens/s", found, about, work=batch * sizes.answer))
         return made
 
     def picture(self) -> list[Figure]:
@@ -125,7 +125,7 @@ class Bench:
         fresh = iter(questions)
         found = self._turns(lambda: self._first_token(next(fresh)), lambda: self._theirs.generate(next(inputs), 1))
         about = "ours from the file on; transformers' inputs are ready"
-        return [_duration(f"first token about a {side}x{side} picture", found, about)]
+        return [_figure(f"first token about a {side}x{side} picture", "ms", found, about)]
 
     def cache(self) -> list[Figure]:
         """A picture whose rows are on the device, or in the host's memory, beside encoding it."""
@@ -137,11 +137,11 @@ class Bench:
         made = []
         for name, (device_bytes, host_bytes) in limits.items():
             with subject.pool(device_bytes=device_bytes, host_bytes=host_bytes, max_patches=1 << 20) as one:
-                found = self._turns(partial(take_rows, one, picture.patches))
+                found = self._turns(partial(take_rows, one, picture))
                 if name != "encoding" and one.stats().encoded != 1:
                     raise AssertionError(f"rows that were to be found in {name} were encoded again")
             title = "rows of a picture, encoded" if name == "encoding" else f"rows of a picture, found in {name}"
-            made.append(_duration(title, found, f"grid {picture.grid_thw}"))
+            made.append(_figure(title, "ms", found, f"grid {grid_thw(picture)}"))
         return made
 
     def _answer(self, prompts: Sequence[str], tokens: int) -> list[tuple[int, ...]]:
@@ -155,13 +155,8 @@ class Bench:
         self, ours: Callable[[], object], theirs: Callable[[], object] | None = None
     ) -> dict[str, Sequence[float]]:
         """Seconds of each round, by the clock."""
-
-        def finished(run: Callable[[], object]) -> None:
-            run()
-            finish(self._device)
-
         both = {"ours": ours} if theirs is None else {"ours": ours, "theirs": theirs}
-        found = in_turns({name: partial(finished, run) for name, run in both.items()}, self._rounds)
+        found = turns_on(self._device, self._rounds, both)
         return {name: timing.wall for name, timing in found.items()}
 
     def _largest(self, answer: Callable[[Sequence[str], int], object]) -> None:
@@ -193,28 +188,15 @@ PARTS: dict[str, Callable[[Bench], list[Figure]]] = {
 }
 
 
-def _rate(name: str, unit: str, work: int, seconds: dict[str, Sequence[float]], about: str) -> Figure:
-    """work: in each round."""
-    return _figure(name, unit, lambda second: work / second, seconds, about)
-
-
-def _duration(name: str, seconds: dict[str, Sequence[float]], about: str) -> Figure:
-    return _figure(name, "ms", lambda second: second * 1e3, seconds, about)
-
-
 def _figure(
-    name: str, unit: str, value: Callable[[float], float], seconds: dict[str, Sequence[float]], about: str
+    name: str, unit: str, seconds: dict[str, Sequence[float]], about: str, *, work: float | None = None
 ) -> Figure:
-    ours, theirs = (seconds.get(who) for who in ("ours", "theirs"))
-    assert ours is not None
-    return Figure(
-        name=name,
-        unit=unit,
-        ours=Spread.of([value(second) for second in ours]),
-        theirs=Spread.of([value(second) for second in theirs]) if theirs else None,
-        ratio=ratios(theirs, ours) if theirs else None,
-        about=about,
-    )
+    """work: in each round, of which the rate is told; None tells milliseconds."""
+    ratio = ratios(seconds["theirs"], seconds["ours"]) if "theirs" in seconds else None
+    shown = {
+        who: Spread.of([work / second if work else second * 1e3 for second in each]) for who, each in seconds.items()
+    }
+    return Figure(name=name, unit=unit, **shown, ratio=ratio, about=about)
 
 
 def _greedy(tokens: int) -> SamplingOverrides:

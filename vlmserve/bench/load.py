@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import httpx2
 
 from vlmserve.bench.questions import Question
-from vlmserve_common.errors import VlmserveError
-
-
-class NoServerError(VlmserveError):
-    """The server cannot be reached, or refuses what is asked."""
-
-
-class NoAnswerError(VlmserveError):
-    """One request was not answered, in the server's words."""
+from vlmserve.client.chat_client import ChatClient, ServerError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +54,12 @@ class LoadClient:
     of the environment are used."""
 
     def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None, proxies: bool = True) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._runner = asyncio.Runner()
-        try:
-            self._http = httpx2.AsyncClient(
-                base_url=self.url, headers=headers, timeout=None, limits=limits, trust_env=proxies
-            )
-        except httpx2.InvalidURL as error:
-            raise NoServerError(f"no answer from {self.url}: {error}") from None
-        self.model = model or self._runner.run(self._first_model())
+        self._http = httpx2.AsyncClient(timeout=None, limits=limits, trust_env=proxies)
+        self._client = ChatClient(url, api_key=api_key, http=self._http)
+        self.url = self._client.url
+        self.model = model or self._runner.run(self._client.model())
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -89,7 +75,7 @@ class LoadClient:
         arrivals: Sequence[float] | None = None,
     ) -> Round:
         """Send all: `at_a_time` (None: however many), each no sooner than it arrives, in seconds. Answers are exactly
-        `output_tokens` long, greedy. NoServerError where nothing is answered."""
+        `output_tokens` long, greedy. ServerError where nothing is answered."""
         return self._runner.run(self._run(questions, output_tokens, at_a_time, arrivals or [0.0] * len(questions)))
 
     async def _run(
@@ -102,8 +88,8 @@ class LoadClient:
             async with gate:
                 try:
                     return await self._ask(messages, output_tokens)
-                except (httpx2.HTTPError, NoAnswerError) as error:
-                    return str(error) or type(error).__name__
+                except ServerError as error:
+                    return str(error)
 
         conversations = [question.messages() for question in questions]
         started = time.perf_counter()
@@ -112,19 +98,8 @@ class LoadClient:
         timings = tuple(answer for answer in answers if isinstance(answer, Timing))
         failures = tuple(answer for answer in answers if isinstance(answer, str))
         if not timings:
-            raise NoServerError(f"no answer from {self.url}: {failures[0]}")
+            raise ServerError(f"no answer from {self.url}: {failures[0]}")
         return Round(timings=timings, failures=failures, wall_s=wall_s)
-
-    async def _first_model(self) -> str:
-        try:
-            reply = await self._http.get("/v1/models")
-            if reply.status_code != 200:
-                raise NoServerError(f"{self.url}: {_refusal(reply)}")
-            return str(reply.json()["data"][0]["id"])
-        except httpx2.HTTPError as error:
-            raise NoServerError(f"no answer from {self.url}: {str(error) or type(error).__name__}") from None
-        except (ValueError, LookupError, TypeError):
-            raise NoServerError(f"{self.url}/v1/models does not answer as OpenAI's API does") from None
 
     async def _ask(self, messages: object, output_tokens: int) -> Timing:
         body = {
@@ -142,16 +117,8 @@ class LoadClient:
         times: list[float] = []
         usage: dict[str, int] = {}
         text = ""
-        async with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
-            if reply.status_code != 200:
-                await reply.aread()
-                raise NoAnswerError(_refusal(reply))
-            async for line in reply.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise NoAnswerError(f"the answer broke off: {json.dumps(chunk['error'])[:300]}")
+        async with aclosing(self._client.stream(body)) as chunks:
+            async for chunk in chunks:
                 for choice in chunk["choices"]:
                     if choice.get("logprobs") or choice["delta"].get("content"):
                         times.append(time.perf_counter())
@@ -166,12 +133,3 @@ class LoadClient:
             gaps_s=tuple(after - before for before, after in pairwise(times)),
             prompt_tokens=usage.get("prompt_tokens", 0),
         )
-
-
-def _refusal(reply: httpx2.Response) -> str:
-    """What a server says that does not answer."""
-    try:
-        told: Any = reply.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        told = reply.text
-    return f"HTTP {reply.status_code}: {str(told)[:300]}"

@@ -73,22 +73,20 @@ def measure_picture(args: argparse.Namespace) -> dict[str, Any]:
     return _compare(ours, references, args.rounds)
 
 
-def measure_clip(args: argparse.Namespace) -> dict[str, Any]:
-    """A 720p clip at 2 frames a second to patches: decoding, sampling, resizing, cutting."""
-    return _measure_clip(args, decode_threads=1, how="one thread", measure="cpu")
-
-
 def measure_wait(args: argparse.Namespace) -> dict[str, Any]:
     """The same by the clock, on a machine with nothing else to do, all cores at each side's disposal."""
     torch.set_num_threads(available_cpus())
     try:
-        threads = VideoLimits().decode_threads
-        return _measure_clip(args, decode_threads=threads, how="threads as they are by default", measure="wall")
+        how = "threads as they are by default"
+        return measure_clip(args, decode_threads=VideoLimits().decode_threads, how=how, measure="wall")
     finally:
         torch.set_num_threads(1)
 
 
-def _measure_clip(args: argparse.Namespace, *, decode_threads: int, how: str, measure: str) -> dict[str, Any]:
+def measure_clip(
+    args: argparse.Namespace, *, decode_threads: int = 1, how: str = "one thread", measure: str = "cpu"
+) -> dict[str, Any]:
+    """A 720p clip at 2 frames a second to patches: decoding, sampling, resizing, cutting."""
     print(f"\nencoding a clip of {args.seconds} s ...", file=sys.stderr)
     data = clip(*_HD, seconds=args.seconds, rate=30)
     processor = our_processor(args.family, threads=decode_threads)

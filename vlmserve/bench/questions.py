@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from vlmserve.client.data_urls import data_url
+
 
 def picture_part(picture: bytes) -> dict[str, object]:
     """A PNG file as a part of a message in OpenAI's form."""
-    url = "data:image/png;base64," + base64.b64encode(picture).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "image_url", "image_url": {"url": data_url(picture)}}
 
 
 @dataclass(frozen=True, kw_only=True)

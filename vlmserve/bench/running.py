@@ -31,7 +31,7 @@ _SECONDS = {
 def measure_running(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Send the load that the command line describes, and print a table for each round; the figures of all.
 
-    Without a seed one is drawn, so that the server's caches know none of the pictures. Raises NoServerError, also where
+    Without a seed one is drawn, so that the server's caches know none of the pictures. Raises ServerError, also where
     nothing of a round is answered.
     """
     seed = secrets.randbelow(2**32) if args.seed is None else args.seed

@@ -107,7 +107,13 @@ def _check(parser: CommandParser, args: argparse.Namespace) -> None:
 def _measure_own(args: argparse.Namespace) -> dict[str, Any]:
     args.seed = args.seed or 0
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
-        model = Path(args.model) if args.model else _default_model(Path(folder))
+        if args.model:
+            model = Path(args.model)
+        else:
+            from vlmserve.bench.random_checkpoint import write_random_checkpoint  # needs torch
+
+            print("writing a random checkpoint ...", file=sys.stderr)
+            model = write_random_checkpoint(Path(folder) / "model")
         baseline = None if args.no_baseline else _baseline(model, args)
         served, memory = _served(model, args)
     _print(args, served, memory, baseline)
@@ -116,13 +122,6 @@ def _measure_own(args: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": memory,
         "baseline": None if baseline is None else {**_figures(baseline[0]), "peak_bytes": baseline[1]},
     }
-
-
-def _default_model(folder: Path) -> Path:
-    from vlmserve.bench.random_checkpoint import write_random_checkpoint
-
-    print("writing a random checkpoint ...", file=sys.stderr)
-    return write_random_checkpoint(folder / "model")
 
 
 def _baseline(model: Path, args: argparse.Namespace) -> tuple[Round, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +21,10 @@ from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import TemporalPatch
 from vision.workers.backend import EncoderBackend
 from vision.workers.settings import WorkerSettings
-from vlmserve.bench.interleaved import Spread, Timing, in_turns, ratios
+from vlmserve.bench.interleaved import Spread, Timing, ratios
 from vlmserve.bench.media import clip
 from vlmserve.bench.reference import ReferenceTower, check_rows, load_reference
-from vlmserve.bench.vision_subject import PLENTY, Subject, finish, settle, take_rows
+from vlmserve.bench.vision_subject import PLENTY, Subject, finish, grid_thw, settle, take_rows, turns_on
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.compute.tensors import dtype_name
 
@@ -73,16 +73,16 @@ def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
     which on a CPU is quicker."""
     media = [subject.picture(*size, seed=seed) for seed, size in enumerate(_PICTURES)]
     media.append(subject.clip(clip(*_CLIP, seconds=10 * _SECONDS, rate=_RATE), VideoKnobs(video_end=3.5)))
-    patches = [patch for medium in media for patch in medium.patches]
-    pixels = [pixel_values(medium.patches, torch.device("cpu")) for medium in media]
-    packed, grids = torch.cat(pixels), [medium.grid_thw for medium in media]
+    patches = [patch for medium in media for patch in medium]
+    pixels = [pixel_values(medium, torch.device("cpu")) for medium in media]
+    packed, grids = torch.cat(pixels), [grid_thw(medium) for medium in media]
     model = load_reference(subject.folder, dtype=subject.dtype)
     reference = ReferenceTower(model, device=subject.device, dtype=subject.dtype)
     del model  # its decoder is not needed
     off = check_rows(torch.cat(subject.runner.encode(patches)), reference.encode(packed, grids))
-    found = _turns(
-        subject,
-        plan,
+    found = turns_on(
+        subject.device,
+        plan.rounds,
         {
             "vlmserve": lambda: torch.cat(subject.runner.encode(patches)),
             "packed": lambda: reference.encode(packed, grids),
@@ -107,7 +107,7 @@ def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:
 def measure_hits(subject: Subject, plan: Plan) -> list[Measure]:
     """A picture whose rows are known: in memory (on a GPU: the host's), on the disk, and not at all."""
     picture = subject.picture(*_LARGE, seed=100)
-    about = f"grid {picture.grid_thw}; hits by the clock; the file is in the page cache"
+    about = f"grid {grid_thw(picture)}; hits by the clock; the file is in the page cache"
     on_cpu = subject.device.type == "cpu"
     with ExitStack() as stack:
         pool = partial(subject.pool, max_patches=plan.max_patches)
@@ -118,11 +118,11 @@ def measure_hits(subject: Subject, plan: Plan) -> list[Measure]:
         disk = stack.enter_context(pool(device_bytes=0, disk=DiskTier(store)))
         pools = {"encode": cold, "memory": memory, "disk": disk}
         for each in (memory, disk):
-            take_rows(each, picture.patches)
+            take_rows(each, picture)
             settle(each)
 
-        take = {name: partial(take_rows, each, picture.patches) for name, each in pools.items()}
-        found = _turns(subject, plan, take)
+        take = {name: partial(take_rows, each, picture) for name, each in pools.items()}
+        found = turns_on(subject.device, plan.rounds, take)
         if memory.stats().encoded != 1 or disk.stats().encoded != 1:
             raise AssertionError("rows that were to be found were encoded again")
         wrong = [name for name in ("memory", "disk") if not torch.equal(take[name]()[0], take["encode"]()[0])]
@@ -146,7 +146,7 @@ def measure_clips(subject: Subject, plan: Plan) -> list[Measure]:
     data = clip(*_CLIP, seconds=10 * _SECONDS, rate=_RATE)
     first = subject.clip(data, VideoKnobs(video_start=0.0, video_end=15.75))
     second = subject.clip(data, VideoKnobs(video_start=4.0, video_end=19.75))
-    common = len({patch.digest for patch in first.patches} & {patch.digest for patch in second.patches})
+    common = len({patch.digest for patch in first} & {patch.digest for patch in second})
     seconds: dict[str, list[float]] = {"first": [], "second": []}
     clock = time.process_time if subject.device.type == "cpu" else time.perf_counter
     # not `in_turns`: the second is only worth something after the first, in a cache that was empty
@@ -154,15 +154,15 @@ def measure_clips(subject: Subject, plan: Plan) -> list[Measure]:
         with subject.pool(device_bytes=PLENTY, max_patches=plan.max_patches) as pool:
             for name, medium in (("first", first), ("second", second)):
                 started = clock()
-                take_rows(pool, medium.patches)
+                take_rows(pool, medium)
                 finish(subject.device)
                 seconds[name].append(clock() - started)
             encoded = pool.stats().encoded
-    reused = len(first.patches) + len(second.patches) - encoded
+    reused = len(first) + len(second) - encoded
     if reused != common:
         raise AssertionError(f"{common} temporal patches are in common, but {reused} were found")
     about = (
-        f"grids {first.grid_thw} and {second.grid_thw}: {common} of {len(second.patches)} temporal patches in common "
+        f"grids {grid_thw(first)} and {grid_thw(second)}: {common} of {len(second)} temporal patches in common "
         "and found"
     )
     name = "time of the second of two clips with 75% in common, beside the first"
@@ -205,7 +205,7 @@ def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
     """Two encoder processes of one thread each, beside one, and beside two threads in this process; by the clock."""
     from vision.workers.process_backend import ProcessBackend  # needs msgspec
 
-    patches = [subject.picture(*size, seed=200 + seed).patches[0] for seed, size in enumerate(_PICTURES * 2)]
+    patches = [subject.picture(*size, seed=200 + seed)[0] for seed, size in enumerate(_PICTURES * 2)]
     with ExitStack() as stack:
 
         def processes(count: int) -> EncoderBackend:
@@ -237,7 +237,7 @@ def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
             finally:
                 torch.set_num_threads(plan.threads)
 
-        found = _turns(subject, plan, {name: partial(take, name) for name in pools})
+        found = turns_on(subject.device, plan.rounds, {name: partial(take, name) for name in pools})
     about = f"{len(patches)} pictures, {sum(patch.num_patches for patch in patches)} patches, by the clock"
     return [
         Measure(
@@ -253,14 +253,6 @@ def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
 def _computing(subject: Subject, timing: Timing) -> tuple[float, ...]:
     """Seconds of work of one process: on a CPU its own, whoever else wants the cores."""
     return timing.cpu if subject.device.type == "cpu" else timing.wall
-
-
-def _turns(subject: Subject, plan: Plan, alternatives: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
-    def finished(run: Callable[[], object]) -> None:
-        run()
-        finish(subject.device)
-
-    return in_turns({name: partial(finished, run) for name, run in alternatives.items()}, plan.rounds)
 
 
 PARTS: dict[str, Callable[[Subject, Plan], list[Measure]]] = {

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
+from processors.families.base import MultimodalProcessor, ProcessorLimits, data_item
 from processors.families.registry import make_processor
 from processors.image.decoding import decode_image
 from processors.video.options import VideoKnobs, VideoLimits, VideoOptions
 from vision.cache.disk_tier import DiskTier
 from vision.encoder_pool import EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
+from vision.towers.grids import Grid
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vision.workers.backend import EncoderBackend, InlineBackend
+from vlmserve.bench.interleaved import Timing, in_turns
 from vlmserve.bench.media import jpeg
 from vlmserve.bench.processor_reference import write_settings
 from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
@@ -32,11 +33,7 @@ PLENTY = 1 << 40
 """Bytes: a limit that is never met."""
 _FINGERPRINT = bytes(32)
 # A decoder as wide as the rows, and else as small as can be: it is stored with the tower, and not used.
-_TEXT_SIZES: dict[str, Any] = {
-    "num_hidden_layers": 3,
-    "hidden_size": 2048,
-    "intermediate_size": 256,
-}
+_TEXT_SIZES = {"num_hidden_layers": 3, "hidden_size": 2048, "intermediate_size": 256}
 
 
 def write_checkpoint(folder: Path, *, depth: int) -> Path:
@@ -50,14 +47,6 @@ def write_checkpoint(folder: Path, *, depth: int) -> Path:
     write_random_checkpoint(folder, text_sizes=_TEXT_SIZES, vision_sizes=sizes)
     write_settings(folder, "qwen3_vl")
     return folder
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Medium:
-    """A picture or clip, processed. grid_thw: its patches in time, height and width; patches: temporal ones."""
-
-    grid_thw: tuple[int, int, int]
-    patches: tuple[TemporalPatch, ...]
 
 
 class Subject:
@@ -74,16 +63,15 @@ class Subject:
         )
         self.processor: MultimodalProcessor = make_processor(folder, read_hf_config(folder), limits)
 
-    def picture(self, width: int, height: int, *, seed: int = 0) -> Medium:
+    def picture(self, width: int, height: int, *, seed: int = 0) -> tuple[TemporalPatch, ...]:
         """A JPEG file, through the processor."""
         image = decode_image(jpeg(width, height, seed), self.processor.limits.decode)
-        return _medium(self.processor.process_image(image))
+        return temporal_patches(data_item(self.processor.process_image(image)))
 
-    def clip(self, data: bytes, knobs: VideoKnobs) -> Medium:
+    def clip(self, data: bytes, knobs: VideoKnobs) -> tuple[TemporalPatch, ...]:
         """A part of a video file, on the time grid at two frames a second."""
-        return _medium(self.processor.process_video(data, knobs))
+        return temporal_patches(data_item(self.processor.process_video(data, knobs)))
 
-    @contextmanager
     def pool(
         self,
         *,
@@ -92,21 +80,34 @@ class Subject:
         backend: EncoderBackend | None = None,
         max_patches: int,
         disk: DiskTier | None = None,
-    ) -> Iterator[EncoderPool]:
+    ) -> closing[EncoderPool]:
         """A pool, closed afterwards. device_bytes, host_bytes: of rows that stay when nobody holds them. backend: this
         thread by default. max_patches: in a batch."""
-        pool = EncoderPool(
-            backend or InlineBackend(self.runner),
-            make_cache(self.device, device_bytes=device_bytes, host_bytes=host_bytes),
-            fingerprint=_FINGERPRINT,
-            embed_shape=embed_shape(self.tower, self.dtype),
-            limits=PoolLimits(max_patches=max_patches, space_bytes=PLENTY),
-            disk=disk,
+        return closing(
+            EncoderPool(
+                backend or InlineBackend(self.runner),
+                make_cache(self.device, device_bytes=device_bytes, host_bytes=host_bytes),
+                fingerprint=_FINGERPRINT,
+                embed_shape=embed_shape(self.tower, self.dtype),
+                limits=PoolLimits(max_patches=max_patches, space_bytes=PLENTY),
+                disk=disk,
+            )
         )
-        try:
-            yield pool
-        finally:
-            pool.close()
+
+
+def grid_thw(medium: Sequence[TemporalPatch]) -> Grid:
+    """Patches in time, height and width."""
+    return len(medium), *medium[0].grid
+
+
+def turns_on(device: torch.device, rounds: int, alternatives: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
+    """`in_turns`, each until the device has computed it."""
+
+    def finished(run: Callable[[], object]) -> None:
+        run()
+        finish(device)
+
+    return in_turns({name: partial(finished, run) for name, run in alternatives.items()}, rounds)
 
 
 def finish(device: torch.device) -> None:
@@ -134,7 +135,3 @@ def settle(pool: EncoderPool) -> None:
     while pool.busy:
         if not pool.advance():
             wait(pool.wait_handles())
-
-
-def _medium(done: ProcessedMedium) -> Medium:
-    return Medium(grid_thw=done.grid_thw, patches=temporal_patches(data_item(done)))

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from vlmserve.chat.asking import ask
+from vlmserve.chat.session import Session, Talker
+from vlmserve.chat.terminal import Terminal, history_file, printable, shown_while
+from vlmserve.client.chat_client import ChatClient
+from vlmserve.client.conversation import Question, chat_body, chat_messages
+from vlmserve.client.media import Medium, ending_modality, is_web_address, medium_of_bytes, open_medium
+from vlmserve.client.options import OPTIONS, OptionError, parse_assignment, parse_option
+from vlmserve.client.own_server import own_model
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser, add_settings
+from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ENV_PREFIX, iter_settings, load_settings
-
-if TYPE_CHECKING:
-    from vlmserve.chat.session import Talker
-    from vlmserve.client.media import Medium
+from vlmserve_common.errors import CheckpointError
 
 _API_KEY = ENV_PREFIX + "API_KEY"
 # What only a server that others use needs; --api-key is the chat's own flag.
@@ -56,8 +63,6 @@ def main(argv: Sequence[str]) -> int:
     media = _open_all(args.files)
     if args.ask is not None or not sys.stdin.isatty():
         return _answer_one(args, media)
-    from vlmserve.chat.session import Session
-    from vlmserve.chat.terminal import Terminal, history_file
 
     with _talker(args) as talker:
         terminal = Terminal(history=None if args.no_history else history_file())
@@ -68,9 +73,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer_one(args: argparse.Namespace, media: Sequence[Medium]) -> int:
-    from vlmserve.chat.asking import ask
-    from vlmserve.client.conversation import Question, chat_body, chat_messages
-
     text = args.ask if args.ask is not None else sys.stdin.read().strip()
     if not text:
         _complain("there is no question: give one with --ask, or on standard input")
@@ -93,15 +95,6 @@ def _answer_one(args: argparse.Namespace, media: Sequence[Medium]) -> int:
 @contextlib.contextmanager
 def _talker(args: argparse.Namespace) -> Iterator[Talker]:
     """The server that there is, or one of our own."""
-    import asyncio
-
-    from vlmserve.chat.session import Talker
-    from vlmserve.chat.terminal import shown_while
-    from vlmserve.client.chat_client import ChatClient
-    from vlmserve.client.own_server import own_model
-    from vlmserve.config.model_path import resolve_model
-    from vlmserve_common.errors import CheckpointError
-
     if args.url is not None:
         client = ChatClient(args.url, api_key=args.api_key)
         yield Talker(client=client, model=args.served_name or asyncio.run(client.model()))
@@ -115,16 +108,7 @@ def _talker(args: argparse.Namespace) -> Iterator[Talker]:
     with contextlib.ExitStack() as stack:
         with shown_while(f"Starting a server for {args.model or 'the small built-in model'}", sys.stderr):
             server, client, model = stack.enter_context(own_model(words))
-        yield Talker(client=client, model=model, whats_wrong=_how_it_ended(server))
-
-
-def _how_it_ended(server: Any) -> Callable[[], str | None]:
-    def tell() -> str | None:
-        if server.status is None:
-            return None
-        return f"the model's server has ended with status {server.status}; /save still works, then start the chat anew"
-
-    return tell
+        yield Talker(client=client, model=model, server=server)
 
 
 def _read(argv: Sequence[str]) -> argparse.Namespace:
@@ -155,8 +139,6 @@ def _read(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from vlmserve.client.options import OPTIONS
-
     parser = CommandParser(
         prog="vlmserve chat", usage="%(prog)s [MODEL] [FILE ...] [options]", description=_ABOUT, epilog=_EPILOG
     )
@@ -189,8 +171,6 @@ def _servers_own() -> set[str]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    from vlmserve.client.options import OPTIONS, OptionError, parse_assignment, parse_option
-
     try:
         given = {name: getattr(args, name, None) for name in OPTIONS if name not in _servers_own()}
         flags = {name: parse_option(name, text) for name, text in given.items() if text is not None}
@@ -201,8 +181,6 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _is_model(word: str) -> bool:
     """Whether the first word names a model rather than a file; both may have a slash in them."""
-    from vlmserve.client.media import ending_modality, is_web_address
-
     if is_web_address(word) or word == "-":
         return False
     path = Path(word).expanduser()
@@ -220,8 +198,6 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _open_all(files: Sequence[str]) -> list[Medium]:
-    from vlmserve.client.media import medium_of_bytes, open_medium
-
     return [
         medium_of_bytes("standard input", sys.stdin.buffer.read()) if file == "-" else open_medium(file)
         for file in files
@@ -229,8 +205,6 @@ def _open_all(files: Sequence[str]) -> list[Medium]:
 
 
 def _write(text: str) -> None:
-    from vlmserve.chat.terminal import printable
-
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

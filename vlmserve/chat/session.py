@@ -18,6 +18,7 @@ from vlmserve.client.chat_client import ChatClient, ServerError
 from vlmserve.client.conversation import Question, Turn, chat_body, chat_messages
 from vlmserve.client.media import KINDS, Medium, MediumError, open_medium
 from vlmserve.client.options import OPTIONS, OptionError, option_named, parse_option
+from vlmserve.client.own_server import OwnServer
 from vlmserve.config.spelling import did_you_mean
 
 HELP = """\
@@ -41,11 +42,11 @@ _LOOKS_LIKE_COMMAND = re.compile(r"/\w*(?:\s|$)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Talker:
-    """Whom the session talks to. whats_wrong: why the server cannot answer any more, if that is known."""
+    """Whom the session talks to. server: the chat's own, if it is that."""
 
     client: ChatClient
     model: str
-    whats_wrong: Callable[[], str | None] = lambda: None
+    server: OwnServer | None = None
 
 
 class Session:
@@ -151,7 +152,9 @@ class Session:
         try:
             answer, stopped = ask(self._talker.client, body, self._terminal.piece)
         except ServerError as error:
-            self._terminal.error(self._talker.whats_wrong() or str(error))
+            ended = self._talker.server and self._talker.server.status
+            gone = f"the model's server has ended with status {ended}; /save still works, then start the chat anew"
+            self._terminal.error(str(error) if ended is None else gone)
             self._terminal.note("The question does not count; /retry asks it again.")
             return
         self._terminal.end_line()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,9 @@ async def read_answer(
                 yield Answer(text=text)
     total_s = clock() - started
     media = tuple((last.get("mm_report") or {}).get("media", ()))
+    media_tokens: Counter[str] = Counter()
+    for medium in media:
+        media_tokens[medium["kind"]] += medium["tokens"]
     usage = last.get("usage") or {}
     timings = last.get("timings") or {}
     stats = Stats(
@@ -87,16 +91,9 @@ async def read_answer(
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         completion_tokens=usage.get("completion_tokens", 0),
-        media_tokens=_tokens_by_kind(media),
+        media_tokens=media_tokens,
         prepare_s=timings.get("prepare_s"),
         first_token_s=timings.get("first_token_s"),
     )
     notes = ["the answer is cut off at the most tokens allowed"] if finish == "length" else []
     yield Answer(text=text, stats=stats, media=media, notes=(*notes, *last.get("warnings", ())))
-
-
-def _tokens_by_kind(media: tuple[Mapping[str, Any], ...]) -> dict[str, int]:
-    tokens: dict[str, int] = {}
-    for medium in media:
-        tokens[medium["kind"]] = tokens.get(medium["kind"], 0) + medium["tokens"]
-    return tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import httpx2
@@ -21,11 +21,16 @@ class ServerError(VlmserveError):
 
 
 class ChatClient:
-    """Talks to one server. url: http://host:port, with or without /v1. Used from any number of event loops."""
+    """Talks to one server. url: http://host:port, with or without /v1.
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+    http: keeps the connections of one event loop, and is its owner's to close; without it there is a connection for
+    each request, from any number of event loops.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, http: httpx2.AsyncClient | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = http
 
     async def model(self) -> str:
         """The name of the (first) model served there. Raises ServerError."""
@@ -34,7 +39,7 @@ class ChatClient:
         try:
             name = json.loads(content)["data"][0]["id"]
         except (ValueError, LookupError, TypeError):
-            raise ServerError(f"{self._url}/models does not answer as OpenAI's API does") from None
+            raise ServerError(f"{self.url}/v1/models does not answer as OpenAI's API does") from None
         return str(name)
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
@@ -60,14 +65,14 @@ class ChatClient:
     ) -> AsyncIterator[httpx2.Response]:
         try:
             async with (
-                httpx2.AsyncClient(timeout=_TIMEOUT, headers=self._headers) as client,
-                client.stream(method, self._url + path, json=body) as response,
+                nullcontext(self._http) if self._http else httpx2.AsyncClient(timeout=_TIMEOUT) as client,
+                client.stream(method, f"{self.url}/v1{path}", json=body, headers=self._headers) as response,
             ):
                 if response.status_code != 200:
                     raise ServerError(_refusal(response.status_code, await response.aread()))
                 yield response
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ServerError(f"no answer from {self._url}: {str(error) or type(error).__name__}") from None
+            raise ServerError(f"no answer from {self.url}/v1: {str(error) or type(error).__name__}") from None
 
 
 def _refusal(status: int, content: bytes) -> str:

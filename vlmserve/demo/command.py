@@ -16,7 +16,10 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from vlmserve.config.flags import CommandParser
+from vlmserve.config.model_path import DEFAULT_MODEL_NAME
 from vlmserve.config.settings import ENV_PREFIX
+from vlmserve.demo.waiting import WaitingPage
+from vlmserve.server.listening import listen
 from vlmserve_common.errors import EngineError, VlmserveError
 from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from vlmserve.demo.chat import Chat
 
 USAGE_ERROR = 2
+_SMALL = "It is the small built-in model: it knows drawn shapes, and little else."
 _API_KEY = ENV_PREFIX + "API_KEY"
 _ABOUT = """\
 A page to chat with a model about pictures and videos.
@@ -65,9 +69,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace, stack: ExitStack) -> None:
     """Never returns. What it starts, the stack ends."""
-    from vlmserve.demo.waiting import WaitingPage
-    from vlmserve.server.listening import listen
-
     listener = listen(args.host, args.port)  # a taken port is known before a model is loaded
     port = listener.getsockname()[1]
     doing = "Starting the model's server" if args.url is None else f"Asking {args.url} for its model"
@@ -81,7 +82,7 @@ def _run(args: argparse.Namespace, stack: ExitStack) -> None:
         from vlmserve.demo.page import Page
         from vlmserve.demo.samples import FOLDER, load_samples
 
-        page = Page(chat, load_samples(), _note(chat.model))
+        page = Page(chat, load_samples(), _SMALL if chat.model == DEFAULT_MODEL_NAME else "")
     stack.callback(page.close)
     url = page.launch(args.host, port, share=args.share, allowed_paths=[FOLDER])
     print(f"vlmserve demo: {chat.model} at {url}", flush=True)
@@ -109,14 +110,6 @@ def _connect(args: argparse.Namespace, stack: ExitStack) -> tuple[Chat, OwnServe
 def _load_page() -> None:
     with suppress(Exception):  # the import that follows in the main thread tells what is wrong
         importlib.import_module("vlmserve.demo.page")
-
-
-def _note(model: str) -> str:
-    from vlmserve.config.model_path import DEFAULT_MODEL_NAME
-
-    return (
-        "It is the small built-in model: it knows drawn shapes, and little else." if model == DEFAULT_MODEL_NAME else ""
-    )
 
 
 def _read(argv: Sequence[str]) -> argparse.Namespace:

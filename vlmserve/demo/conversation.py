@@ -7,7 +7,7 @@ came) stays on the page and is left out of what the model is told: it would make
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -39,18 +39,7 @@ def error_message(text: str) -> dict[str, Any]:
 
 def answered_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
     """The questions that were answered, and their answers, in order."""
-    return tuple(_answered(messages))
-
-
-def last_question(messages: Sequence[Message]) -> tuple[Sequence[Message], Question] | None:
-    """The last question and the messages before it; None where there is none."""
-    for place in reversed(range(len(messages))):
-        if messages[place]["role"] == "user":
-            return messages[:place], _question(messages[place])
-    return None
-
-
-def _answered(messages: Sequence[Message]) -> Iterator[Turn]:
+    turns: list[Turn] = []
     asked: Question | None = None
     answers: list[Message] = []
     for message in [*messages, None]:
@@ -59,8 +48,17 @@ def _answered(messages: Sequence[Message]) -> Iterator[Turn]:
             continue
         answer = "".join(map(_texts, answers))
         if asked is not None and answer and not any(map(_is_error, answers)):
-            yield Turn(question=asked, answer=answer)
+            turns.append(Turn(question=asked, answer=answer))
         asked, answers = None if message is None else _question(message), []
+    return tuple(turns)
+
+
+def last_question(messages: Sequence[Message]) -> tuple[Sequence[Message], Question] | None:
+    """The last question and the messages before it; None where there is none."""
+    for place in reversed(range(len(messages))):
+        if messages[place]["role"] == "user":
+            return messages[:place], _question(messages[place])
+    return None
 
 
 def _question(message: Message) -> Question:

@@ -116,17 +116,14 @@ def _tokens(stats: Stats) -> str:
     parts = [f"{count} of {_KINDS.get(kind, kind)}" for kind, count in stats.media_tokens.items()]
     parts.append(f"{stats.prompt_tokens - media} of text")
     rate = stats.tokens_per_s()
+    cached = f"{100 * stats.cached_tokens / max(1, stats.prompt_tokens):.0f}% of the prompt"
     rows = [
         ("Prompt", _count(stats.prompt_tokens, "token"), ", ".join(parts)),
-        ("Cached", _count(stats.cached_tokens, "token"), f"{_percent(stats)} of the prompt"),
+        ("Cached", _count(stats.cached_tokens, "token"), cached),
         ("Answer", _count(stats.completion_tokens, "token"), "" if rate is None else f"{rate:.0f} a second"),
     ]
     cells = "".join(f"<tr><th>{name}</th><td>{number}</td><td>{more}</td></tr>" for name, number, more in rows)
     return f'<table class="saw-tokens-table"><tbody>{cells}</tbody></table>'
-
-
-def _percent(stats: Stats) -> str:
-    return f"{100 * stats.cached_tokens / max(1, stats.prompt_tokens):.0f}%"
 
 
 def _stages(stats: Stats) -> str:

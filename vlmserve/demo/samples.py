@@ -50,13 +50,9 @@ def _thumbnail(sample: Question) -> Thumbnail:
     contents = [path.read_bytes() for path in sample.media]
     clips = [modality_of(data[:HEAD_BYTES]) is Modality.VIDEO for data in contents]
     images = [
-        _first_frame(data) if clip else decode_image(data, DecodeLimits())
+        Image.fromarray(next(Clip(data, VideoLimits()).read([0]))) if clip else decode_image(data, DecodeLimits())
         for data, clip in zip(contents, clips, strict=True)
     ]
     for image in images:
         image.thumbnail((_SIDE, _SIDE))
     return Thumbnail(question=sample.text, images=tuple(images), is_clip=any(clips))
-
-
-def _first_frame(data: bytes) -> Image.Image:
-    return Image.fromarray(next(Clip(data, VideoLimits()).read([0])))

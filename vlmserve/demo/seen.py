@@ -80,14 +80,11 @@ def _steps(data: bytes, report: Mapping[str, Any]) -> Iterator[tuple[Frame, ...]
     indices, times = video["frame_indices"], video["timestamps"]
     depth = math.ceil(len(indices) / max(1, report["grid_thw"][0]))
     starts = _some(range(0, len(indices), depth), _MOST_STEPS)
-    places = [place for start in starts for place in range(start, min(start + depth, len(indices)))]
-    arrays = Clip(data, _CLIP_LIMITS).read([indices[place] for place in places])
-    images = {
-        place: _resized(Image.fromarray(array), report, _LONGEST_SIDE_OF_FRAMES)
-        for place, array in zip(places, arrays, strict=True)
-    }
-    for start in starts:
-        yield tuple(Frame(image=images[p], seconds=times[p]) for p in range(start, start + depth) if p in images)
+    steps = [range(start, min(start + depth, len(indices))) for start in starts]
+    arrays = Clip(data, _CLIP_LIMITS).read([indices[place] for step in steps for place in step])
+    images = (_resized(Image.fromarray(array), report, _LONGEST_SIDE_OF_FRAMES) for array in arrays)
+    for step in steps:
+        yield tuple(Frame(image=next(images), seconds=times[place]) for place in step)
 
 
 def _some(of: Sequence[int], most: int) -> list[int]:

@@ -6,7 +6,6 @@ import html
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -46,17 +45,22 @@ _PAGE = """\
 """
 
 
-class WaitingPage(AbstractContextManager["WaitingPage"]):
+class WaitingPage(ThreadingHTTPServer):
     """Answers every request with a page that says what is being done. listener: bound; it is closed in the end.
 
     A context manager; leave it before others are to listen at the address.
     """
 
+    daemon_threads = True
+
     def __init__(self, listener: socket.socket, doing: str) -> None:
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_activate()
         self.doing = doing
         self._started = time.monotonic()
-        self._server = _Server(listener, self)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 
     def text(self) -> str:
@@ -64,32 +68,21 @@ class WaitingPage(AbstractContextManager["WaitingPage"]):
         seconds = time.monotonic() - self._started
         return _PAGE.format(doing=html.escape(self.doing), seconds=seconds, mark=_MARK)
 
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, listener: socket.socket, page: WaitingPage) -> None:
-        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.page = page
-        self.server_activate()
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that is gone is no news."""
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = 5
-    server: _Server
+    server: WaitingPage
 
     def do_GET(self) -> None:
-        content = self.server.page.text().encode()
+        content = self.server.text().encode()
         self.send_response(503)
         self.send_header(_MARK, "1")
         self.send_header("Retry-After", "1")

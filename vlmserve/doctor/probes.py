@@ -1,6 +1,6 @@
 """What can only be known by importing libraries, which may be missing, broken, or crash: done in a child process.
 
-`python -m vlmserve.doctor.probes NAME...` prints a line of JSON when it begins with each, and one with what it found.
+`python -m vlmserve.doctor.probes NAME...` prints a line of JSON with what it found for each.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ def main(names: Sequence[str]) -> int:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries that print must not be taken for us
     for name in names:
-        print(json.dumps({"begins": name}), file=out, flush=True)
         kind, _, argument = name.partition(":")
         try:
             answer: dict[str, Any] = {"result": _PROBES[kind](argument)}
         except Exception as error:  # anything may be wrong with an installation
             words = str(error).strip().splitlines()
             answer = {"error": f"{type(error).__name__}: {words[0] if words else 'no reason given'}"}
-        print(json.dumps({"ends": name, **answer}), file=out, flush=True)
+        print(json.dumps({"name": name, **answer}), file=out, flush=True)
     return 0
 
 

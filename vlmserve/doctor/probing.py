@@ -32,18 +32,12 @@ def run_probes(names: Sequence[str], *, patience_s: float = _PATIENCE_S) -> dict
     left = list(dict.fromkeys(names))
     while left:
         how, lines = _run(left, patience_s)
-        begun = left[0]
         for line in lines:
             message = json.loads(line)
-            begun = message.get("begins", begun)
-            if "ends" in message:
-                found[message["ends"]] = Probed(result=message.get("result"), error=message.get("error"))
-        remaining = [name for name in left if name not in found]
-        if remaining:
-            broken = begun if begun in remaining else remaining[0]
-            found[broken] = Probed(error=how)
-            remaining.remove(broken)
-        left = remaining
+            found[message["name"]] = Probed(result=message.get("result"), error=message.get("error"))
+        left = [name for name in left if name not in found]
+        if left:  # they are tried in order: the first is the one that broke the process
+            found[left.pop(0)] = Probed(error=how)
     return found
 
 

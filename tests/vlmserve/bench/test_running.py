@@ -13,7 +13,8 @@ import pytest
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
 from vlmserve import cli
 from vlmserve.bench import running
-from vlmserve.bench.load import LoadClient, NoAnswerError, Round, Timing
+from vlmserve.bench.load import LoadClient, Round, Timing
+from vlmserve.client.chat_client import ServerError
 
 FLAGS = ["bench", "serve", "--image-size", "28", "--output-tokens", "5"]
 
@@ -87,7 +88,7 @@ def test_what_fails_is_counted(
 
     async def sometimes(*args: object) -> Timing:
         if next(count) % 2:
-            raise NoAnswerError("HTTP 500: broken")
+            raise ServerError("broken")
         return await real(*args)
 
     monkeypatch.setattr(LoadClient, "_ask", sometimes)
@@ -96,14 +97,14 @@ def test_what_fails_is_counted(
         assert cli.main([*words, "--concurrency", "1"]) == 1
     shown = capsys.readouterr().out
     assert "2 answered, 2 failed" in shown
-    assert 'failed 2 times: "HTTP 500: broken"' in shown
+    assert 'failed 2 times: "broken"' in shown
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--api-key", "other"], "HTTP 401: a valid API key is needed"),
-        (["--api-key", "sesame", "--model", "x"], "HTTP 404: there is no model 'x' here"),
+        (["--api-key", "other"], "a valid API key is needed"),
+        (["--api-key", "sesame", "--model", "x"], "there is no model 'x' here"),
     ],
 )
 def test_a_server_that_refuses(
