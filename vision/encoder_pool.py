@@ -30,8 +30,8 @@ from vision.cache.disk_tier import DiskTier, Loaded, Saved
 from vision.cache.embedding_cache import EmbeddingCache
 from vision.cache.stats import PoolStats
 from vision.cache.store import EmbeddingStore
-from vision.towers.temporal_patch import TemporalPatch, embedding_key
-from vision.workers.backend import EncodeBatch, EncoderBackend, EncodeResult
+from vision.towers.temporal_patch import EncodeBatch, TemporalPatch, embedding_key
+from vision.workers.backend import EncoderBackend, EncodeResult
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
-from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.ready import Ready
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.listening import listen
 from vlmserve_common.logs import configure_logging
@@ -125,7 +125,12 @@ def launch_server(
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             if settings.engine.media_processes:
                 prepare_processes()
-            make_frontend = make_frontend or _http_frontend(settings.engine)
+            if make_frontend is None:  # these imports take seconds, best spent while the scheduler loads the model
+                from vlmserve.server.frontend import make_frontend as http_frontend
+
+                make_frontend = http_frontend
+                if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
+                    import torch  # noqa: F401  # not only when the first picture waits for it
             # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
             grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
             reports = wait_until_ready(children, start, grace_s=grace_s)
@@ -160,7 +165,7 @@ class _Serving:
     listener: socket.socket
     failure: str | None = None
 
-    async def run(self, info: ReadyInfo, make_frontend: MakeFrontend) -> int:
+    async def run(self, max_model_len: int, make_frontend: MakeFrontend) -> int:
         from vlmserve.ipc.sockets import AsyncReceiver, Sender
 
         shared = self.channels.shared_arrays(spare_bytes=SPARE_BYTES)
@@ -172,7 +177,7 @@ class _Serving:
             stack.callback(receiver.close)
             frontend = make_frontend(
                 self.settings,
-                max_model_len=info.max_model_len,
+                max_model_len=max_model_len,
                 model_name=self.model_name,
                 send=sender.send,
                 prepare=sender.prepare,
@@ -273,16 +278,6 @@ class _Serving:
                 frontend.handle(message)
             except Exception:
                 logger.exception("a message from the engine could not be handled")
-
-
-def _http_frontend(args: EngineArgs) -> MakeFrontend:
-    """The real frontend's maker. Importing what it needs takes seconds, best spent while the model is loaded."""
-    from vlmserve.server.frontend import make_frontend
-
-    if not args.media_processes or args.enable_mm_embeds:
-        import torch  # noqa: F401  # not only when the first picture waits for it
-
-    return make_frontend
 
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:

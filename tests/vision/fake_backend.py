@@ -9,8 +9,8 @@ import torch
 from tests.vision.fake_disk import FakeDisk
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
-from vision.towers.temporal_patch import TemporalPatch
-from vision.workers.backend import EncodeBatch, EncodeResult
+from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
+from vision.workers.backend import EncodeResult
 
 EMBED_SHAPE = EmbedShape(merge=2, width=2, dtype=torch.int32)
 ROW_BYTES = 8

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vision.workers.channel import EncodeDone, EncodeWork, MessageChannel
+from vision.towers.temporal_patch import EncodeBatch
+from vision.workers.channel import EncodeDone, MessageChannel
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.process.child import Parent
@@ -45,7 +46,7 @@ def _start(plan: Path) -> None:
         signal.pause()
 
 
-def _answer(work: EncodeWork, shared_dir: Path) -> EncodeDone:
+def _answer(work: EncodeBatch, shared_dir: Path) -> EncodeDone:
     order = work.patches[0].pixels[0, 0]
     if order == DIE:
         SharedArrays(shared_dir).put(np.zeros(5))  # as when it dies while it answers

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from tests.vision.fake_worker import DIE
-from vision.workers.channel import EncodeDone, EncodeWork, MessageChannel, RowsHandle
+from vision.towers.temporal_patch import EncodeBatch
+from vision.workers.channel import EncodeDone, MessageChannel, RowsHandle
 from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH, LentRows
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.process.child import Parent
@@ -70,7 +71,7 @@ def lending_worker(parent: Parent, settings: WorkerSettings, device: str) -> Non
         channel.send(channel.encode(_answer(lent.receive_work(), lent, folder)))
 
 
-def _answer(work: EncodeWork, lent: LentRows, folder: Path) -> EncodeDone:
+def _answer(work: EncodeBatch, lent: LentRows, folder: Path) -> EncodeDone:
     parts = [patch.pixels for patch in work.patches]
     if parts[0][0, 0] == DIE:
         os.kill(os.getpid(), signal.SIGKILL)

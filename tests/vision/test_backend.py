@@ -14,7 +14,8 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.patches import make_levels, random_patches
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner, pixel_values
-from vision.workers.backend import EncodeBatch, InlineBackend
+from vision.towers.temporal_patch import EncodeBatch
+from vision.workers.backend import InlineBackend
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,9 @@ from tests.vision.backends import PATIENCE_S, collect
 from tests.vision.fake_worker import DIE
 from tests.vision.lending_worker import FileBorrower, lending_worker, owner
 from tests.vision.patches import make_patch
+from vision.towers.temporal_patch import EncodeBatch
 from vision.workers import cuda_rows
-from vision.workers.backend import EncodeBatch, EncodeResult
+from vision.workers.backend import EncodeResult
 from vision.workers.channel import RowsHandle
 from vision.workers.cuda_rows import CudaBorrower, share
 from vision.workers.process_backend import ProcessBackend

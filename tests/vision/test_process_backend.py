@@ -24,8 +24,7 @@ from tests.vision.backends import PATIENCE_S, Fakes, collect
 from tests.vision.fake_worker import DIE, EXIT, FAIL, PAUSE
 from tests.vision.patches import make_patch
 from tests.vlmserve.server_process import ROOT, gone
-from vision.towers.temporal_patch import TemporalPatch
-from vision.workers.backend import EncodeBatch
+from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.process_backend import ProcessBackend
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.errors import EngineError

@@ -15,7 +15,7 @@ from tests.vision.patches import make_levels, random_patches
 from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.loading import load_tower
 from vision.towers.runner import pixel_values
-from vision.workers.backend import EncodeBatch
+from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.process_backend import ProcessBackend
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.checkpoint.reader import read_json

@@ -23,7 +23,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.launch import launch_server
 from vlmserve.messages import (
@@ -58,7 +58,7 @@ def fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, r
     sender = Sender(channels.detokenizer, get_args(DetokenizerInput))
     postponed: list[BatchTokenOutput] = []
     signal.signal(signal.SIGUSR1, lambda *_: [sender.send(message) for message in postponed])
-    ready(ReadyInfo(max_model_len=123))
+    ready(max_model_len=123)
     while True:
         message = receiver.recv()
         if not isinstance(message, TokenizedGenerateReqInput):
@@ -92,7 +92,7 @@ def _tokens(message: TokenizedGenerateReqInput) -> BatchTokenOutput:
 def fake_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
     sender = Sender(channels.api, (BatchTextOutput, SchedulerStats))
-    ready(ReadyInfo())
+    ready()
     while True:
         batch = receiver.recv()
         outputs = [

@@ -15,7 +15,7 @@ from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.ready import Ready
 from vlmserve.launch import launch_server
 
 
@@ -28,8 +28,11 @@ def slow_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, r
         os.close(go)
         return put(*words, **options)
 
-    def say_when_told(info: ReadyInfo, *, before_end: Callable[[], None]) -> None:
-        ready(info, before_end=lambda: (print("finishing", file=sys.stderr, flush=True), before_end()))
+    def say_when_told(*, max_model_len: int, before_end: Callable[[], None]) -> None:
+        ready(
+            max_model_len=max_model_len,
+            before_end=lambda: (print("finishing", file=sys.stderr, flush=True), before_end()),
+        )
 
     EmbeddingStore.put = slow_put
     process.FINISH_S = float(os.environ.get("FINISH_S", process.FINISH_S))

@@ -84,9 +84,7 @@ class DiskTier:
     def collect(self) -> list[Done]:
         """What is done since."""
         self._wake_up.take()
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
+        done = [self._done.popleft() for _ in range(len(self._done))]
         self.saving -= sum(isinstance(one, Saved) for one in done)
         return done
 

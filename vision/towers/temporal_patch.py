@@ -34,6 +34,14 @@ class TemporalPatch:
         return 0 if self.encoded else self.grid[0] * self.grid[1]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeBatch:
+    """number: unlike that of any other batch. patches: one at least, encoded in one call."""
+
+    number: int
+    patches: tuple[TemporalPatch, ...]
+
+
 def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
     """A picture's one, or a video's in order; their pixels are views of the item's."""
     parts = np.split(item.feature, len(item.patch_digests))

@@ -10,17 +10,9 @@ from typing import Protocol, TypeVar
 import torch
 
 from vision.towers.runner import TowerRunner
-from vision.towers.temporal_patch import TemporalPatch
+from vision.towers.temporal_patch import EncodeBatch
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodeBatch:
-    """number: unlike that of any other batch. patches: one at least, encoded in one call."""
-
-    number: int
-    patches: tuple[TemporalPatch, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

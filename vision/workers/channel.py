@@ -8,18 +8,10 @@ from typing import TypeAlias, get_args
 
 import numpy as np
 
-from vision.towers.temporal_patch import TemporalPatch
+from vision.towers.temporal_patch import EncodeBatch
 from vlmserve_common.transport import channel as common
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodeWork:
-    """A batch."""
-
-    number: int
-    patches: tuple[TemporalPatch, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +70,7 @@ class RowsTaken:
     number: int
 
 
-Message: TypeAlias = EncodeWork | EncodeDone | RowsOffer | RowsAnswer | RowsTaken
+Message: TypeAlias = EncodeBatch | EncodeDone | RowsOffer | RowsAnswer | RowsTaken
 
 
 class MessageChannel(common.MessageChannel):

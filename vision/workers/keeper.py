@@ -17,15 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from vision.workers.backend import EncodeBatch, EncodeResult, attempt
-from vision.workers.channel import (
-    EncodeDone,
-    EncodeWork,
-    MessageChannel,
-    RowsAnswer,
-    RowsOffer,
-    RowsTaken,
-)
+from vision.towers.temporal_patch import EncodeBatch
+from vision.workers.backend import EncodeResult, attempt
+from vision.workers.channel import EncodeDone, MessageChannel, RowsAnswer, RowsOffer, RowsTaken
 from vision.workers.cuda_rows import RowsBorrower, try_out
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.compute.tensors import from_array
@@ -226,7 +220,7 @@ class WorkerKeeper:
         if taken is not None:
             channel.send(channel.encode(RowsTaken(number=taken)))
             return True
-        frames, error = attempt(lambda: channel.encode(EncodeWork(number=batch.number, patches=batch.patches)))
+        frames, error = attempt(lambda: channel.encode(batch))
         if frames is None:
             with self._changed:
                 del self._sent[batch.number]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from vision.workers.channel import EncodeWork, MessageChannel, RowsAnswer, RowsHandle, RowsOffer, RowsTaken
+from vision.towers.temporal_patch import EncodeBatch
+from vision.workers.channel import MessageChannel, RowsAnswer, RowsHandle, RowsOffer, RowsTaken
 
 _Rows = TypeVar("_Rows")
 
@@ -51,9 +52,9 @@ class LentRows(Generic[_Rows]):
         self._kept[number] = rows
         return handle
 
-    def receive_work(self) -> EncodeWork:
+    def receive_work(self) -> EncodeBatch:
         """The next batch; blocks. Rows that were taken meanwhile are let go of."""
         while isinstance(message := self._channel.receive(), RowsTaken):
             del self._kept[message.number]
-        work: EncodeWork = message
+        work: EncodeBatch = message
         return work

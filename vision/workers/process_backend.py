@@ -7,13 +7,13 @@ copied from memory to memory there (`cuda_rows`), where a trial at the worker's 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
-from vision.workers.backend import EncodeBatch, EncodeResult
+from vision.towers.temporal_patch import EncodeBatch
+from vision.workers.backend import EncodeResult
 from vision.workers.cuda_rows import CudaBorrower, RowsBorrower
 from vision.workers.keeper import WorkerKeeper, WorkerMain
 from vision.workers.settings import WorkerSettings
@@ -39,7 +39,7 @@ class ProcessBackend:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = settings.model
-        self._results: queue.SimpleQueue[EncodeResult] = queue.SimpleQueue()
+        self._results: deque[EncodeResult] = deque()
         self._wake_up = WakeUp()
         self._closed = False
         atexit.register(self.close)  # or multiprocessing would wait for the workers for ever
@@ -74,11 +74,7 @@ class ProcessBackend:
         if self._closed:
             return []
         self._wake_up.take()
-        results: list[EncodeResult] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                results.append(self._results.get_nowait())
-        return results
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait_handles(self) -> Sequence[int]:
         """See `EncoderBackend`: one, whatever the number of workers."""
@@ -97,5 +93,5 @@ class ProcessBackend:
         atexit.unregister(self.close)
 
     def _deliver(self, result: EncodeResult) -> None:
-        self._results.put(result)
+        self._results.append(result)
         self._wake_up.call()

@@ -7,8 +7,9 @@ import torch
 from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
+from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import attempt
-from vision.workers.channel import EncodeDone, EncodeWork, MessageChannel
+from vision.workers.channel import EncodeDone, MessageChannel
 from vision.workers.cuda_rows import share, trial_rows
 from vision.workers.lent_rows import LentRows
 from vision.workers.settings import WorkerSettings
@@ -47,7 +48,7 @@ def _answer_next(runner: TowerRunner, channel: MessageChannel, lent: LentRows[to
     return encoded is not None
 
 
-def _encode(runner: TowerRunner, work: EncodeWork, lent: LentRows[torch.Tensor]) -> EncodeDone:
+def _encode(runner: TowerRunner, work: EncodeBatch, lent: LentRows[torch.Tensor]) -> EncodeDone:
     packed = runner.encode_packed(work.patches)
     row_counts = runner.row_counts(work.patches)
     if lent.agreed:

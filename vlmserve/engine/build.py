@@ -26,7 +26,7 @@ from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
-from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
+from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
@@ -132,16 +132,9 @@ def build_scheduler(
     req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
     kv = KVCacheManager(allocator, cache, req_pool)
     return Scheduler(
-        SchedulerConfig(
-            max_req_len=info.max_req_len,
-            max_running_requests=args.max_running_requests,
-            max_queued_requests=args.max_queued_requests,
-            max_prefill_tokens=args.max_prefill_tokens,
-            chunk_size=None if args.chunked_prefill_size <= 0 else args.chunked_prefill_size,
-            enable_mixed_chunk=args.enable_mixed_chunk,
-            eos_token_ids=frozenset(runner.model.config.eos_token_ids),
-            check_pools_when_idle=args.check_pools_when_idle,
-        ),
+        args,
+        max_req_len=info.max_req_len,
+        eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
         worker=runner,
         encoder=build_encoder_pool(

@@ -6,13 +6,14 @@ import logging
 from functools import partial
 from typing import get_args
 
+from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import build_runner, build_scheduler
 from vlmserve.engine.encoder import resolve_warmup_patches
 from vlmserve.engine.loop import EngineLoop
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
+from vlmserve.ipc.ready import FINISH_S, Ready
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.messages import (
     AbortReq,
@@ -22,7 +23,6 @@ from vlmserve.messages import (
     RequestsLost,
     SchedulerInput,
 )
-from vlmserve.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         scheduler, scheduler.encoder, to_detokenizer.send, max_patches=resolve_warmup_patches(args, runner.device)
     )
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
-    ready(
-        ReadyInfo(max_model_len=info.max_req_len),
-        before_end=partial(_finish, scheduler),
-    )
+    ready(max_model_len=info.max_req_len, before_end=partial(_finish, scheduler.encoder))
     busy = False
     while True:
         for message in receiver.drain(timeout_s=0.0 if busy else None, wake=scheduler.wait_handles()):
@@ -60,7 +57,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         busy = loop.step()
 
 
-def _finish(scheduler: Scheduler) -> None:
-    lost = scheduler.flush(FINISH_S)
+def _finish(encoder: EncoderPool) -> None:
+    lost = encoder.flush(FINISH_S)
     if lost:
         log.warning("%d embeddings were not on disk %g s after the end, and are lost", lost, FINISH_S)

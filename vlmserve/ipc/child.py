@@ -1,8 +1,7 @@
-"""The processes of a server as children of its launcher: what they run, and what they report (`ReadyInfo`)."""
+"""The processes of a server as children of its launcher: what they run, and what they report (`Ready`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
@@ -11,7 +10,7 @@ from typing import TypeAlias
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import FINISH_S, Ready, ReadyInfo
+from vlmserve.ipc.ready import FINISH_S, Ready
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess, Parent
 
@@ -34,15 +33,13 @@ def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels
     )
 
 
-def wait_until_ready(
-    children: Sequence[ChildProcess], start: StartSettings, *, grace_s: float = 0.0
-) -> dict[str, ReadyInfo]:
-    """Every child's report, by name. Raises EngineError with the child's own message if one fails, or by timeout.
+def wait_until_ready(children: Sequence[ChildProcess], start: StartSettings, *, grace_s: float = 0.0) -> dict[str, int]:
+    """Every child's `max_model_len`, by name. EngineError with the child's own message if one fails, or by timeout.
 
     grace_s: for messages of failure that come once the time is over.
     """
     waiting = {child.pipe: child for child in children}
-    reports: dict[str, ReadyInfo] = {}
+    reports: dict[str, int] = {}
     deadline = start.ready_by + grace_s
     while waiting:
         readable = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -51,14 +48,14 @@ def wait_until_ready(
             raise EngineError(f"not ready after {start.startup_timeout_s:g} s: {late}; --startup-timeout-s allows more")
         for pipe in readable:
             child = waiting.pop(pipe)  # type: ignore[call-overload]
-            reports[child.name] = ReadyInfo(**child.take_report())
+            reports[child.name] = child.take_report()["max_model_len"]
     return reports
 
 
 def _run(parent: Parent, main: ChildMain, args: EngineArgs, channels: Channels, start: StartSettings) -> None:
-    def ready(info: ReadyInfo, *, before_end: Callable[[], None] | None = None) -> None:
+    def ready(*, max_model_len: int = 0, before_end: Callable[[], None] | None = None) -> None:
         if before_end is not None:
             parent.before_end = before_end
-        parent.ready(dataclasses.asdict(info))
+        parent.ready({"max_model_len": max_model_len})
 
     main(args, channels, start, ready)

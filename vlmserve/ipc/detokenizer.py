@@ -8,7 +8,7 @@ from typing import get_args
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import Ready, ReadyInfo
+from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.messages import AbortReq, BatchTokenOutput, DetokenizerInput, RequestsLost, TokenizerManagerInput
 from vlmserve.tokenizer.detokenizer import DetokenizerManager
@@ -21,7 +21,7 @@ def run_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, 
     receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
     to_api = Sender(channels.api, get_args(TokenizerManagerInput))
     to_scheduler = Sender(channels.scheduler, (AbortReq,))
-    ready(ReadyInfo())
+    ready()
     while True:
         passed_on, aborts = handle(manager, receiver.recv())
         # The aborts first: they free slots.

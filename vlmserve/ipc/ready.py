@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 FINISH_S = 5.0
 """How long a process of the server may go on after it was stopped, to finish what would be lost otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadyInfo:
-    """The engine's measure, as the scheduler found it; the detokenizer reports none.
-
-    max_model_len: prompt and answer of one request together, in tokens.
-    """
-
-    max_model_len: int = 0
-
-
 class Ready(Protocol):
     """Reports readiness, once.
 
+    max_model_len: prompt and answer of one request together, in tokens, as the scheduler found it; others report none.
     before_end: called when the launcher stops this process, in another thread, before it ends; for `FINISH_S` at most.
     """
 
-    def __call__(self, info: ReadyInfo, *, before_end: Callable[[], None] | None = None) -> None: ...
+    def __call__(self, *, max_model_len: int = 0, before_end: Callable[[], None] | None = None) -> None: ...

@@ -4,12 +4,14 @@ A PUSH socket never drops: at its high-water mark it blocks. The marks are off h
 event loop or the scheduler either; what can be in flight is bounded by the limits on requests, and large arrays travel
 through shared memory, not through the queue.
 
-An `Envelope` travels in front of each message, and is looked at only if the message cannot be read: the receiver then
-frees the message's arrays and gets a `RequestsLost` in its place, so that no client waits for ever.
+In front of each message travels an envelope: the requests that it is about, and the blocks of `SharedArrays` that hold
+its arrays. It is looked at only if the message cannot be read: the receiver then frees the arrays and gets a
+`RequestsLost` in the message's place, so that no client waits for ever.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
@@ -19,7 +21,6 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from vlmserve.ipc.envelope import Envelope, seal, unseal
 from vlmserve.messages import RequestsLost, rids_of
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame, WireCodec
@@ -63,14 +64,12 @@ class Sender:
         *,
         shared: SharedArrays | None = None,
         linger_ms: int = 1000,
-        context: zmq.Context[Any] | None = None,
     ) -> None:
         types = tuple(types)
         self._codec = WireCodec(types, shared)
         self._preparing = threading.Lock()
         self._prepare_codec = WireCodec(types, shared)
-        # the plain socket type, also when the context is an asyncio one
-        self._socket = zmq.Socket(context or zmq.Context.instance(), zmq.PUSH)
+        self._socket = zmq.Socket(zmq.Context.instance(), zmq.PUSH)
         self._socket.set(zmq.SNDHWM, _UNLIMITED)
         self._socket.set(zmq.LINGER, linger_ms)
         self._socket.copy_threshold = _ZERO_COPY_FROM_BYTES
@@ -96,7 +95,7 @@ class Sender:
 
 def _encode(codec: WireCodec, message: object) -> list[Frame]:
     frames = codec.encode(message)
-    return [seal(Envelope(rids=rids_of(message), blocks=codec.blocks)), *frames]
+    return [json.dumps([rids_of(message), codec.blocks]).encode(), *frames]
 
 
 class _Decoder:
@@ -113,16 +112,16 @@ class _Decoder:
         try:
             return self._codec.decode(buffers[1:])
         except Exception as error:  # not only WireError: whoever can write to the socket must not stop the process
-            envelope = unseal(buffers[0])
+            rids, blocks = _open_envelope(buffers[0])
             logger.error(
                 "dropped a malformed message of %d frames, about %d requests: %s: %s",
                 len(frames),
-                len(envelope.rids),
+                len(rids),
                 type(error).__name__,
                 error,
             )
-            self._free(envelope.blocks)
-            return RequestsLost(rids=envelope.rids, message=_LOST) if envelope.rids else None
+            self._free(blocks)
+            return RequestsLost(rids=tuple(rids), message=_LOST) if rids else None
 
     def _free(self, blocks: Sequence[str]) -> None:
         for block in blocks:
@@ -130,19 +129,22 @@ class _Decoder:
                 self._shared.discard(block)
 
 
+def _open_envelope(frame: Frame) -> tuple[list[str], list[str]]:
+    """Rids and blocks; none, if it cannot be read."""
+    try:
+        rids, blocks = json.loads(bytes(frame))
+        readable = all(isinstance(name, str) for name in [*rids, *blocks])
+    except Exception:  # of too many kinds, for a frame may hold anything
+        return [], []
+    return (rids, blocks) if readable and isinstance(rids, list) and isinstance(blocks, list) else ([], [])
+
+
 class Receiver:
     """The receiving end of a channel, for a process with a loop of its own. Binds `address`."""
 
-    def __init__(
-        self,
-        address: str,
-        types: Iterable[type],
-        *,
-        shared: SharedArrays | None = None,
-        context: zmq.Context[Any] | None = None,
-    ) -> None:
+    def __init__(self, address: str, types: Iterable[type], *, shared: SharedArrays | None = None) -> None:
         self._decoder = _Decoder(types, shared)
-        self._socket = zmq.Socket(context or zmq.Context.instance(), zmq.PULL)
+        self._socket = zmq.Socket(zmq.Context.instance(), zmq.PULL)
         self._socket.set(zmq.RCVHWM, _UNLIMITED)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(address)

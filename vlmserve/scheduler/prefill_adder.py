@@ -26,8 +26,8 @@ class PrefillAdder:
 
     Budgets, in tokens: KV slots (free or evictable, less what running requests are expected to need: their remaining
     output, clipped, times new_token_ratio), prompt tokens a step (max_prefill_tokens) and chunk tokens a step
-    (chunk_size; None leaves prompts whole, but for those whose pictures come bit by bit). A chunk ends before the first
-    embedding that is not ready.
+    (chunk_size; 0 or less leaves prompts whole, but for those whose pictures come bit by bit). A chunk ends before the
+    first embedding that is not ready.
 
     can_run: the requests of the step. unfinished: those of them whose prompt goes on after it. full: a chunk was cut
     by a budget, so nothing more fits.
@@ -40,7 +40,7 @@ class PrefillAdder:
         running: list[Req],
         new_token_ratio: float,
         max_prefill_tokens: int,
-        chunk_size: int | None,
+        chunk_size: int,
         mixed_decode_tokens: int = 0,
     ) -> None:
         self.kv = kv
@@ -53,7 +53,7 @@ class PrefillAdder:
         ) + kv.page_size * len(running)
         # decoding takes part of a mixed step, but a prompt in progress always gets on
         self._rem_input = max(max_prefill_tokens - mixed_decode_tokens, kv.page_size)
-        self._rem_chunk = None if chunk_size is None else max(chunk_size - mixed_decode_tokens, kv.page_size)
+        self._rem_chunk = None if chunk_size <= 0 else max(chunk_size - mixed_decode_tokens, kv.page_size)
 
     def add_chunked_req(self, req: Req) -> AddReqResult:
         """The next chunk of a request begun earlier."""

@@ -13,19 +13,20 @@ from vlmserve.scheduler.req import Req
 
 
 class ScheduleBatch:
-    """Requests, what the next step does with them, and the pools they use. Mutable; the scheduler's own."""
+    """Requests, what the next step does with them, and the pools they use. Mutable; the scheduler's own.
 
-    def __init__(self, kv: KVCacheManager, reqs: list[Req] | None = None) -> None:
+    The slots of prompt chunks (EXTEND) are `PrefillAdder`'s to allocate.
+    """
+
+    def __init__(
+        self, kv: KVCacheManager, reqs: Sequence[Req] = (), forward_mode: ForwardMode = ForwardMode.DECODE
+    ) -> None:
         self.kv = kv
-        self.reqs: list[Req] = reqs if reqs is not None else []
-        self.forward_mode = ForwardMode.DECODE
+        self.reqs = list(reqs)
+        self.forward_mode = forward_mode
 
     def __len__(self) -> int:
         return len(self.reqs)
-
-    def prepare_for_extend(self) -> None:
-        """The requests' next prompt chunks; `PrefillAdder` has allocated their slots."""
-        self.forward_mode = ForwardMode.EXTEND
 
     def check_decode_mem(self) -> bool:
         """Whether one more token for every request fits, by eviction if need be. Changes nothing."""
@@ -44,7 +45,6 @@ class ScheduleBatch:
 
     def prepare_for_decode(self) -> None:
         """A slot for the token each request feeds next. `check_decode_mem` must have said yes."""
-        self.forward_mode = ForwardMode.DECODE
         for req in self.reqs:
             fits = self.kv.extend(req, 1)
             assert fits, f"no slot for {req.rid} although check_decode_mem found room"

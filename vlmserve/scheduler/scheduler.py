@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Protocol
 
 import numpy as np
 
 from vision.encoder_pool import EncoderPool
+from vlmserve.attention.base import ForwardMode
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
 from vlmserve.memory.media_keys import MediaKeyTable, radix_key
 from vlmserve.messages import (
@@ -46,30 +47,18 @@ class ModelWorker(Protocol):
     def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of the scheduler, in tokens and requests; see `EngineArgs` for the settings behind them.
-
-    max_req_len: prompt and answer of one request together, at most. chunk_size: None leaves prompts whole.
-    """
-
-    max_req_len: int
-    max_running_requests: int
-    max_queued_requests: int
-    max_prefill_tokens: int
-    chunk_size: int | None
-    enable_mixed_chunk: bool
-    eos_token_ids: frozenset[int]
-    check_pools_when_idle: bool = True
-
-
 class Scheduler:
-    """Owns every request from arrival to its last token. Single-threaded: call `handle` and `step` in turn."""
+    """Owns every request from arrival to its last token. Single-threaded: call `handle` and `step` in turn.
+
+    max_req_len: tokens of prompt and answer of one request together, at most.
+    """
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        args: EngineArgs,
         *,
+        max_req_len: int,
+        eos_token_ids: frozenset[int],
         kv: KVCacheManager,
         worker: ModelWorker,
         encoder: EncoderPool,
@@ -78,7 +67,9 @@ class Scheduler:
         media_keys: MediaKeyTable,
         send: Callable[[SchedulerOutput], None],
     ) -> None:
-        self.config = config
+        self._args = args
+        self._max_req_len = max_req_len
+        self._eos_token_ids = eos_token_ids
         self.kv = kv
         self.waiting_queue: list[Req] = []
         self.running_batch = ScheduleBatch(kv)
@@ -110,14 +101,14 @@ class Scheduler:
         if refusal is not None:
             self._send(BatchTokenOutput(outputs=(_refused(message, refusal),)))
             return
-        room = self.config.max_req_len - len(message.input_ids)
+        room = self._max_req_len - len(message.input_ids)
         wanted = message.sampling_params.max_new_tokens
         req = Req(
             message,
             key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys),
             media=ReqMedia(message.mm_inputs, self.encoder, order=self.arrivals),
             max_new_tokens=room if wanted is None else min(wanted, room),
-            eos_token_ids=self.config.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
             arrival=self.arrivals,
         )
         self.arrivals += 1
@@ -128,39 +119,43 @@ class Scheduler:
         self.waiting_queue.append(req)
 
     def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
-        length, limit = len(message.input_ids), self.config.max_req_len
+        length, limit = len(message.input_ids), self._max_req_len
         if length == 0:
-            return FinishReason(type="error", status=400, message="the prompt is empty")
+            return _error(400, "the prompt is empty")
         if length >= limit:
-            text = (
+            return _error(
+                400,
                 f"the prompt has {length} tokens and there is room for {limit} tokens of prompt and answer together "
-                "(settings: --max-model-len, --max-total-tokens)"
+                "(settings: --max-model-len, --max-total-tokens)",
             )
-            return FinishReason(type="error", status=400, message=text)
         return None
 
     def queue_is_full(self, *, also_waiting: int = 0) -> FinishReason | None:
         """Why no more requests are taken now; None if they are. also_waiting: as for `handle`."""
         waiting = len(self.waiting_queue) + also_waiting
-        if waiting < self.config.max_queued_requests:
+        if waiting < self._args.max_queued_requests:
             return None
-        text = f"{waiting} requests are waiting already (setting: --max-queued-requests)"
-        return FinishReason(type="error", status=429, message=text)
+        return _error(429, f"{waiting} requests are waiting already (setting: --max-queued-requests)")
 
     def _abort(self, message: AbortReq) -> None:
         req = next((req for req in self._requests() if req.rid == message.rid), None)
         if req is None:
             return
-        req.finish_reason = FinishReason(type="stop" if message.finished else "abort")
-        self._take_out(req)
         if message.finished:
+            self._take_out(req, FinishReason(type="stop"))
             self._finished += 1
         else:
-            self._aborted += 1
-            self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
+            self._cut_off(req, FinishReason(type="abort"))
 
-    def _take_out(self, req: Req) -> None:
+    def _cut_off(self, req: Req, reason: FinishReason) -> None:
+        """End a request before its time, and say so."""
+        self._take_out(req, reason)
+        self._aborted += 1
+        self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
+
+    def _take_out(self, req: Req, reason: FinishReason) -> None:
         """Forget a request that ends before its time, and all that it holds."""
+        req.finish_reason = reason
         req.media.release()
         if req in self.waiting_queue:
             self.waiting_queue.remove(req)
@@ -182,7 +177,10 @@ class Scheduler:
         batch = self.get_next_batch_to_run()
         if batch is None and not encoded:
             if self.is_idle():
-                self._be_idle(encoder_is_shared)
+                self._urgent = None
+                self._ratio.reset()
+                if self._args.check_pools_when_idle:
+                    self.check_pools(encoder_is_shared=encoder_is_shared)
                 return False
             return self._resolve_stall()
         self._urgent = None
@@ -220,12 +218,6 @@ class Scheduler:
         failures = self.encoder.take_failures()
         return self._fail_unencodable(failures) or changed
 
-    def _be_idle(self, encoder_is_shared: bool) -> None:
-        self._urgent = None
-        self._ratio.reset()
-        if self.config.check_pools_when_idle:
-            self.check_pools(encoder_is_shared=encoder_is_shared)
-
     def _resolve_stall(self) -> bool:
         """When no request can be computed: the encoder is to wait for, or requests block each other. Whether another
         step may get on."""
@@ -250,7 +242,7 @@ class Scheduler:
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """End the requests of a step that raised; the others go on."""
         for req in batch.reqs:
-            self._end_with_error(req, f"internal error: {type(error).__name__}")
+            self._cut_off(req, _error(500, f"internal error: {type(error).__name__}"))
 
     def _fail_unencodable(self, failures: dict[bytes, str]) -> bool:
         """End the requests that need a picture which could not be encoded; whether there are any."""
@@ -258,14 +250,8 @@ class Scheduler:
             return False
         found = [(req, key) for req in self._requests() if (key := req.media.holds(failures.keys()))]
         for req, key in found:
-            self._end_with_error(req, f"a picture or video could not be encoded: {failures[key]}")
+            self._cut_off(req, _error(500, f"a picture or video could not be encoded: {failures[key]}"))
         return bool(found)
-
-    def _end_with_error(self, req: Req, message: str) -> None:
-        req.finish_reason = FinishReason(type="error", message=message, status=500)
-        self._take_out(req)
-        self._aborted += 1
-        self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
 
     def is_idle(self) -> bool:
         """Whether no request is waiting, being computed or decoding."""
@@ -278,7 +264,7 @@ class Scheduler:
             return self._decode_batch()
         batch = self._prefill_batch()
         if batch is not None:
-            self._decode_is_due = not self.config.enable_mixed_chunk
+            self._decode_is_due = not self._args.enable_mixed_chunk
             return batch
         return self._decode_batch() if self.running_batch.reqs else None
 
@@ -286,15 +272,15 @@ class Scheduler:
         if not self.waiting_queue and not self.chunked_reqs:
             return None
         running = self.running_batch
-        mixed = self.config.enable_mixed_chunk and len(running) > 0
+        mixed = self._args.enable_mixed_chunk and len(running) > 0
         if mixed:
             self._make_room_to_decode()
         adder = PrefillAdder(
             self.kv,
             running=running.reqs,
             new_token_ratio=self._ratio.value,
-            max_prefill_tokens=self.config.max_prefill_tokens,
-            chunk_size=self.config.chunk_size,
+            max_prefill_tokens=self._args.max_prefill_tokens,
+            chunk_size=self._args.chunked_prefill_size,
             mixed_decode_tokens=len(running) if mixed else 0,
         )
         if self._continue_chunked(adder):
@@ -302,8 +288,7 @@ class Scheduler:
         self.chunked_reqs = [req for req in self.chunked_reqs if req not in adder.can_run] + adder.unfinished
         if not adder.can_run:
             return None
-        batch = ScheduleBatch(self.kv, adder.can_run)
-        batch.prepare_for_extend()
+        batch = ScheduleBatch(self.kv, adder.can_run, ForwardMode.EXTEND)
         if mixed and len(running) and running.check_decode_mem():
             batch.mix_with_running(running)
         return batch
@@ -325,7 +310,7 @@ class Scheduler:
             return
         to_try = self._policy.calc_priority(self.waiting_queue)
         for req in self.waiting_queue[:to_try]:
-            if adder.full or len(self.running_batch) + len(adder.can_run) >= self.config.max_running_requests:
+            if adder.full or len(self.running_batch) + len(adder.can_run) >= self._args.max_running_requests:
                 break
             result = adder.add_one_req(req)
             if result is AddReqResult.CONTINUE:
@@ -348,9 +333,7 @@ class Scheduler:
             self._put_back(max(self.chunked_reqs, key=lambda req: req.arrival))
         self._ratio.decay()
         running.prepare_for_decode()
-        batch = ScheduleBatch(self.kv, list(running.reqs))
-        batch.forward_mode = running.forward_mode
-        return batch
+        return ScheduleBatch(self.kv, running.reqs)
 
     def _retract(self, running: ScheduleBatch) -> None:
         req = running.retract_decode()
@@ -426,14 +409,6 @@ class Scheduler:
         """Forget every cached prefix that no request uses."""
         self.kv.prefix_cache.reset()
 
-    def flush(self, timeout_s: float) -> int:
-        """See `EncoderPool.flush`."""
-        return self.encoder.flush(timeout_s)
-
-    def close(self) -> None:
-        """End the encoder's workers, and write what waits to be written to the disk."""
-        self.encoder.close()
-
     def check_pools(self, *, encoder_is_shared: bool = False) -> None:
         """When idle: free + cached-and-unlocked = total, for KV slots, the request pool and, unless it is shared, the
         encoder's memory; else EngineError."""
@@ -473,6 +448,10 @@ class Scheduler:
             retracted_total=self._retracted,
             forward_steps_total=self._steps,
         )
+
+
+def _error(status: int, message: str) -> FinishReason:
+    return FinishReason(type="error", status=status, message=message)
 
 
 def _refused(message: TokenizedGenerateReqInput, reason: FinishReason) -> TokenOutput:

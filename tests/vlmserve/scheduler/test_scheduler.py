@@ -13,6 +13,7 @@ from tests.vision.fake_backend import ROW_BYTES, FakeBackend, make_pool, mark
 from tests.vision.fake_disk import FakeDisk
 from tests.vlmserve.scheduler import fake_worker as fake
 from vision.towers.temporal_patch import temporal_patches
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
@@ -21,7 +22,7 @@ from vlmserve.messages import AbortReq, SamplingParams, TokenizedGenerateReqInpu
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
-from vlmserve.scheduler.scheduler import Scheduler, SchedulerConfig
+from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import EngineError
 
 
@@ -58,15 +59,17 @@ class Rig:
         self.finish = {}
         self.cached = {}
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_req_len=max_req_len,
+            EngineArgs(
+                model="none",
                 max_running_requests=knobs.rows,
                 max_queued_requests=knobs.queue,
                 max_prefill_tokens=64,
-                chunk_size=knobs.chunk,
+                chunked_prefill_size=knobs.chunk or -1,
                 enable_mixed_chunk=knobs.mixed,
-                eos_token_ids=frozenset({fake.VOCAB + 1}),
+                check_pools_when_idle=True,
             ),
+            max_req_len=max_req_len,
+            eos_token_ids=frozenset({fake.VOCAB + 1}),
             kv=self.kv,
             worker=self.worker,
             encoder=self.pool,
