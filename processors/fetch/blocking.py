@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import CancelledError
 
-from processors.fetch.fetching import FetchSettings, MediaFetcher
+from processors.fetch.fetching import MediaFetcher
+from processors.fetch.settings import FetchSettings
 from processors.inputs import Modality
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.loop_thread import LoopThread

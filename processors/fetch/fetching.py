@@ -11,14 +11,14 @@ import ssl
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from processors.fetch.addresses import Resolver, system_resolver
-from processors.fetch.media_file import ByteLimit, MediaFile
+from processors.fetch.media_file import MediaFile
 from processors.fetch.memory import Claim, MediaMemory
+from processors.fetch.settings import ByteLimit, FetchSettings
 from processors.inputs import Modality
 from processors.off_loop import off_loop
 from vlmserve_common.errors import BadRequestError
@@ -31,37 +31,6 @@ _WHITESPACE = b" \t\r\n\f"
 _CODE = "invalid_media_url"
 _DISK_THREADS = 8
 _PIECE_BYTES = 256 * 1024  # a multiple of 4, which are decoded together
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchSettings:
-    """What a client's URL may reach and cost.
-
-    allow_private_media: let http(s) URLs reach loopback, private, link-local and other non-public addresses.
-    allowed_local_media_path: the folder below which file: URLs may read; None refuses them all.
-    max_bytes, max_video_bytes: the largest picture and video file. timeout_s: seconds for one URL in all: name lookup,
-    connecting, redirects, body.
-    max_redirects: redirects followed. allowed_media_domains: the only hosts http(s) URLs may name, redirects included
-    (".example.com" stands for everything below example.com); None for any host.
-    max_per_host: downloads from one host at a time. memory_mib: what was fetched and is not processed yet may take.
-    """
-
-    allow_private_media: bool = False
-    allowed_local_media_path: str | None = None
-    max_bytes: int = 64 * 2**20
-    max_video_bytes: int = 256 * 2**20
-    timeout_s: float = 15.0
-    max_redirects: int = 5
-    allowed_media_domains: tuple[str, ...] | None = None
-    user_agent: str = "vlmserve"
-    max_per_host: int = 16
-    memory_mib: int = 1024
-
-    def limit(self, modality: Modality) -> ByteLimit:
-        """The largest file of a modality."""
-        if modality is Modality.VIDEO:
-            return ByteLimit(bytes=self.max_video_bytes, setting="--max-video-bytes")
-        return ByteLimit(bytes=self.max_bytes, setting="--media-max-bytes")
 
 
 class MediaFetcher:

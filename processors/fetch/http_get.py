@@ -20,9 +20,8 @@ import httpcore2
 import httpx2
 
 from processors.fetch.addresses import NameLookup, Resolver, is_public_address
-from processors.fetch.fetching import FetchSettings
-from processors.fetch.media_file import ByteLimit
 from processors.fetch.memory import FREE_BYTES, Claim
+from processors.fetch.settings import ByteLimit, FetchSettings
 
 _MakeRoom: TypeAlias = Callable[[int], Awaitable[None]]
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

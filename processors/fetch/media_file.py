@@ -1,19 +1,11 @@
-"""A medium that the server holds itself, such as an uploaded file; and how large a file may be."""
+"""A medium that the server holds itself, such as an uploaded file."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
+from processors.fetch.settings import ByteLimit
 from processors.inputs import Modality
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ByteLimit:
-    """bytes: the most. setting: its name, for errors."""
-
-    bytes: int
-    setting: str
 
 
 class MediaFile(ABC):

@@ -7,8 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from processors.fetch.fetching import FetchSettings, MediaFetcher
-from processors.fetch.media_file import ByteLimit, MediaFile
+from processors.fetch.fetching import MediaFetcher
+from processors.fetch.media_file import MediaFile
+from processors.fetch.settings import ByteLimit, FetchSettings
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest, VideoRequest
 from tests import hf_env  # noqa: F401

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from processors.fetch.media_file import ByteLimit
+from processors.fetch.settings import ByteLimit
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
 from vlmserve.config.engine_args import EngineArgs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from processors.fetch.fetching import FetchSettings
+from processors.fetch.settings import FetchSettings
 from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from processors.plain_words import first_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from processors.families.report import MediumReport, report_json
-from processors.fetch.fetching import FetchSettings
+from processors.fetch.settings import FetchSettings
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,

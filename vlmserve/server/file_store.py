@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from processors.fetch.media_file import ByteLimit, MediaFile
+from processors.fetch.media_file import MediaFile
+from processors.fetch.settings import ByteLimit
 from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve.config.settings import ServerSettings

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
-from processors.fetch.media_file import ByteLimit
+from processors.fetch.settings import ByteLimit
 from vlmserve.caption.inputs.source import HTTP, need, reason
 from vlmserve.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.fetching import FetchSettings
+from processors.fetch.settings import FetchSettings
 from vlmserve.caption.inputs import Columns, InputFormat, Inputs, open_inputs
 from vlmserve.caption.item import Failed, Found, MediumItem, RequestItem
 

@@ -10,7 +10,7 @@ import tracemalloc
 import pytest
 
 from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.fetching import FetchSettings
+from processors.fetch.settings import FetchSettings
 from tests.vlmserve.caption.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.warmup.media import data_url, png
 from vlmserve.caption.inputs import lines, open_inputs

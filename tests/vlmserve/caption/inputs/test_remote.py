@@ -216,7 +216,7 @@ def test_what_needs_no_packages(here):
     code = """
 import io
 from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.fetching import FetchSettings
+from processors.fetch.settings import FetchSettings
 from vlmserve.caption.inputs import open_inputs
 fetcher = BlockingFetcher(FetchSettings(allowed_local_media_path="/"))
 words = ["s-0.tar", "s-1.tar.gz", "list.txt", "items.jsonl", "pics", "pics/*.png", "-"]
