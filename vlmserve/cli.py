@@ -7,12 +7,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from vlmserve import __version__
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
 from vlmserve.config.settings import load_settings
 from vlmserve_common.errors import VlmserveError
 from vlmserve_common.process.stop_signals import sigterm_exits
+from vlmserve_common.version import __version__
 
 USAGE_ERROR = 2
 # Commands whose flags, --help too, are their own: words -> what --help says of it, and the module with a main(argv)

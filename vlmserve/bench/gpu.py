@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from vlmserve import __version__
 from vlmserve.bench.gpu_measures import PARTS, Bench, Figure
 from vlmserve.bench.gpu_sizes import FULL, SMALL
 from vlmserve.bench.interleaved import Spread
 from vlmserve.bench.random_checkpoint import write_random_checkpoint
 from vlmserve.config.flags import CommandParser
 from vlmserve_common.errors import EngineError
+from vlmserve_common.version import __version__
 
 _ROUNDS = 5
 

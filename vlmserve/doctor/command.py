@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from vlmserve import __version__
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.doctor.finding import Finding, Status
@@ -21,6 +20,7 @@ from vlmserve.doctor.media import PROBES, media_findings
 from vlmserve.doctor.model import files_finding, model_findings, model_folder
 from vlmserve.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.doctor.probing import run_probes
+from vlmserve_common.version import __version__
 
 _ABOUT = """\
 Tell what this machine and installation have, and lack: versions, GPU, memory, media libraries, optional extras, the

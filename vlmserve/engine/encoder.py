@@ -19,13 +19,13 @@ from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.runner import TowerRunner
 from vision.workers.backend import EncoderBackend, InlineBackend
 from vision.workers.settings import WorkerSettings
-from vlmserve import __version__
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
     from vision.workers.process_backend import ProcessBackend

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from vlmserve import __version__
 from vlmserve.config.settings import ServerSettings
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.chat import complete_chat
@@ -21,6 +20,7 @@ from vlmserve.server.protocol import ChatCompletionRequest, WarmupRequest
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.warmup import warm_up
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
+from vlmserve_common.version import __version__
 
 _STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vlmserve import __version__
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.number_words import above_zero, positive
@@ -17,6 +16,7 @@ from vlmserve.verify.cases import KINDS, Case, made_cases, own_case
 from vlmserve.verify.comparison import Finding, Verdict, compare
 from vlmserve.verify.ours import RunSettings, our_answers
 from vlmserve.verify.reference import check_reference_can_run, reference_answers
+from vlmserve_common.version import __version__
 
 # Of logprobs. In 16 bits a logit around 20 is itself only exact to 1/16 (bfloat16) or 1/128 (float16).
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
