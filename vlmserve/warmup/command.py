@@ -165,7 +165,7 @@ def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        seconds = progress.seconds
+        seconds, tally.ignored = progress.seconds, inputs.ignored
         if args.json:
             told = {"seconds": round(seconds, 3), "interrupted": interrupted, "notes": notes}
             json.dump({**dataclasses.asdict(tally), **told}, sys.stdout, indent=2)

@@ -11,11 +11,12 @@ from vlmserve.messages import EncodedItem
 
 @dataclass
 class Tally:
-    """Of inputs, but for the last three.
+    """Of inputs, but for the last four.
 
     total: to be done, as far as they have been counted; counted: whether that is all of them. done: on disk now, or
     cached by a server without one; skipped: finished by a run before; failed. encoded, found: temporal patches that
-    were computed and that were cached. patches_encoded: the first in vision patches.
+    were computed and that were cached. patches_encoded: the first in vision patches. ignored: files in folders that are
+    neither pictures nor videos.
     """
 
     total: int = 0
@@ -26,6 +27,7 @@ class Tally:
     encoded: int = 0
     found: int = 0
     patches_encoded: int = 0
+    ignored: int = 0
     unit: ClassVar[str] = "patches"
 
     @property
@@ -59,9 +61,12 @@ class Tally:
     def describe(self, seconds: float) -> str:
         """All of it as a line for people."""
         told = ((self.skipped, "finished before"), (self.failed, "failed"))
-        return (
-            ", ".join(
-                [f"{self.done} of {self.total} done in {seconds:.1f} s", *(f"{n} {what}" for n, what in told if n)]
-            )
-            + f"; temporal patches: {self.encoded} encoded ({self.patches_encoded} vision patches), {self.found} found"
+        text = ", ".join(
+            [f"{self.done} of {self.total} done in {seconds:.1f} s", *(f"{n} {what}" for n, what in told if n)]
         )
+        text += (
+            f"; temporal patches: {self.encoded} encoded ({self.patches_encoded} vision patches), {self.found} found"
+        )
+        if self.ignored:
+            text += f"; files that are neither pictures nor videos: {self.ignored}"
+        return text

@@ -40,7 +40,7 @@ def test_a_folder_is_encoded_once_and_engines_start_warm(model, tmp_path, capsys
     media, cache, failed = fill_badly(tmp_path / "media"), tmp_path / "cache", tmp_path / "failed.jsonl"
     words = [model, media, "--embedding-cache-dir", cache, "--errors", failed]
     first = warmup(capsys, *words, status=1)
-    assert (first["total"], first["done"], first["failed"], first["found"]) == (4, 3, 1, 0)
+    assert (first["total"], first["done"], first["failed"], first["ignored"], first["found"]) == (4, 3, 1, 1, 0)
     assert first["encoded"] == len(entries(cache)) > 4, "two pictures and a clip"
     (error,) = lines(failed)
     assert error["source"] == str(media / "broken.png")

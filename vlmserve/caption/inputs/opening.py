@@ -48,6 +48,11 @@ class Inputs:
         for source in self._sources:
             yield from source
 
+    @property
+    def ignored(self) -> int:
+        """Files in folders that were left out so far, since they are neither pictures nor videos."""
+        return sum(source.ignored for source in self._sources if isinstance(source, Files))
+
     def count(self) -> Iterator[int | None]:
         """How many items have been counted so far; None, and no more, where only reading everything would tell."""
         total = 0

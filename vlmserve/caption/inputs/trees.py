@@ -112,11 +112,11 @@ class Tree(ABC):
                         yield from self._matches(entry.path, rest)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Files:
     """See `Source`. word: a folder of the tree, or a pattern. can_count: going through it costs little.
 
-    searches_matches: folders that a pattern matches are searched too.
+    searches_matches: folders that a pattern matches are searched too. ignored: files left out so far, as no media.
     """
 
     tree: Tree
@@ -124,14 +124,15 @@ class Files:
     is_pattern: bool
     can_count: bool = False
     searches_matches: bool = False
+    ignored: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[Found]:
         root = fixed_part(self.word) if self.is_pattern else self.word
-        for found in self._media():
+        for found in self._media(self._is_wanted):
             yield found if isinstance(found, Failed) else self.tree.item(found, root)
 
     def count(self) -> Iterator[int | None]:
-        return (1 for found in self._media() if isinstance(found, Entry)) if self.can_count else iter((None,))
+        return (1 for found in self._media(_is_medium) if isinstance(found, Entry)) if self.can_count else iter((None,))
 
     def named(self, address: Callable[[Entry], str]) -> Iterator[str | Failed]:
         """Of all files, whatever is in them, what `address` says."""
@@ -141,9 +142,16 @@ class Files:
             elif not found.is_folder:
                 yield address(found)
 
-    def _media(self) -> Iterator[Entry | Failed]:
+    def _is_wanted(self, found: Entry | Failed) -> bool:
+        if wanted := _is_medium(found):
+            return wanted
+        assert isinstance(found, Entry)
+        self.ignored += not found.is_folder
+        return False
+
+    def _media(self, is_wanted: Callable[[Entry | Failed], bool]) -> Iterator[Entry | Failed]:
         if not self.is_pattern:
-            yield from filter(_is_medium, self.tree.walk(self.word))
+            yield from filter(is_wanted, self.tree.walk(self.word))
             return
         # Where it names a suffix, that says which files are wanted. What ** matches comes with all that is below it.
         last = os.path.basename(self.word)
@@ -151,8 +159,8 @@ class Files:
         for found in self.tree.matches(self.word):
             if isinstance(found, Entry) and found.is_folder:
                 if self.searches_matches and "**" not in last:
-                    yield from filter(_is_medium, self.tree.walk(found.path))
-            elif (suffix and not glob.has_magic(suffix)) or _is_medium(found):
+                    yield from filter(is_wanted, self.tree.walk(found.path))
+            elif (suffix and not glob.has_magic(suffix)) or is_wanted(found):
                 yield found
 
 
