@@ -229,9 +229,17 @@ def prepare_forks(modules: Sequence[str]) -> None:
         if "tempdir" not in config:
             config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
             atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
+    # Or it would end by itself a moment after this process, which who waits for that does not expect.
+    atexit.unregister(_stop_forks)
+    atexit.register(_stop_forks)
     with stop_signals_held():
         multiprocessing.set_forkserver_preload(list(modules))
         forkserver.ensure_running()
+
+
+def _stop_forks() -> None:
+    with contextlib.suppress(OSError):  # it is gone already
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it has no public name
 
 
 def die_with_parent(parent_pid: int | None, number: signal.Signals) -> None:
