@@ -14,8 +14,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
-# The quick tests run in several processes, a file in one of them, so that what a file sets up is set up once.
-PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
+# The quick tests run in several processes, a file in one of them, so that what a file sets up is set up once. Files come
+# in their order: files of few tests, which would come last otherwise, are long.
+PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 DEVICE ?= cuda
 
 .PHONY: serve setup setup-test lint test test-full test-gpu docs clean
