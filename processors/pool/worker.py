@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from queue import Empty
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_IDLE_S = 1.0  # without work, then freed memory goes back
 _FIXED_BYTES = 2 * _GIB  # the file and copies of it, patches and their spare blocks, stacks of threads
 _BYTES_PER_PIXEL = 32  # of a picture: WebP with transparency takes 20
 _BYTES_PER_FRAME_PIXEL = 128  # of a clip: 17 frames of 10 bits without subsampling take 113
@@ -72,8 +74,16 @@ def run_worker(
     torch.set_num_threads(1)
     shared = SharedArrays(settings.shared_dir, spare_bytes=SPARE_BYTES)
     maker = make_maker(settings.processor(settings.config, settings.limits, allocate=shared.empty))
+
+    def receive() -> bytes:
+        try:
+            return parent.receive(_IDLE_S)
+        except Empty:  # not after each medium: the next one would have to get it from the kernel again
+            return_memory()
+            return parent.receive()
+
     channel = MessageChannel(
-        parent.send, parent.receive, send_types=ANSWER_MESSAGES, receive_types=WORK_MESSAGES, shared=shared
+        parent.send, receive, send_types=ANSWER_MESSAGES, receive_types=WORK_MESSAGES, shared=shared
     )
     confine(ProcessLimits(memory_bytes=settings.memory_bytes))
     parent.ready({})
@@ -89,7 +99,6 @@ def run_worker(
             frames = channel.encode(WorkFailed(message=f"{type(error).__name__}: {error}"))
         channel.send(frames)
         del work, answer, frames
-        return_memory()
 
 
 def _answer(

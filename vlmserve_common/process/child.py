@@ -162,9 +162,9 @@ class Parent:
         """Report why there will be no readiness."""
         self._report({"error": message})
 
-    def receive(self) -> bytes:
-        """The next message; blocks."""
-        return self._inbox.get()
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """The next message; blocks. Raises queue.Empty if none comes in time."""
+        return self._inbox.get(timeout=timeout_s)
 
     def send(self, message: bytes | bytearray | memoryview) -> None:
         """Send a message; blocks while the pipe is full. Ends this process if the parent is gone."""
