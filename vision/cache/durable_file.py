@@ -15,6 +15,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from vlmserve_common.files import flush_folder
+
 _TEMPORARY = ".part"
 _ABANDONED_AFTER_S = 600.0
 
@@ -50,15 +52,6 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     flush_folder(path.parent)
-
-
-def flush_folder(path: Path) -> None:
-    """Bring a folder's names to disk. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def is_temporary(name: str) -> bool:

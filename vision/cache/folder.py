@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from vision.cache.durable_file import flush_folder, is_temporary, locked_file, make_folder, remove_abandoned, write_file
+from vision.cache.durable_file import is_temporary, locked_file, make_folder, remove_abandoned, write_file
+from vlmserve_common.files import flush_folder
 
 _ENTRY, _PIN, _ABOUT = ".safetensors", ".pin", "about.json"
 _HEX = re.compile(r"[0-9a-f]{64}")

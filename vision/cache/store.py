@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 
-from vision.cache.durable_file import flush_folder, make_folder, write_file
+from vision.cache.durable_file import make_folder, write_file
 from vision.cache.file import KEY_BYTES, DamagedEntryError, EmbedsFormat, entry_header, read_entry
 from vision.cache.folder import EmbeddingFolder, remove_damaged
 from vision.cache.limit import FolderLimit
 from vision.cache.stats import TierStats
 from vlmserve_common.errors import EngineError
+from vlmserve_common.files import flush_folder
 
 logger = logging.getLogger(__name__)
 

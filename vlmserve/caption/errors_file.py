@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TextIO
 
 from vlmserve.caption.item import Failed
-from vlmserve.caption.outputs.base import replacing
 from vlmserve.config.checks import SettingsError
+from vlmserve_common.files import replacing
 
 logger = logging.getLogger("vlmserve.caption")
 

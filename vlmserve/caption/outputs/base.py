@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from vlmserve.caption.item import Item
 from vlmserve.caption.journal import Journal
 from vlmserve.caption.result import Captioned, Touched
 from vlmserve.config.checks import SettingsError
+from vlmserve_common.files import flush_folder
 
 
 class OutputError(SettingsError):
@@ -91,7 +91,7 @@ class Appended:
                 raise OutputError(f"{changed}; --restart deletes it, and begins anew")
             if there > size:
                 os.ftruncate(self._fd, size)
-            sync_folder(path.parent)
+            flush_folder(path.parent)
         except BaseException:
             os.close(self._fd)
             raise
@@ -159,35 +159,6 @@ def remove_locked(path: Path) -> None:
     try:
         lock(fd, path)
         path.unlink(missing_ok=True)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def replacing(path: Path, *, on_disk: bool) -> Iterator[Path]:
-    """A file beside it to be written, which takes its place in the end: readers see all of it or none. on_disk: return
-    when it is there."""
-    # as short as any: names may be as long as the file system takes
-    unfinished = path.with_name(f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}.part")
-    try:
-        yield unfinished
-        if on_disk:
-            with unfinished.open("rb") as file:
-                os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
-    if on_disk:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when new names in a folder are on disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)
 

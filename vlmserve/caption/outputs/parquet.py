@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Output, PartNames, check_own, remove_locked, replacing
+from vlmserve.caption.outputs.base import Output, PartNames, check_own, remove_locked
 from vlmserve.caption.result import Captioned, Touched, output_line, texts
+from vlmserve_common.files import replacing
 
 _ROWS_AT_A_TIME = 1000
 _COLUMNS = (

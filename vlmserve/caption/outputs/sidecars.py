@@ -15,9 +15,10 @@ from typing import Any
 
 from vlmserve.caption.item import Item, MediumItem
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import Output, replacing
+from vlmserve.caption.outputs.base import Output
 from vlmserve.caption.prompts import PROMPT_FILE
 from vlmserve.caption.result import Captioned, Touched, as_text, file_name, output_line
+from vlmserve_common.files import replacing
 
 _NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _MOST_FOLDERS = 10_000

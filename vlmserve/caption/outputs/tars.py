@@ -16,16 +16,9 @@ from typing import Any
 from processors.formats import file_format
 from processors.inputs import Modality
 from vlmserve.caption.journal import Journal
-from vlmserve.caption.outputs.base import (
-    Appended,
-    Output,
-    OutputError,
-    PartNames,
-    check_own,
-    remove_locked,
-    sync_folder,
-)
+from vlmserve.caption.outputs.base import Appended, Output, OutputError, PartNames, check_own, remove_locked
 from vlmserve.caption.result import Captioned, Touched, as_text, output_line
+from vlmserve_common.files import flush_folder
 
 _MOST_BYTES = 3 * 2**30
 _END = b"\0" * (2 * tarfile.BLOCKSIZE)
@@ -125,7 +118,7 @@ class Tars(Output):
 
     def _rename(self, part: int) -> None:
         self._unfinished(part).replace(self._names.path(part))
-        sync_folder(self._names.path(part).parent)
+        flush_folder(self._names.path(part).parent)
 
 
 def _sample(key: str, result: Captioned) -> Iterator[bytes]:
