@@ -36,7 +36,7 @@ def nasty_files() -> list[NastyFile]:
 def slow_files() -> list[NastyFile]:
     """Pictures of which each would keep a decoder for minutes."""
     return [
-        NastyFile("JPEG of 6000 scans over 25 million pixels", "image", jpeg_of_scans(5000, 6000)),
+        NastyFile("JPEG of 15000 scans over 25 million pixels", "image", jpeg_of_scans(5000, 15_000)),
         NastyFile(
             "GIF with a comment of 24 MB in pieces, which Pillow joins one by one", "image", _gif_comment(94_000)
         ),

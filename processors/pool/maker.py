@@ -15,7 +15,7 @@ from PIL import Image
 from processors.families.base import MultimodalProcessor, ProcessedImage
 from processors.image.decoding import decode_image
 from processors.knobs import ImageKnobs
-from processors.pool.turns import Turns
+from processors.pool.turns import BYTES_PER_S, Turns
 from processors.video.clips import ProcessedVideo
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import BadRequestError
@@ -90,7 +90,7 @@ class ThreadMaker:
     def __init__(self, processor: MultimodalProcessor, max_workers: int) -> None:
         self._direct = DirectMaker(processor)
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="media-worker")
-        self._turns = Turns(max_workers)
+        self._turns = Turns(max_workers, cost_per_s=BYTES_PER_S)
 
     async def picture(self, data: bytes | Image.Image, knobs: ImageKnobs, *, client: str = "") -> ProcessedImage:
         """See `MediaMaker`."""

@@ -19,7 +19,7 @@ from processors.pool.forks import prepare_processes
 from processors.pool.maker import closing_error
 from processors.pool.media_process import MediaJob, MediaProcess, NotBegunError, WorkerBugError
 from processors.pool.messages import MediaWork, PictureWork, VideoWork
-from processors.pool.turns import Turns
+from processors.pool.turns import BYTES_PER_S, Turns
 from processors.pool.worker import MediaWorkerSettings, run_worker
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoKnobs
@@ -66,7 +66,7 @@ class ProcessMaker:
         self, processor: MultimodalProcessor, settings: ProcessSettings, main: WorkerMain = run_worker
     ) -> None:
         self._settings = settings
-        self._turns = Turns(settings.count)
+        self._turns = Turns(settings.count, cost_per_s=BYTES_PER_S)
         self._closing = False
         shared = SharedArrays(settings.shared_dir, mapped=True)
         worker = MediaWorkerSettings(

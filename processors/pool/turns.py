@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+BYTES_PER_S = 2e7
+"""Where costs are bytes of files: so many of an ordinary picture are decoded and resized in a second."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -24,10 +28,14 @@ class Turns:
     """Places for work on media, given in one event loop. places: how many. Clips leave one of several to pictures.
 
     Among clients, who had least is first: a client's share is the cost of what was let in for him, and begins with that
-    of the one whose turn it is. Among the work of clients of equal shares, or of one client, see `_Waiting`.
+    of the one whose turn it is. Small files that take long are not cheap: what they took beyond their cost is added
+    when they are done, at `cost_per_s` for a second by `clock`. Among the work of clients of equal shares, or of one
+    client, see `_Waiting`.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, *, cost_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cost_per_s = cost_per_s
+        self._clock = clock
         self._free = places
         self._free_for_clips = max(1, places - 1)
         self._waiting: list[_Waiting] = []
@@ -41,13 +49,18 @@ class Turns:
         one = _Waiting(client=client, clip=clip, cost=cost, due=self._let_in + cost)
         self._waiting.append(one)
         self._go_on()
+        begun = None
         try:
             await one.let_in
+            begun = self._clock()
             yield
         finally:
             if one in self._waiting:
                 self._waiting.remove(one)
             else:
+                took = 0.0 if begun is None else self._cost_per_s * (self._clock() - begun)
+                if took > cost:
+                    self._shares[client] = self._share(one) + took - cost
                 self._free += 1
                 self._free_for_clips += one.clip
             self._go_on()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -23,8 +23,8 @@ class Work(NamedTuple):
 class Scene:
     """Work that is begun in some order, and ends when it is told to."""
 
-    def __init__(self, places: int) -> None:
-        self.turns = Turns(places)
+    def __init__(self, places: int, **options: Any) -> None:
+        self.turns = Turns(places, **options)
         self.begun: list[Work] = []
         self.at_it: dict[asyncio.Task[None], Work] = {}
         self.waiting: dict[asyncio.Task[None], Work] = {}
@@ -167,3 +167,17 @@ def test_places_are_used_and_never_more_than_there_are(places, steps):
         assert not scene.waiting
 
     asyncio.run(play())
+
+
+def test_small_files_that_take_long_count_by_their_time() -> None:
+    now = 0.0
+
+    async def play() -> list[Work]:
+        nonlocal now
+        scene = Scene(1, cost_per_s=1.0, clock=lambda: now)
+        await scene.come(Work(client="costly"))
+        await scene.come(Work(client="costly"), *[Work(cost=5.0, client="other")] * 3)
+        now = 100.0
+        return (await scene.end_all())[1:]
+
+    assert [work.client for work in asyncio.run(play())] == ["other", "other", "other", "costly"]

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2
 import openai
 import pytest
 
@@ -73,7 +74,9 @@ class Watch:
     def __init__(self, server: ServerProcess) -> None:
         self.seconds: list[float] = []
         self._pid = server.process.pid
-        self._client = server.client().with_options(api_key="another")
+        # without API keys clients are told by their addresses
+        elsewhere = openai.DefaultHttpxClient(transport=httpx2.HTTPTransport(local_address="127.0.0.2"))
+        self._client = server.client().with_options(http_client=elsewhere)
         self._stop = threading.Event()
         self._first = self._look()
         self.server_mib = self.workers_mib = 0
@@ -144,5 +147,6 @@ def test_each_nasty_file_is_refused_and_nobody_else_notices(server: ServerProces
 def test_many_costly_pictures_keep_nobody_waiting(server: ServerProcess) -> None:
     """Each takes its whole time, and all but two wait; somebody else's pictures do not wait for all of them."""
     with watched(server) as watch:
-        refuse_all(server, [NastyFile(str(n), "image", jpeg_of_scans(4000 + n, 6000)) for n in range(20)], 180)
+        refuse_all(server, [NastyFile(str(n), "image", jpeg_of_scans(4000 + n, 15_000)) for n in range(24)], 180)
     assert len(watch.seconds) > 10
+    assert max(watch.seconds) < 20, "the time of one of them, until a process is free, and not of two"
