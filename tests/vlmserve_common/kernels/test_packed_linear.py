@@ -1,0 +1,87 @@
+"""Products with packed weights: torch's in float64, rounded once, for all shapes; a row never depends on others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vlmserve_common.compute.activations import activation
+from vlmserve_common.kernels.linear import ACTS, linear, pack
+from vlmserve_common.kernels.norm import rms_norm
+
+pytestmark = pytest.mark.usefixtures("operators")
+SHAPES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Normal numbers, seeded."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@SHAPES
+@given(
+    rows=st.one_of(st.integers(1, 20), st.sampled_from([64, 191, 193, 500])),
+    inner=st.integers(1, 150).map(lambda half: 2 * half),
+    outer=st.integers(1, 200),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    act=st.sampled_from(sorted(ACTS)),
+    bias=st.booleans(),
+    residual=st.booleans(),
+    gated=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_products_are_the_true_ones_rounded_once(rows, inner, outer, dtype, act, bias, residual, gated, seed):
+    if gated:
+        outer *= 2
+    x, weight = random(rows, inner, dtype=dtype, seed=seed), random(outer, inner, dtype=dtype, seed=seed + 1)
+    offset = random(outer, dtype=dtype, seed=seed + 2) if bias else None
+    packed = pack(weight, offset, gated=gated)
+    other = random(rows, packed.outputs, dtype=dtype, seed=seed + 3) if residual else None
+    truth = x.double() @ weight.double().t() + (offset.double() if bias else 0)
+    rest = truth[:, outer // 2 :] if gated else 1
+    truth = truth[:, : packed.outputs]
+    truth = (activation(act)(truth) if act else truth) * rest + (other.double() if residual else 0)
+    out = linear(x, packed, act=act, residual=other)
+    assert out.dtype == dtype
+    assert out.shape == (rows, packed.outputs)
+    scale = inner * (10 if gated else 1)  # of what is summed before anything is rounded
+    torch.testing.assert_close(out.double(), truth, rtol=TOLERANCE[dtype], atol=1e-6 * scale)
+
+
+@SHAPES
+@given(
+    rows=st.integers(1, 30),
+    others=st.integers(0, 200),
+    inner=st.sampled_from([64, 130, 192]),
+    outer=st.sampled_from([48, 64, 200]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_row_is_the_same_in_every_batch(rows, others, inner, outer, dtype):
+    packed = pack(random(outer, inner, dtype=dtype, seed=0), None)
+    x = random(rows + others, inner, dtype=dtype, seed=1)
+    whole = linear(x, packed)
+    assert torch.equal(linear(x[:rows], packed), whole[:rows])
+    assert torch.equal(linear(x[:1], packed), whole[:1])
+
+
+def test_rows_of_a_wider_matrix_and_wide_outputs():
+    wide = random(5, 300, dtype=torch.bfloat16, seed=0)
+    weight = random(70, 100, dtype=torch.bfloat16, seed=1)
+    out = linear(wide[:, 100:200], pack(weight, None), out_dtype=torch.float32)
+    torch.testing.assert_close(out, wide[:, 100:200].float() @ weight.float().t(), rtol=1e-5, atol=1e-4)
+
+
+@SHAPES
+@given(
+    rows=st.sampled_from([1, 3, 40, 3000]),
+    size=st.integers(1, 200),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_rms_norm(rows, size, dtype):
+    x, weight = random(rows, size, dtype=dtype, seed=0), random(size, dtype=dtype, seed=1)
+    wide = x.double()
+    truth = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), truth, rtol=TOLERANCE[dtype], atol=1e-6)

@@ -1,0 +1,163 @@
+"""Quantised weights: rounded as well as can be, and products with them are those of the dequantised ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vlmserve_common.compute.activations import activation
+from vlmserve_common.kernels.linear import ACTS, linear
+from vlmserve_common.kernels.quantized import (
+    INT4_GROUP,
+    QuantizedWeight,
+    can_pack_quantized,
+    can_quantize,
+    merged,
+    pack_quantized,
+    quantize,
+)
+
+pytestmark = pytest.mark.usefixtures("operators")
+SHAPES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+# few; more than are worth writing a panel's numbers out for; more than pass a panel at a time
+ROWS = st.one_of(st.integers(1, 20), st.sampled_from([31, 33, 47, 49, 64, 191, 193, 500]))
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Normal numbers, seeded."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def random_quantized(outer: int, inner: int, bits: int, group: int, seed: int, *, middle: bool) -> QuantizedWeight:
+    """All numbers and zeros that there can be; or, with `middle`, zeros in the middle only."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-inner // group)
+    zeros = torch.randint(0, 2**bits + 1, (outer, groups), generator=generator)
+    return QuantizedWeight(
+        numbers=torch.randint(0, 2**bits, (outer, inner), generator=generator).byte(),
+        scales=(torch.randn(outer, groups, generator=generator) / 2**bits).half(),
+        zeros=(torch.full_like(zeros, 2 ** (bits - 1)) if middle else zeros).short(),
+        bits=bits,
+        group=group,
+    )
+
+
+@SHAPES
+@given(
+    rows=ROWS,
+    eighth=st.integers(1, 40),
+    outer=st.integers(1, 200),
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([8, 32, 64, 128, 512]),
+    middle=st.booleans(),
+    dtype=DTYPES,
+    act=st.sampled_from(sorted(ACTS)),
+    bias=st.booleans(),
+    residual=st.booleans(),
+    gated=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_products_are_those_of_the_dequantised_weights_rounded_once(
+    rows, eighth, outer, bits, group, middle, dtype, act, bias, residual, gated, seed
+):
+    outer, inner = (2 * outer if gated else outer), 8 * eighth
+    weight = random_quantized(outer, inner, bits, group, seed, middle=middle)
+    x = random(rows, inner, dtype=dtype, seed=seed)
+    offset = random(outer, dtype=dtype, seed=seed + 2) if bias else None
+    packed = pack_quantized(weight, offset, dtype, gated=gated)
+    assert packed.shifted is bool((weight.zeros != 2 ** (bits - 1)).any())
+    other = random(rows, packed.outputs, dtype=dtype, seed=seed + 3) if residual else None
+    truth = x.double() @ weight.dequantize().double().t() + (offset.double() if bias else 0)
+    rest = truth[:, outer // 2 :] if gated else 1
+    truth = truth[:, : packed.outputs]
+    truth = (activation(act)(truth) if act else truth) * rest + (other.double() if residual else 0)
+    out = linear(x, packed, act=act, residual=other)
+    assert out.dtype == dtype
+    scale = inner * (10 if gated else 1)  # of what is summed before anything is rounded
+    torch.testing.assert_close(out.double(), truth, rtol=TOLERANCE[dtype], atol=2e-6 * scale)
+
+
+@SHAPES
+@given(
+    rows=st.integers(1, 60),
+    others=st.integers(0, 250),
+    inner=st.sampled_from([64, 136, 192]),
+    outer=st.sampled_from([48, 64, 200]),
+    bits=st.sampled_from([4, 8]),
+    dtype=DTYPES,
+)
+def test_a_row_is_the_same_in_every_batch(rows, others, inner, outer, bits, dtype):
+    packed = pack_quantized(random_quantized(outer, inner, bits, 64, 0, middle=False), None, dtype)
+    x = random(rows + others, inner, dtype=dtype, seed=1)
+    whole = linear(x, packed)
+    assert torch.equal(linear(x[:rows], packed), whole[:rows])
+    assert torch.equal(linear(x[:1], packed), whole[:1])
+
+
+@SHAPES
+@given(outer=st.integers(1, 40), inner=st.integers(1, 300), dtype=DTYPES, seed=st.integers(0, 9))
+def test_int8_rounds_to_the_nearest_of_a_scale_for_each_column(outer, inner, dtype, seed):
+    weight = random(outer, inner, dtype=dtype, seed=seed).contiguous()
+    made = quantize(weight, "int8")
+    assert made.scales.shape == (outer, 1)
+    assert (made.zeros == 128).all()
+    torch.testing.assert_close(made.scales[:, 0].float(), weight.float().abs().amax(1) / 127, rtol=2**-11, atol=0)
+    # the outermost may be beyond what the scale, rounded, reaches
+    error = (made.dequantize() - weight.float()).abs()
+    assert (error <= made.scales.float() * 0.57).all()
+
+
+@SHAPES
+@given(outer=st.integers(1, 20), inner=st.integers(1, 300), dtype=DTYPES, seed=st.integers(0, 9))
+def test_int4_is_no_worse_than_the_whole_range_of_each_group(outer, inner, dtype, seed):
+    weight = random(outer, inner, dtype=dtype, seed=seed) ** 3 + 0.5
+    made = quantize(weight, "int4")
+    assert made.numbers.max() <= 15
+    for group, first in enumerate(range(0, inner, INT4_GROUP)):
+        own = weight[:, first : first + INT4_GROUP].float()
+        low, high = own.amin(1, keepdim=True).clamp(max=0), own.amax(1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / 15).half().float()
+        zero = (-low / scale).round().clamp(0, 15)
+        simple = (((own / scale).round() + zero).clamp(0, 15) - zero) * scale
+        mine = made.dequantize()[:, first : first + INT4_GROUP]
+        assert ((mine - own).square().sum(1) <= (simple - own).square().sum(1) * 1.0001).all(), group
+
+
+def test_narrower_ranges_pay_where_few_weights_are_far_out():
+    weight = random(64, INT4_GROUP, dtype=torch.float32, seed=0)
+    weight[:, 0] = 6
+    made = quantize(weight, "int4")
+    whole = (weight.amax(1) - weight.amin(1)) / 15
+    assert (made.scales[:, 0].float() < 0.97 * whole).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_weights_of_nothing_but_zeros_stay_so(mode):
+    made = quantize(torch.zeros(3, 40), mode)
+    assert (made.dequantize() == 0).all()
+    assert (linear(torch.ones(2, 40), pack_quantized(made, None, torch.float32)) == 0).all()
+
+
+def test_weights_that_are_no_rows_in_memory():
+    weight = random(48, 64, dtype=torch.bfloat16, seed=0).t()
+    made = quantize(weight, "int8")
+    assert torch.equal(made.numbers, quantize(weight.contiguous(), "int8").numbers)
+
+
+def test_parts_below_one_another():
+    parts = [random_quantized(outer, 64, 4, 32, outer, middle=False) for outer in (5, 70)]
+    assert torch.equal(merged(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
+
+
+def test_what_does_not_fit_the_layout_is_left_alone():
+    assert can_quantize(torch.zeros(3, 16), "int4")
+    assert not can_quantize(torch.zeros(3, 12), "int4")
+    assert can_quantize(torch.zeros(3, 12), "int8")
+    assert not can_quantize(torch.zeros(3, 12, dtype=torch.float16), "int8")
+    assert can_pack_quantized(random_quantized(3, 24, 4, 16, 0, middle=True))
+    assert not can_pack_quantized(random_quantized(3, 20, 4, 16, 0, middle=True))
+    assert not can_pack_quantized(random_quantized(3, 24, 4, 12, 0, middle=True))

@@ -1,0 +1,1 @@
+"""The CPU's own operators: C++ built where it runs, and called through `ctypes`. Torch does without, slower."""

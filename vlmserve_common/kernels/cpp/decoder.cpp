@@ -1,0 +1,81 @@
+// A decoder's layers one after another in one call: what their operators compute, in the same order, and nothing of a
+// caller's between them.
+#include "operators.h"
+
+namespace {
+
+// The structs are those of kernels/decoder.py, field by field.
+
+struct Weight {
+  const void* data;
+  const float* bias;  // or null
+  int64_t inner, panels, outputs, group;
+  int32_t kind, shifted;
+};
+
+struct Layer {
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two null: heads are not normalised
+  Weight qkv, out, gate_up, down;
+};
+
+struct Cache {
+  void *keys, *values;
+  float *key_scales, *value_scales;  // or null
+};
+
+struct Decoder {
+  const Layer* layers;
+  int64_t hidden, heads, kv_heads, dim;
+  float eps, scale;  // of all norms; of scores
+  int32_t narrow, act;
+};
+
+struct Step {
+  int64_t tokens, requests;
+  const void *cos, *sin;
+  const int64_t *slots, *plan;  // plan: vs_attention's requests
+  const int32_t* table;
+  int64_t table_stride;
+  const Cache* caches;
+  int32_t narrow_turns, cache_kind;
+};
+
+void multiply(const Decoder& d, int64_t rows, const void* x, const Weight& w, void* y, const void* residual = nullptr,
+              bool gated = false) {
+  vs_linear(w.kind, d.narrow, d.narrow, x, rows, w.inner, w.inner, w.data, w.panels, w.outputs, w.group, w.shifted,
+            w.bias, gated ? d.act : 0, gated, residual, y, w.outputs);
+}
+
+void normalise(const Decoder& d, int64_t rows, const void* x, const void* weight, void* out) {
+  vs_rms_norm(d.narrow, x, weight, rows, d.hidden, d.eps, out);
+}
+
+}  // namespace
+
+// Layers first .. last - 1 of x [tokens, hidden], in place. scratch: for each token hidden + max(qkv + heads * dim,
+// gates) elements of x's type. A product may add to the memory that it reads its residual from: each element is read by
+// who writes it, just before.
+extern "C" void vs_decoder_layers(const void* decoder, const void* step, int64_t first, int64_t last, void* x,
+                                  void* scratch) {
+  const auto& d = *(const Decoder*)decoder;
+  const auto& s = *(const Step*)step;
+  const int64_t n = s.tokens, element = d.narrow ? 2 : 4, all_heads = d.heads + 2 * d.kv_heads;
+  void* normed = scratch;
+  char* qkv = (char*)scratch + n * d.hidden * element;
+  void* attended = qkv + n * all_heads * d.dim * element;
+  void* gated = qkv;  // attention is over by then
+  for (int64_t i = first; i < last; ++i) {
+    const Layer& l = d.layers[i];
+    const Cache& c = s.caches[i];
+    normalise(d, n, x, l.attention_norm, normed);
+    multiply(d, n, normed, l.qkv, qkv);
+    vs_qkv(d.narrow, s.narrow_turns, s.cache_kind, qkv, n, d.heads, d.kv_heads, d.dim, l.q_norm, l.k_norm, d.eps, s.cos,
+           s.sin, s.slots, c.keys, c.values, c.key_scales, c.value_scales);
+    vs_attention(d.narrow, s.cache_kind, qkv, all_heads * d.dim, attended, c.keys, c.values, c.key_scales,
+                 c.value_scales, d.heads, d.kv_heads, d.dim, d.scale, s.table, s.table_stride, s.plan, s.requests);
+    multiply(d, n, attended, l.out, x, x);
+    normalise(d, n, x, l.mlp_norm, normed);
+    multiply(d, n, normed, l.gate_up, gated, nullptr, true);
+    multiply(d, n, gated, l.down, x, x);
+  }
+}

@@ -1,0 +1,325 @@
+// Products with packed weights: y = x W^T, and what follows on the way out (bias, activation, residual).
+//
+// Every output is summed over k in the same order however many rows there are: a row's result does not depend on its
+// batch. With quantised weights the sums of a group are of whole numbers times x; scale and shift are applied to them.
+// Many rows pass a slab of the panel while it is in the first cache, its numbers written out, and the next slab is
+// asked of the memory meanwhile; this changes no result.
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "activations.h"
+#include "amx.h"
+#include "operators.h"
+#include "pool.h"
+#include "simd.h"
+#include "weights.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 6, TILE_BLOCKS = 4;  // 24 of the 32 registers hold sums
+#else
+constexpr int TILE_ROWS = 4, TILE_BLOCKS = 1;
+#endif
+#if defined(HAS_AMX)
+constexpr int64_t SLAB = 512;  // inputs of a slab; AMX does so much that taking up sums often would cost
+#else
+constexpr int64_t SLAB = 128;
+#endif
+constexpr int64_t CHUNK_ROWS = 192;  // rows that pass a slab of a panel while it is in the first cache
+constexpr int64_t AHEAD = 4096;              // bytes that are asked of the memory before they are needed
+constexpr int64_t ALONE = 1 << 20;           // multiplications that are not worth waking another thread for
+
+struct Product {
+  const void* x;
+  int64_t rows, inner, row_stride;  // x [rows, inner], row_stride elements apart
+  const uint8_t* weights;
+  int64_t panels, outputs;
+  int64_t group, groups;            // inputs of a group; one group for weights that are not quantised
+  const float* sums;                // of x over the groups, [rows, groups]; null where nothing is shifted
+  const float* bias;                // [panels * 64] in packed order, or null
+  int32_t act;
+  bool gated;                       // a panel is 32 gates and their 32 ups: y = act(gate) * up
+  const void* residual;             // [rows, outputs], or null
+  bool y_bf16;                      // or y and residual are float32
+  void* y;                          // [rows, outputs]
+  int64_t y_stride;
+};
+
+// One pair of inputs of ROWS rows times that of BLOCKS blocks.
+template <class Weights, int ROWS, int BLOCKS>
+INLINE void add_pair(const bf16* x, int64_t stride, const uint8_t* w, int pair, f32x16 (&acc)[ROWS][BLOCKS]) {
+  u32x16 b[BLOCKS];
+#pragma GCC unroll 4
+  for (int n = 0; n < BLOCKS; ++n) b[n] = Weights::pairs(w + n * Weights::CHUNK, pair);
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m) {
+    u32x16 a = splat_bits(load<uint32_t>(x + m * stride));
+#pragma GCC unroll 4
+    for (int n = 0; n < BLOCKS; ++n) acc[m][n] = dot_pairs(acc[m][n], a, b[n]);
+  }
+}
+
+template <class Weights, int ROWS, int BLOCKS>
+INLINE void add_pair(const float* x, int64_t stride, const uint8_t* w, int pair, f32x16 (&acc)[ROWS][BLOCKS]) {
+#pragma GCC unroll 4
+  for (int n = 0; n < BLOCKS; ++n) {
+    f32x16 even, odd;
+    Weights::floats(w + n * Weights::CHUNK, pair, even, odd);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      acc[m][n] += splat(x[m * stride]) * even;
+      acc[m][n] += splat(x[m * stride + 1]) * odd;
+    }
+  }
+}
+
+// A piece of a panel that is multiplied in one go.
+struct Piece {
+  const uint8_t* weights;
+  int64_t inputs;
+  const uint8_t* next;  // what is asked of the memory meanwhile, or null
+  int64_t next_bytes;   // for each chunk
+};
+
+// sums [ROWS][PANEL_BLOCKS] += x w.
+template <class Weights, int ROWS, class X>
+void tile(const X* x, int64_t stride, const Piece& piece, f32x16 (*sums)[PANEL_BLOCKS]) {
+  for (int block = 0; block < PANEL_BLOCKS; block += TILE_BLOCKS) {
+    f32x16 acc[ROWS][TILE_BLOCKS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < TILE_BLOCKS; ++n) acc[m][n] = sums[m][block + n];
+    const uint8_t *w = piece.weights + block * Weights::CHUNK, *next = block ? nullptr : piece.next;
+    for (int64_t k = 0; k < piece.inputs; k += 2 * Weights::PAIRS, w += PANEL_BLOCKS * Weights::CHUNK) {
+      if (next) {
+        for (int64_t byte = 0; byte < piece.next_bytes; byte += 64) __builtin_prefetch(next + byte);
+        next += piece.next_bytes;
+      }
+#pragma GCC unroll 4
+      for (int pair = 0; pair < Weights::PAIRS; ++pair) add_pair<Weights>(x + k + 2 * pair, stride, w, pair, acc);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < TILE_BLOCKS; ++n) sums[m][block + n] = acc[m][n];
+  }
+}
+
+template <class Y>
+INLINE void put(Y* to, f32x16 value, int64_t count, const Y* residual) {
+  if (count >= BLOCK) {
+    if (residual) value += load_floats(residual);
+    return store_floats(to, value);
+  }
+  for (int64_t lane = 0; lane < count; ++lane)
+    from_float(to + lane, value[lane] + (residual ? to_float(residual[lane]) : 0.0f));
+}
+
+template <class Y>
+void finish_as(const Product& p, int64_t row, int rows, int64_t panel, const f32x16 (*sums)[PANEL_BLOCKS]) {
+  const int blocks = p.gated ? PANEL_BLOCKS / 2 : PANEL_BLOCKS;
+  const int64_t first = panel * blocks * BLOCK;
+  f32x16 bias[PANEL_BLOCKS] = {};
+  for (int n = 0; p.bias && n < PANEL_BLOCKS; ++n) bias[n] = load<f32x16>(p.bias + panel * PANEL + n * BLOCK);
+  for (int m = 0; m < rows; ++m) {
+    auto* y = (Y*)p.y + (row + m) * p.y_stride;
+    auto* residual = p.residual ? (const Y*)p.residual + (row + m) * p.outputs : nullptr;
+    for (int n = 0; n < blocks; ++n) {
+      int64_t column = first + n * BLOCK;
+      if (column >= p.outputs) break;
+      f32x16 value = activate(sums[m][n] + bias[n], p.act);
+      if (p.gated) value *= sums[m][n + blocks] + bias[n + blocks];
+      put(y + column, value, p.outputs - column, residual ? residual + column : nullptr);
+    }
+  }
+}
+
+// Not inline: it would be there once for each kind of tile.
+__attribute__((noinline)) void finish(const Product& p, int64_t row, int rows, int64_t panel,
+                                      const f32x16 (*sums)[PANEL_BLOCKS]) {
+  p.y_bf16 ? finish_as<bf16>(p, row, rows, panel, sums) : finish_as<float>(p, row, rows, panel, sums);
+}
+
+// A block's sums over a group, scaled and shifted, to its sums over all.
+template <class Weights>
+INLINE void add_group(const Product& p, int64_t row, int64_t group, const f16* scales, int block, f32x16 part,
+                      f32x16& sums) {
+  const f16* own = scales + group * 2 * PANEL + block * BLOCK;
+  f32x16 scale = load_halves(own), shift = p.sums ? load_halves(own + PANEL) : f32x16{};
+  if (Weights::DOUBLED) scale *= splat(0.5f), shift = shift * splat(2.0f) - splat(1.0f);
+  if (p.sums) part += shift * splat(p.sums[row * p.groups + group]);
+  sums += scale * part;
+}
+
+// Numbers of a piece as those of bfloat16 or float32 weights lie.
+template <class Weights, class X>
+void write_out(const uint8_t* from, int64_t inner, X* to) {
+  for (int64_t k = 0; k < inner; k += 2 * Weights::PAIRS, to += 2 * Weights::PAIRS * PANEL)
+#pragma GCC unroll 4
+    for (int n = 0; n < PANEL_BLOCKS; ++n, from += Weights::CHUNK) {
+      // read before anything is written, for the compiler to share what pairs have in common
+      f32x16 even[Weights::PAIRS], odd[Weights::PAIRS];
+      u32x16 both[Weights::PAIRS];
+#pragma GCC unroll 4
+      for (int j = 0; j < Weights::PAIRS; ++j) {
+        if constexpr (std::is_same_v<X, bf16>) both[j] = Weights::pairs(from, j);
+        else Weights::floats(from, j, even[j], odd[j]);
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < Weights::PAIRS; ++j) {
+        X* at = to + 2 * (j * PANEL + n * BLOCK);
+        if constexpr (std::is_same_v<X, bf16>) store(at, both[j]);
+        else store(at, even[j]), store(at + BLOCK, odd[j]);
+      }
+    }
+}
+
+// All rows by a piece that is in the first cache; the first two tiles ask for the next one.
+template <class Weights, class X>
+void all_rows(const X* x, int64_t stride, int64_t rows, Piece piece, f32x16 (*sums)[PANEL_BLOCKS]) {
+  int64_t row = 0;
+#if defined(HAS_AMX)
+  if constexpr (std::is_same_v<Weights, Bf16Weights>)
+    if (rows >= amx::ROWS && piece.inputs % amx::INNER == 0 && amx::usable()) {
+      amx::Registers registers;
+      for (; rows - row >= amx::ROWS; row += amx::ROWS)
+        amx::add_panel(x + row * stride, stride, piece.weights, piece.inputs, (float*)(sums + row));
+    }
+#endif
+  for (int64_t now; row < rows; row += now) {
+    // tiles of about the same size: 8 rows are 4 and 4
+    const int64_t left = rows - row, tiles = (left + TILE_ROWS - 1) / TILE_ROWS;
+    now = (left + tiles - 1) / tiles;
+    with_constant<TILE_ROWS>(now, [&](auto m) { tile<Weights, m>(x + row * stride, stride, piece, sums + row); });
+    if (row == 0 && piece.next) piece.next += piece.inputs / 2 * piece.next_bytes;
+    else piece.next = nullptr;
+  }
+}
+
+// Rows that are one tile, and scales of quantised weights. More bytes are asked of the memory than the processor, busy
+// with numbers, would come to by itself.
+template <class Weights, int ROWS, class X>
+void few_rows(const Product& p, int64_t row, int64_t panel, const uint8_t* weights, const f16* scales) {
+  constexpr int64_t NEXT = Weights::QUANTISED ? PANEL_BLOCKS * Weights::CHUNK : 0;
+  const X* x = (const X*)p.x + row * p.row_stride;
+  f32x16 sums[ROWS][PANEL_BLOCKS] = {};
+  for (int64_t group = 0, k = 0; k < p.inner; ++group, k += p.group) {
+    const uint8_t* w = weights + number_bytes<Weights>(k);
+    const Piece piece{w, std::min(p.group, p.inner - k), NEXT ? w + AHEAD : nullptr, NEXT};
+    if constexpr (!Weights::QUANTISED) {
+      tile<Weights, ROWS>(x + k, p.row_stride, piece, sums);
+    } else {
+      f32x16 part[ROWS][PANEL_BLOCKS] = {};
+      tile<Weights, ROWS>(x + k, p.row_stride, piece, part);
+      for (int m = 0; m < ROWS; ++m)
+        for (int n = 0; n < PANEL_BLOCKS; ++n) add_group<Weights>(p, row + m, group, scales, n, part[m][n], sums[m][n]);
+    }
+  }
+  finish(p, row, ROWS, panel, sums);
+}
+
+// More rows, by slabs of the panel.
+template <class Weights, class X>
+void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const uint8_t* weights, const f16* scales) {
+  constexpr bool SCALED = Weights::QUANTISED;
+  using Plain = std::conditional_t<std::is_same_v<X, bf16>, Bf16Weights, F32Weights>;
+  using Sums = f32x16(*)[PANEL_BLOCKS];
+  const X* x = (const X*)p.x + row * p.row_stride;
+  // of a group, and of all
+  auto* memory = (float*)pool::scratch((2 * rows + SLAB) * PANEL * 4);
+  Sums part = (Sums)memory, total = part + rows;
+  auto* plain = (X*)(memory + 2 * rows * PANEL);
+  std::fill(memory, memory + (SCALED ? 2 : 1) * rows * PANEL, 0.0f);
+  for (int64_t group = 0, k = 0; k < p.inner; k += p.group, ++group) {
+    const int64_t end = std::min(p.inner, k + p.group);
+    for (int64_t from = k, inputs; from < end; from += inputs) {
+      inputs = std::min(SLAB, end - from);
+      const uint8_t* w = weights + number_bytes<Weights>(from);
+      constexpr int64_t NEXT = PANEL_BLOCKS * Weights::CHUNK / Weights::PAIRS / 2;  // two tiles ask for it all
+      Piece piece{w, inputs, w + number_bytes<Weights>(inputs), NEXT};
+      if constexpr (!std::is_same_v<Weights, Plain>) {
+        write_out<Weights>(w, inputs, plain);
+        piece.weights = (const uint8_t*)plain;
+      }
+      all_rows<Plain>(x + from, p.row_stride, rows, piece, part);
+    }
+    if constexpr (SCALED)
+      for (int64_t m = 0; m < rows; ++m)
+        for (int n = 0; n < PANEL_BLOCKS; ++n) {
+          add_group<Weights>(p, row + m, group, scales, n, part[m][n], total[m][n]);
+          part[m][n] = f32x16{};
+        }
+  }
+  finish(p, row, int(rows), panel, SCALED ? total : part);
+}
+
+template <class Weights, class X>
+void multiply(const Product& p) {
+  if (p.rows == 0) return;
+  int64_t chunks = (p.rows + CHUNK_ROWS - 1) / CHUNK_ROWS, chunk_rows = (p.rows + chunks - 1) / chunks;
+  int64_t tasks = p.panels * chunks;
+  bool alone = p.rows * p.panels * PANEL * p.inner < ALONE;
+  // Small pieces share the work evenly.
+  int64_t grain = chunks > 1 ? 1 : std::max<int64_t>(1, tasks / (pool::threads() * 8));
+  if (alone) grain = tasks;
+  pool::parallel_for(tasks, grain, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      int64_t panel = task / chunks, row = task % chunks * chunk_rows, rows = std::min(p.rows - row, chunk_rows);
+      const uint8_t* weights = p.weights + panel * panel_bytes<Weights>(p.inner, p.groups);
+      auto* scales = (const f16*)(weights + number_bytes<Weights>(p.inner));
+      if (rows > TILE_ROWS)
+        many_rows<Weights, X>(p, row, rows, panel, weights, scales);
+      else if (rows > 0)
+        with_constant<TILE_ROWS>(rows, [&](auto m) { few_rows<Weights, m, X>(p, row, panel, weights, scales); });
+    }
+  });
+}
+
+template <class X>
+void sum_groups(const Product& p, float* sums) {
+  int64_t groups = p.groups, grain = p.rows * p.inner < ALONE ? p.rows : 16;
+  pool::parallel_for(p.rows, grain, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row)
+      for (int64_t group = 0; group < groups; ++group) {
+        const X* x = (const X*)p.x + row * p.row_stride;
+        int64_t k = group * p.group, end = std::min(p.inner, k + p.group);
+        f32x16 lanes = {};
+        for (; k + 16 <= end; k += 16) lanes += load_floats(x + k);
+        float rest = 0;
+        for (; k < end; ++k) rest += to_float(x[k]);
+        sums[row * groups + group] = sum(lanes) + rest;
+      }
+  });
+}
+
+template <class Weights, class X>
+void multiply_quantised(Product& p, bool shifted) {
+  std::vector<float> sums;
+  if (shifted || Weights::DOUBLED) {
+    sums.resize(size_t(p.rows * p.groups));
+    sum_groups<X>(p, sums.data());
+    p.sums = sums.data();
+  }
+  multiply<Weights, X>(p);
+}
+
+}  // namespace
+
+// kind: a WeightKind. x is bfloat16 or float32, as plain weights are; y is of x's type, or float32. group, shifted:
+// inputs of a group of quantised weights, and whether any shift is not 0. See Product for the rest.
+extern "C" void vs_linear(int32_t kind, int32_t x_bf16, int32_t y_bf16, const void* x, int64_t rows, int64_t inner,
+                          int64_t row_stride, const void* weights, int64_t panels, int64_t outputs, int64_t group,
+                          int32_t shifted, const float* bias, int32_t act, int32_t gated, const void* residual, void* y,
+                          int64_t y_stride) {
+  Product p{x,    rows, inner, row_stride,  (const uint8_t*)weights, panels, outputs, group,
+            (inner + group - 1) / group, nullptr, bias, act,  bool(gated), residual, bool(y_bf16), y, y_stride};
+  if (kind == WEIGHT_F32) return multiply<F32Weights, float>(p);
+  if (kind == WEIGHT_BF16) return multiply<Bf16Weights, bf16>(p);
+  if (kind == WEIGHT_INT8)
+    x_bf16 ? multiply_quantised<Int8Weights, bf16>(p, shifted) : multiply_quantised<Int8Weights, float>(p, shifted);
+  else
+    x_bf16 ? multiply_quantised<Int4Weights, bf16>(p, shifted) : multiply_quantised<Int4Weights, float>(p, shifted);
+}

@@ -1,0 +1,17 @@
+// Operators that other files call. Those that define them include this, too: what differs is told by the compiler.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+void vs_rms_norm(int32_t narrow, const void* x, const void* weight, int64_t rows, int64_t size, float eps, void* out);
+void vs_linear(int32_t kind, int32_t x_bf16, int32_t y_bf16, const void* x, int64_t rows, int64_t inner,
+               int64_t row_stride, const void* weights, int64_t panels, int64_t outputs, int64_t group, int32_t shifted,
+               const float* bias, int32_t act, int32_t gated, const void* residual, void* y, int64_t y_stride);
+void vs_qkv(int32_t narrow, int32_t narrow_turns, int32_t kind, void* qkv, int64_t tokens, int64_t heads,
+            int64_t kv_heads, int64_t dim, const void* q_weight, const void* k_weight, float eps, const void* cos,
+            const void* sin, const int64_t* slots, void* keys, void* values, float* key_scales, float* value_scales);
+void vs_attention(int32_t narrow, int32_t kind, const void* q, int64_t q_stride, void* out, const void* keys,
+                  const void* values, const float* key_scales, const float* value_scales, int64_t heads,
+                  int64_t kv_heads, int64_t dim, float scale, const int32_t* table, int64_t table_stride,
+                  const int64_t* requests, int64_t count);
+}

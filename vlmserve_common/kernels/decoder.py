@@ -1,0 +1,201 @@
+"""A decoder's layers in one call; see `cpp/decoder.cpp`, whose structs are those of this file."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from vlmserve_common.kernels.attention import CACHE_KINDS, CacheLayer, HeadNorms
+from vlmserve_common.kernels.library import active, pointer
+from vlmserve_common.kernels.linear import ACTS, KINDS, PackedWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """A layer: norms [hidden] in front of attention and MLP, and its four products; gate_up is gated."""
+
+    attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    head_norms: HeadNorms | None
+    qkv: PackedWeight
+    out: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """What all layers of a decoder share. eps: of all norms; scale: what scores are multiplied by; act: its name."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    act: str
+
+
+class CacheTable:
+    """Where the caches of all layers lie, for the library. The tensors stay as long as this does."""
+
+    def __init__(self, layers: Sequence[CacheLayer]) -> None:
+        self._layers = tuple(layers)
+        self.kind = CACHE_KINDS[layers[0].keys.dtype]
+        self.structs = (_Cache * len(layers))(
+            *(
+                _Cache(*map(pointer, (layer.keys, layer.values, layer.key_scales, layer.value_scales)))
+                for layer in layers
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderStep:
+    """A step over N tokens. cos, sin: of `compute.rotary.rotation`; slots: int64 [N]; the rest: see
+    `kernels.attention.attend`."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    requests: torch.Tensor
+    table: torch.Tensor
+    caches: CacheTable
+
+
+class DecoderLayers:
+    """The layers of a decoder whose weights are all packed. The tensors stay as long as this does."""
+
+    def __init__(self, layers: Sequence[LayerWeights], shape: DecoderShape) -> None:
+        self._layers = tuple(layers)
+        first = layers[0]
+        self._dtype, self._hidden = first.qkv.dtype, first.qkv.inner
+        # of a token, see decoder.cpp
+        self._scratch = self._hidden + max(first.qkv.outputs + first.out.inner, first.gate_up.outputs)
+        self._structs = (_Layer * len(layers))(*map(_layer, layers))
+        self._decoder = _Decoder(
+            ctypes.addressof(self._structs),
+            self._hidden,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.eps,
+            shape.scale,
+            int(self._dtype == torch.bfloat16),
+            ACTS[shape.act],
+        )
+
+    def run(self, x: torch.Tensor, first: int, last: int, step: DecoderStep) -> None:
+        """Layers first .. last - 1 of x [N, hidden], contiguous and of the weights' dtype, in place."""
+        lib = active()
+        assert lib is not None
+        assert x.shape == (len(step.slots), self._hidden)
+        assert x.dtype == self._dtype
+        assert x.is_contiguous()
+        scratch = torch.empty(x.shape[0] * self._scratch, dtype=x.dtype)
+        passed = _Step(
+            x.shape[0],
+            step.requests.shape[0],
+            step.cos.data_ptr(),
+            step.sin.data_ptr(),
+            step.slots.data_ptr(),
+            step.requests.data_ptr(),
+            step.table.data_ptr(),
+            step.table.stride(0),
+            ctypes.addressof(step.caches.structs),
+            int(step.cos.dtype == torch.bfloat16),
+            step.caches.kind,
+        )
+        lib.vs_decoder_layers(
+            ctypes.byref(self._decoder), ctypes.byref(passed), first, last, x.data_ptr(), scratch.data_ptr()
+        )
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("inner", c_int64),
+        ("panels", c_int64),
+        ("outputs", c_int64),
+        ("group", c_int64),
+        ("kind", c_int32),
+        ("shifted", c_int32),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv", _Weight),
+        ("out", _Weight),
+        ("gate_up", _Weight),
+        ("down", _Weight),
+    ]
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p)]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        ("layers", c_void_p),
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("narrow", c_int32),
+        ("act", c_int32),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("tokens", c_int64),
+        ("requests", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("slots", c_void_p),
+        ("plan", c_void_p),
+        ("table", c_void_p),
+        ("table_stride", c_int64),
+        ("caches", c_void_p),
+        ("narrow_turns", c_int32),
+        ("cache_kind", c_int32),
+    ]
+
+
+def _layer(layer: LayerWeights) -> _Layer:
+    norms = layer.head_norms
+    return _Layer(
+        layer.attention_norm.data_ptr(),
+        layer.mlp_norm.data_ptr(),
+        pointer(norms.q_weight if norms else None),
+        pointer(norms.k_weight if norms else None),
+        _weight(layer.qkv),
+        _weight(layer.out),
+        _weight(layer.gate_up),
+        _weight(layer.down),
+    )
+
+
+def _weight(weight: PackedWeight) -> _Weight:
+    return _Weight(
+        weight.data.data_ptr(),
+        pointer(weight.bias),
+        weight.inner,
+        weight.panels,
+        weight.outputs,
+        weight.group,
+        KINDS[weight.kind],
+        int(weight.shifted),
+    )

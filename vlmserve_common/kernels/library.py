@@ -1,0 +1,109 @@
+"""The operators' library of this process: loaded at most once, by the composition root."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from typing import Literal
+
+import torch
+
+from vlmserve_common.kernels.build import CannotBuild, best_level, cache_folder, cpu_words, library
+
+log = logging.getLogger(__name__)
+
+Choice = Literal["auto", "off"]
+_active: ctypes.CDLL | None = None
+
+
+def activate(choice: Choice, *, threads: int, watch_us: int = 50) -> str:
+    """Use the operators in this process from now on, or with "off" those of torch.
+
+    threads: of each call; between calls they watch for the next for `watch_us` microseconds, then sleep. Returns, for
+    people, what computes.
+    """
+    global _active
+    _active = None
+    if choice == "off":
+        return "torch's operators (--cpu-kernels off)"
+    try:
+        level = best_level(cpu_words())
+        lib, remark = _load(level)
+    except CannotBuild as error:
+        return f"torch's operators, which are slower: {error}"
+    if level == "amx" and not lib.vs_amx():
+        remark = "without AMX, which the system does not give or which does not compute as it should"
+    lib.vs_configure(threads, watch_us)
+    _active = lib
+    return f"operators for {level}{f'; {remark}' if remark else ''}"
+
+
+def active() -> ctypes.CDLL | None:
+    """The library, if this process uses it."""
+    return _active
+
+
+def torch_threads(threads: int, dtype: torch.dtype) -> int:
+    """How many of `threads` torch needs beside the library for a model of this dtype.
+
+    One: what is left to torch is small, and its threads, which share work evenly and wait for the last, make every step
+    as slow as the busiest core.
+    """
+    return threads if _active is None or dtype == torch.float16 else 1
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """What a function of the library gets for a tensor; null for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _load(level: str) -> tuple[ctypes.CDLL, str]:
+    file, loaded, remark = library(level, cache_folder())
+    with loaded:
+        try:
+            lib = ctypes.CDLL(str(file))
+            _declare(lib)
+        except (OSError, AttributeError) as error:  # AttributeError: a library without one of the functions
+            raise CannotBuild(f"{file} cannot be loaded: {error}") from None
+    return lib, remark
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    """The functions' parameters, by letter: p pointer, i int64, n int32, f float32; after ">" what they return."""
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "n": ctypes.c_int32, "f": ctypes.c_float}
+    for name, letters in SIGNATURES.items():
+        function = getattr(lib, name)
+        parameters, _, returned = letters.partition(">")
+        function.argtypes = [kinds[letter] for letter in parameters]
+        function.restype = kinds[returned] if returned else None
+
+
+SIGNATURES = {
+    "vs_configure": "nn",
+    # pack.cpp
+    "vs_pack_bf16": "pipip",
+    "vs_pack_f32": "pipip",
+    "vs_pack_quantised": "npippipip",
+    # quantise.cpp
+    "vs_quantise": "npiiinnnppp",
+    # linear.cpp
+    "vs_linear": "nnnpiiipiiinpnnppi",
+    # amx.cpp
+    "vs_amx": ">n",
+    # argmax.cpp
+    "vs_argmax": "piip",
+    # norm.cpp
+    "vs_rms_norm": "nppiifp",
+    # layer_norm.cpp
+    "vs_layer_norm": "npppiifp",
+    # segment_attention.cpp
+    "vs_segment_attention": "npppiipip",
+    # qkv.cpp
+    "vs_qkv": "nnnpiiiippfppppppp",
+    # attention.cpp
+    "vs_attention": "nnpipppppiiifpipi",
+    # decoder.cpp
+    "vs_decoder_layers": "ppiipp",
+}

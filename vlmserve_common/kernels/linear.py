@@ -1,0 +1,140 @@
+"""Products with packed weights; see `cpp/linear.cpp`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+import torch
+
+from vlmserve_common.kernels.library import active, pointer
+
+PANEL = 64
+# The library's names for what a product goes through.
+ACTS = {"": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "quick_gelu": 3, "silu": 4}
+Kind = Literal["float32", "bfloat16", "int8", "int4"]
+# ... and for weights.
+KINDS: Mapping[Kind, int] = MappingProxyType({"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedWeight:
+    """A weight [columns, inner] and its bias as the library reads them.
+
+    gated: the first half of the columns are gates, the other what they open: the product has half as many outputs.
+    group, shifted: see `QuantizedWeight`; inputs of a group, and whether any zero is not in the middle. dtype: of x.
+    """
+
+    data: torch.Tensor
+    bias: torch.Tensor | None
+    kind: Kind
+    inner: int
+    panels: int
+    outputs: int
+    group: int
+    shifted: bool
+    gated: bool
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether this process has the library, and it multiplies by such a weight."""
+    return (
+        active() is not None
+        and weight.is_cpu
+        and weight.dtype in (torch.bfloat16, torch.float32)
+        and weight.shape[1] % 2 == 0
+    )
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> PackedWeight:
+    """weight [N, K], bias [N] -> a copy for `linear`. gated: see `PackedWeight`."""
+    lib = active()
+    assert lib is not None
+    weight = weight.contiguous()
+    rows, inner = weight.shape
+    order = column_order(rows, gated=gated)
+    wide = weight.dtype == torch.float32
+    data = torch.empty(len(order) * inner, dtype=weight.dtype)
+    (lib.vs_pack_f32 if wide else lib.vs_pack_bf16)(
+        weight.data_ptr(), inner, order.ctypes.data, len(order), data.data_ptr()
+    )
+    return PackedWeight(
+        data=data,
+        bias=packed_bias(bias, order),
+        kind="float32" if wide else "bfloat16",
+        inner=inner,
+        panels=len(order) // PANEL,
+        outputs=rows // 2 if gated else rows,
+        group=inner,
+        shifted=False,
+        gated=gated,
+        dtype=weight.dtype,
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    *,
+    act: str = "",
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [M, inner] of the weight's dtype -> residual + act(x W^T + bias) [M, outputs]; gated: act(gate) * up.
+
+    Rounded once, to out_dtype: x's, or float32 without a residual.
+    """
+    lib = active()
+    assert lib is not None
+    assert x.shape[1] == weight.inner
+    out = torch.empty((len(x), weight.outputs), dtype=out_dtype or x.dtype)
+    lib.vs_linear(
+        KINDS[weight.kind],
+        int(x.dtype == torch.bfloat16),
+        int(out.dtype == torch.bfloat16),
+        x.data_ptr(),
+        len(x),
+        weight.inner,
+        x.stride(0),
+        weight.data.data_ptr(),
+        weight.panels,
+        weight.outputs,
+        weight.group,
+        int(weight.shifted),
+        pointer(weight.bias),
+        ACTS[act],
+        int(weight.gated),
+        pointer(residual),
+        out.data_ptr(),
+        out.stride(0),
+    )
+    return out
+
+
+def column_order(rows: int, *, gated: bool) -> np.ndarray:
+    """The weight's row of each packed column, int64 [columns], -1 where there is none."""
+    if not gated:
+        return _padded(np.arange(rows), PANEL)
+    # panels of 32 gates and the 32 columns that these open
+    half = PANEL // 2
+    gates = _padded(np.arange(rows // 2), half).reshape(-1, half)
+    ups = np.where(gates < 0, -1, gates + rows // 2)
+    return np.concatenate((gates, ups), axis=1).reshape(-1)
+
+
+def packed_bias(bias: torch.Tensor | None, order: np.ndarray) -> torch.Tensor | None:
+    """A bias [rows] in the order of the packed columns, float32."""
+    return None if bias is None else bias.float()[torch.from_numpy(np.maximum(order, 0))]
+
+
+def _padded(order: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate((order, np.full(-len(order) % size, -1))).astype(np.int64)

@@ -1,0 +1,37 @@
+"""Normalisation; see `cpp/norm.cpp` and `cpp/layer_norm.cpp`."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmserve_common.kernels.library import active
+
+
+def can_normalise(x: torch.Tensor) -> bool:
+    """Whether the library is there for x [..., size]."""
+    return active() is not None and x.is_cpu and x.dtype in (torch.bfloat16, torch.float32) and x.is_contiguous()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., size] / rms(x) * weight [size], all of one dtype, rounded once."""
+    return _normalise("vs_rms_norm", x, (weight,), eps)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x [..., size] - mean) / deviation * weight [size] + bias [size], all of one dtype, rounded once."""
+    return _normalise("vs_layer_norm", x, (weight, bias), eps)
+
+
+def _normalise(name: str, x: torch.Tensor, parameters: tuple[torch.Tensor, ...], eps: float) -> torch.Tensor:
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    getattr(active(), name)(
+        int(x.dtype == torch.bfloat16),
+        x.data_ptr(),
+        *(parameter.data_ptr() for parameter in parameters),
+        x.numel() // size,
+        size,
+        eps,
+        out.data_ptr(),
+    )
+    return out

@@ -1,0 +1,137 @@
+"""Quantised weights: whole numbers with a scale and a zero for each column and group of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from vlmserve_common.kernels.library import active
+from vlmserve_common.kernels.linear import KINDS, PANEL, Kind, PackedWeight, column_order, packed_bias
+
+Mode = Literal["int8", "int4"]
+MODE_BITS: Mapping[Mode, int] = MappingProxyType({"int8": 8, "int4": 4})
+# Ranges that are tried for each group of 4 bits beside the whole one, each 5% narrower than the last.
+_NARROWER = 8
+INT4_GROUP = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A weight [N, K] = scales * (numbers - zeros), a scale and a zero for each `group` inputs (the last may be fewer).
+
+    numbers: uint8 [N, K] below 2^bits. scales: float16 [N, groups]. zeros: int16 [N, groups]. bits: 4 or 8.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    bits: int
+    group: int
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight, float32 [N, K]."""
+        inner = self.numbers.shape[1]
+        scales, zeros = (part.float().repeat_interleave(self.group, 1)[:, :inner] for part in (self.scales, self.zeros))
+        return (self.numbers.float() - zeros).mul_(scales)
+
+
+def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights with the same inputs and groups, one below the other."""
+    first = parts[0]
+    assert all((part.bits, part.group) == (first.bits, first.group) for part in parts)
+    return QuantizedWeight(
+        numbers=torch.cat([part.numbers for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=torch.cat([part.zeros for part in parts]),
+        bits=first.bits,
+        group=first.group,
+    )
+
+
+def can_quantize(weight: torch.Tensor, mode: Mode) -> bool:
+    """Whether this process has the library, and it multiplies by such a weight [N, K] in so many bits."""
+    plain = weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float32)
+    return active() is not None and plain and weight.shape[1] % _multiple(mode) == 0
+
+
+def quantize(weight: torch.Tensor, mode: Mode) -> QuantizedWeight:
+    """Round weight [N, K] to the nearest: int8 with a scale for each column and a zero in the middle, int4 with a scale
+    and a zero for each `INT4_GROUP` inputs, of the range that has the least squared error."""
+    lib = active()
+    assert lib is not None
+    weight = weight.contiguous()
+    rows, inner = weight.shape
+    bits, group = (8, inner) if mode == "int8" else (4, INT4_GROUP)
+    groups = -(-inner // group)
+    numbers = torch.empty((rows, inner), dtype=torch.uint8)
+    scales, zeros = torch.empty((rows, groups), dtype=torch.float16), torch.empty((rows, groups), dtype=torch.uint8)
+    lib.vs_quantise(
+        int(weight.dtype == torch.bfloat16),
+        weight.data_ptr(),
+        rows,
+        inner,
+        group,
+        bits,
+        int(mode == "int8"),
+        0 if mode == "int8" else _NARROWER,
+        numbers.data_ptr(),
+        scales.data_ptr(),
+        zeros.data_ptr(),
+    )
+    return QuantizedWeight(numbers=numbers, scales=scales, zeros=zeros.short(), bits=bits, group=group)
+
+
+def can_pack_quantized(weight: QuantizedWeight) -> bool:
+    """Whether this process has the library, and it multiplies by such a weight."""
+    multiple = _multiple("int4" if weight.bits == 4 else "int8")
+    inner = weight.numbers.shape[1]
+    return active() is not None and inner % multiple == 0 and (weight.group % multiple == 0 or weight.group >= inner)
+
+
+def pack_quantized(
+    weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+) -> PackedWeight:
+    """A copy for products with x of `dtype`. bias [N]; gated: see `PackedWeight`."""
+    lib = active()
+    assert lib is not None
+    rows, inner = weight.numbers.shape
+    groups = weight.scales.shape[1]
+    order = column_order(rows, gated=gated)
+    kind: Kind = "int4" if weight.bits == 4 else "int8"
+    # held until the call is over
+    numbers, scales = weight.numbers.contiguous(), weight.scales.contiguous()
+    shifts = (2 ** (weight.bits - 1) - weight.zeros).half().contiguous()
+    # for each column its numbers and, for each group, a scale and a shift of 16 bits
+    data = torch.empty(len(order) * (inner * weight.bits // 8 + groups * 4), dtype=torch.uint8)
+    lib.vs_pack_quantised(
+        KINDS[kind],
+        numbers.data_ptr(),
+        inner,
+        scales.data_ptr(),
+        shifts.data_ptr(),
+        groups,
+        order.ctypes.data,
+        len(order),
+        data.data_ptr(),
+    )
+    return PackedWeight(
+        data=data,
+        bias=packed_bias(bias, order),
+        kind=kind,
+        inner=inner,
+        panels=len(order) // PANEL,
+        outputs=rows // 2 if gated else rows,
+        group=weight.group,
+        shifted=bool(shifts.any()),
+        gated=gated,
+        dtype=dtype,
+    )
+
+
+def _multiple(mode: Mode) -> int:
+    """What inputs come in, at the least."""
+    return 8 if mode == "int4" else 4
