@@ -73,7 +73,9 @@ def test_rows_in_bfloat16(tmp_path, shared_dir):
     folder = make_checkpoint("qwen3_vl", tmp_path / "model")
     tower = load_tower(folder, dtype=torch.bfloat16)
     [patch] = random_patches(tower, [(8, 8)])
-    settings = WorkerSettings(model=folder, devices=("cpu",), shared_dir=shared_dir, dtype="bfloat16")
+    settings = WorkerSettings(
+        model=folder, devices=("cpu",), shared_dir=shared_dir, dtype="bfloat16", cpu_kernels="off"
+    )
     with contextlib.closing(ProcessBackend(settings)) as backend:
         backend.start(0, EncodeBatch(number=0, patches=(patch,)))
         [result] = collect(backend, 1)

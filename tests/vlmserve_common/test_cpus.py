@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute import cpus
+from vlmserve_common.compute.cpus import available_cpus, usable_threads
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,11 @@ def test_the_quota_limits_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cpu.max").write_text(content)
     assert available_cpus(tmp_path / "cpu.max") == cores
     assert available_cpus(tmp_path / "missing") == 64
+
+
+def test_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cpus, "available_cpus", lambda: 4)
+    assert [usable_threads(wanted, "--num-threads") for wanted in (None, 1, 4)] == [4, 1, 4]
+    assert not caplog.records
+    assert usable_threads(16, "--num-threads") == 4
+    assert caplog.messages == ["--num-threads is 16; 4 are used, for so many cores are available"]

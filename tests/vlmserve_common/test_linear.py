@@ -23,7 +23,6 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def no_native(monkeypatch):
     """A CPU without 16-bit products, whatever this one has."""
     monkeypatch.setattr(module, "has_native_products", lambda dtype: False)
-    monkeypatch.setattr(module, "fast_in_16_bits", lambda dtype: False)
 
 
 @pytest.mark.usefixtures("no_native")
@@ -78,8 +77,8 @@ def test_the_workspace_is_bounded_and_does_not_grow():
 
 @pytest.mark.parametrize("act", [None, "gelu", "gelu_pytorch_tanh", "quick_gelu"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 127, 128, 600])
-def test_an_activation_follows_the_product_however_this_cpu_computes_it(rows, bias, act):
+@pytest.mark.parametrize("rows", [1, 600])
+def test_an_activation_follows_the_product(rows, bias, act):
     x, weight = random(rows, 48, dtype=torch.bfloat16, seed=0), random(40, 48, dtype=torch.bfloat16, seed=1) / 8
     offset = random(40, dtype=torch.bfloat16, seed=2) if bias else None
     function = activation(act) if act else None
@@ -89,22 +88,6 @@ def test_an_activation_follows_the_product_however_this_cpu_computes_it(rows, bi
     assert out.shape == (1, rows, 40)
     # rounded before and after the activation
     torch.testing.assert_close(out[0].double(), truth, rtol=2**-7, atol=2**-7)
-
-
-@pytest.mark.parametrize(
-    ("flags", "fast"),
-    [
-        ({"architecture": "x86_64", "avx2": True}, False),
-        ({"architecture": "x86_64", "avx512_bf16": True}, True),
-        ({"architecture": "x86_64", "amx_bf16": True}, True),
-        ({"architecture": "aarch64"}, False),
-    ],
-)
-def test_16_bits_are_preferred_where_the_cpu_multiplies_them(monkeypatch, flags, fast):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
-    probe = module.fast_in_16_bits.__wrapped__
-    assert probe(torch.bfloat16) is (fast and torch.backends.mkldnn.is_available())
-    assert probe(torch.float16) is probe(torch.float32) is False
 
 
 def test_float32_is_left_to_torch(monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmserve_common.transport.shm import SharedArrays
-from vlmserve_common.transport.wire import SHARED_FROM_BYTES, WireCodec, WireError
+from vlmserve_common.transport.wire import SHARED_FROM_BYTES, WireCodec, WireError, join, split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,3 +175,11 @@ def test_a_type_of_another_channel_is_refused():
 def test_block_names_stay_inside_their_directory(tmp_path, name):
     with pytest.raises(ValueError, match="bad shared block"):
         SharedArrays(tmp_path).take(name, np.dtype("u1"), (1,))
+
+
+def test_joined_frames_come_apart_and_what_was_not_joined_is_refused():
+    frames = [b"name", bytearray(b"body"), memoryview(np.arange(3)).cast("B"), b""]
+    assert [bytes(frame) for frame in split(join(frames))] == [bytes(frame) for frame in frames]
+    for broken in (b"", b"\x00", join(frames)[:-1]):
+        with pytest.raises(WireError, match="no frames"):
+            split(broken)

@@ -7,22 +7,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from vision.towers.attention import attention_dtype, segment_attention
-from vision.towers.grids import Grid, SegmentGroup
+from vision.towers.attention import segment_attention
+from vision.towers.grids import Grid, Segments
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
-from vlmserve_common.compute.rotary import inverse_frequencies, rotate, rotation
+from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
 
 NORM_EPS = 1e-6
-Rotation = tuple[torch.Tensor, torch.Tensor]
-# Rows that go through a layer together on a CPU: what is between two products stays in its cache, and need not be
-# fetched from the system page by page.
-TILE_ROWS = 512
+# Rows that go through an MLP together on a CPU, at the most: what is between its products is several times as wide.
+_MLP_ROWS = 2048
 
 
-def row_tiles(x: torch.Tensor) -> list[slice]:
-    """The rows of x that are computed together; all of them on a GPU."""
-    step = TILE_ROWS if x.is_cpu else max(1, len(x))
+def row_tiles(x: torch.Tensor, most: int) -> list[slice]:
+    """The rows of x that are computed together: `most` or fewer, about as many in each part; all of them on a GPU."""
+    parts = -(-len(x) // most) if x.is_cpu else 1
+    step = max(1, -(-len(x) // max(1, parts)))
     return [slice(first, first + step) for first in range(0, len(x), step)]
 
 
@@ -30,12 +29,14 @@ class VisionTower(nn.Module):
     """What the encoder knows of a tower.
 
     spatial_merge_size: patches merged per side. out_hidden_size: width of the main embeddings. num_deepstack_layers:
-    embeddings of that width that follow the main one, one per tapped layer.
+    embeddings of that width that follow the main one, one per tapped layer. num_full_attention: layers that attend over
+    a whole temporal patch rather than over windows; None: all.
     """
 
     spatial_merge_size: int
     out_hidden_size: int
     num_deepstack_layers: int = 0
+    num_full_attention: int | None = None
 
     def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
         """Encode a packed batch: every embedding depends on its own temporal patch only.
@@ -56,7 +57,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """float32 [P, patch elements] -> [P, size] in the weights' dtype."""
-        return self.proj(pixel_values.to(self.proj.weight.dtype))
+        return self.proj(pixel_values.to(self.proj.dtype))
 
 
 class AxialRotary:
@@ -81,22 +82,10 @@ class VisionAttention(nn.Module):
         self.qkv = Linear(size, 3 * size, bias=True)
         self.proj = Linear(size, size, bias=True)
 
-    def forward(self, x: torch.Tensor, rotary: Rotation, segments: list[SegmentGroup]) -> torch.Tensor:
-        """x [P, size] -> [P, size]."""
-        heads, (cos, sin) = self.num_heads, rotary
-        parts = x.new_empty((3 * heads, len(x), cos.shape[-1]), dtype=attention_dtype(x))
-        tiles = row_tiles(x)
-        for rows in tiles:
-            qkv = self.qkv(x[rows]).unflatten(1, (3 * heads, -1))
-            turned = rotate(qkv[:, : 2 * heads].float(), cos[rows], sin[rows])
-            turned[:, :heads] *= turned.shape[-1] ** -0.5
-            parts[: 2 * heads, rows] = turned.transpose(0, 1)
-            parts[2 * heads :, rows] = qkv[:, 2 * heads :].transpose(0, 1)
-        out = segment_attention(parts, segments).flatten(1)
-        made = torch.empty_like(x)
-        for rows in tiles:
-            made[rows] = self.proj(out[rows].to(x.dtype))
-        return made
+    def forward(self, x: torch.Tensor, rotary: Rotation, segments: Segments, residual: torch.Tensor) -> torch.Tensor:
+        """x [P, size] -> [P, size], added to `residual`."""
+        qkv = self.qkv(x).unflatten(1, (3, self.num_heads, -1))
+        return self.proj(segment_attention(qkv, rotary, segments).flatten(1), residual=residual)
 
 
 class VisionMLP(nn.Module):
@@ -109,10 +98,10 @@ class VisionMLP(nn.Module):
             self.add_module(name, Linear(size, out, bias=True))
         self.act = act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [P, sizes[0]] -> [P, sizes[2]]."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [P, sizes[0]] -> [P, sizes[2]], added to `residual`."""
         first, second = (self.get_submodule(name) for name in self._names)
-        return second(first(x, self.act))
+        return second(first(x, self.act), residual=residual)
 
 
 class VisionBlock(nn.Module):
@@ -125,11 +114,11 @@ class VisionBlock(nn.Module):
         self.attn = attn
         self.mlp = mlp
 
-    def forward(self, x: torch.Tensor, rotary: Rotation, segments: list[SegmentGroup]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: Rotation, segments: Segments) -> torch.Tensor:
         """x [P, size] -> [P, size]."""
-        x = x + self.attn(self.norm1(x), rotary, segments)
-        for rows in row_tiles(x):
-            x[rows] += self.mlp(self.norm2(x[rows]))
+        x = self.attn(self.norm1(x), rotary, segments, residual=x)
+        for rows in row_tiles(x, _MLP_ROWS):
+            x[rows] = self.mlp(self.norm2(x[rows]), residual=x[rows])
         return x
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -85,6 +86,24 @@ def window_order(grids: Iterable[Grid], merge: int, window: int) -> tuple[torch.
 def frame_lengths(grids: Iterable[Grid]) -> list[int]:
     """Patches of every frame."""
     return [h * w for t, h, w in grids for _ in range(t)]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Consecutive parts of a packed batch that attend to themselves. lengths: in patches."""
+
+    lengths: Sequence[int]
+    device: torch.device
+
+    @cached_property
+    def bounds(self) -> torch.Tensor:
+        """int64 [segments + 1] on the CPU: where they begin, and where the last ends."""
+        return torch.tensor((0, *self.lengths)).cumsum(0)
+
+    @cached_property
+    def groups(self) -> list[SegmentGroup]:
+        """Those of one length together."""
+        return group_segments(self.lengths, self.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from vision.towers.registry import make_tower
 from vlmserve_common.checkpoint.hf_config import declared_dtype, read_hf_config
 from vlmserve_common.checkpoint.reader import CheckpointReader
 from vlmserve_common.checkpoint.weights import WeightRules, load_weights
+from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
 
 TOWER_WEIGHT_RULES = WeightRules(
@@ -47,7 +48,8 @@ def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     `vision_config` impossible, or one of the tower's tensors missing, unexpected or misshaped.
     """
     reader = CheckpointReader(folder)
-    tower = outline_tower(folder, dtype=dtype).to_empty(device=device)
+    tower = outline_tower(folder, dtype=dtype)
+    give_memory(tower, device)
     rules = replace(TOWER_WEIGHT_RULES, ignored=(*TOWER_WEIGHT_RULES.ignored, _NOT_OF_THE_TOWER))
     # under the name that it has in a whole model: only what is stored under that name is meant for it
     load_weights(nn.ModuleDict({"visual": tower}), reader, rules)

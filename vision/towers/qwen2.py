@@ -19,7 +19,7 @@ from vision.towers.blocks import (
     VisionTower,
 )
 from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates
+from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, patch_coordinates
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import LayerNorm
@@ -55,7 +55,7 @@ class Qwen2VisionTower(VisionTower):
         check_grids(grid_thw, len(pixel_values), self.spatial_merge_size)
         x = self.patch_embed(pixel_values)
         rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
-        segments = group_segments(frame_lengths(grid_thw), x.device)
+        segments = Segments(frame_lengths(grid_thw), x.device)
         for block in self.blocks:
             x = block(x, rotary, segments)
         return self.merger(x)

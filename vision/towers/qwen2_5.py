@@ -18,7 +18,7 @@ from vision.towers.blocks import (
     VisionTower,
 )
 from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, check_grids, frame_lengths, group_segments, patch_coordinates, window_order
+from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, patch_coordinates, window_order
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import GatedMLP, RMSNorm
@@ -39,6 +39,7 @@ class Qwen2_5VisionTower(VisionTower):
         if self._window < 1:
             raise CheckpointError(f"vision_config: window_size {window_pixels} is less than one merged patch")
         self._full_attention = frozenset(fields.integers("fullatt_block_indexes", (7, 15, 23, 31)))
+        self.num_full_attention = len(self._full_attention)
         self.spatial_merge_size = config.merge_size
         self.out_hidden_size = config.out_size
         self.patch_embed = PatchEmbed(config.kernel, config.size, bias=False)
@@ -64,8 +65,8 @@ class Qwen2_5VisionTower(VisionTower):
         x = x[patch_order.to(x.device)]
         rotary = self._rotary(patch_coordinates(grid_thw, merge)[:, patch_order], x.device)
         # a frame's windows stay inside it, so frames are contiguous in either order
-        frames = group_segments(frame_lengths(grid_thw), x.device)
-        windows = group_segments(window_lengths, x.device)
+        frames = Segments(frame_lengths(grid_thw), x.device)
+        windows = Segments(window_lengths, x.device)
         for index, block in enumerate(self.blocks):
             x = block(x, rotary, frames if index in self._full_attention else windows)
         embeds = self.merger(x)

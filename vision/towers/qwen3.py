@@ -20,12 +20,15 @@ from vision.towers.blocks import (
     row_tiles,
 )
 from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, check_grids, frame_lengths, group_segments, interpolation, patch_coordinates
+from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, interpolation, patch_coordinates
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import Embedding, LayerNorm
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.errors import CheckpointError
+
+# Patches whose position embeddings are summed together on a CPU: four rows in float32 for each.
+_POSITION_ROWS = 512
 
 
 class Qwen3PatchMerger(nn.Module):
@@ -92,7 +95,7 @@ class Qwen3VisionTower(VisionTower):
         x = self.patch_embed(pixel_values)
         self._add_positions(x, grid_thw)
         rotary = self._rotary(patch_coordinates(grid_thw, merge), x.device)
-        segments = group_segments(frame_lengths(grid_thw), x.device)
+        segments = Segments(frame_lengths(grid_thw), x.device)
         tapped: list[torch.Tensor] = []
         for index, block in enumerate(self.blocks):
             x = block(x, rotary, segments)
@@ -103,5 +106,5 @@ class Qwen3VisionTower(VisionTower):
     def _add_positions(self, x: torch.Tensor, grids: Sequence[Grid]) -> None:
         """Add interpolated position embeddings, summed in float32 and in the dtype of x, to x [P, size]."""
         taps, weights = (part.to(x.device) for part in interpolation(grids, self.spatial_merge_size, self._side))
-        for rows in row_tiles(x):
+        for rows in row_tiles(x, _POSITION_ROWS):
             x[rows] += (self.pos_embed(taps[rows]) * weights[rows, :, None]).sum(1).to(x.dtype)

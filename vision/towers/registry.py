@@ -13,6 +13,7 @@ from vision.towers.qwen2 import Qwen2VisionTower
 from vision.towers.qwen2_5 import Qwen2_5VisionTower
 from vision.towers.qwen3 import Qwen3VisionTower
 from vlmserve_common.compute.linear import share_workspace
+from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
 
 TOWERS: Mapping[str, type[Qwen2VisionTower] | type[Qwen2_5VisionTower] | type[Qwen3VisionTower]] = MappingProxyType(
@@ -33,6 +34,6 @@ def make_tower(hf_config: Mapping[str, Any], dtype: torch.dtype, device: torch.d
         raise CheckpointError("config.json has no vision_config")
     with torch.device("meta"):
         tower = TOWERS[model_type](vision_config).to(dtype)
-    tower = tower.to_empty(device=device).eval()
+    give_memory(tower.eval(), device)
     share_workspace(tower)
     return tower

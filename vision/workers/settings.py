@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,6 +13,7 @@ class WorkerSettings:
     """model: a checkpoint folder. devices: "cpu", "cuda:1" ..., one worker each; one may stand there several times.
 
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. threads: of each worker on a CPU.
+    cpu_kernels: whether it uses our operators there.
     rows_device: where rows are wanted, the LLM's.
     shared_dir: an existing private directory for `SharedArrays`, on tmpfs. startup_timeout_s: for loading the tower.
     ready_by: when it is over for a worker's first start, by `time.monotonic`, if it began before that start did.
@@ -24,6 +26,7 @@ class WorkerSettings:
     rows_device: str = "cpu"
     dtype: str = "auto"
     threads: int = 1
+    cpu_kernels: Literal["auto", "off"] = "auto"
     log_level: str = "info"
     startup_timeout_s: float = 600.0
     ready_by: float = math.inf

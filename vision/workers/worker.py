@@ -14,7 +14,9 @@ from vision.workers.cuda_rows import share, trial_rows
 from vision.workers.lent_rows import LentRows
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.compute.linear import pack_linears
 from vlmserve_common.compute.tensors import dtype_setting, to_array
+from vlmserve_common.kernels.library import activate, torch_threads
 from vlmserve_common.process.child import Parent
 from vlmserve_common.transport.shm import SharedArrays
 
@@ -24,8 +26,13 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     parent (see `vlmserve_common.process.child`)."""
     torch.set_num_threads(settings.threads)
     device = torch.device(device_name)
+    if device.type == "cpu":
+        activate(settings.cpu_kernels, threads=settings.threads)
     tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))
     fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"])
+    pack_linears(tower)
+    if device.type == "cpu":
+        torch.set_num_threads(torch_threads(settings.threads, next(tower.parameters()).dtype))
     runner = TowerRunner(tower, device)
     channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     lent = LentRows(channel, share)

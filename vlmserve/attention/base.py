@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,12 @@ from torch import nn
 
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels.attention import HeadNorms
+from vlmserve_common.kernels.decoder import DecoderLayers
+
+# (x [N, hidden], first, last) -> x behind layers first .. last - 1; x may be overwritten.
+RunLayers = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
 class ForwardMode(enum.IntEnum):
@@ -53,29 +60,34 @@ class RadixAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.layer_id = layer_id
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        """q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim] -> [N, num_heads * head_dim]."""
-        backend = forward_batch.attn_backend
-        decode = forward_batch.forward_mode is ForwardMode.DECODE
-        forward = backend.forward_decode if decode else backend.forward_extend
-        return forward(q, k, v, self, forward_batch)
+    def forward(
+        self, qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        return forward_batch.attn_backend.forward(qkv, rotary, norms, self, forward_batch)
 
 
 class AttentionBackend(ABC):
-    """Writes this step's K/V into the cache and attends over it."""
+    """Gives queries and keys their positions, writes this step's K/V into the cache and attends over it."""
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Work done once a step, before the first layer."""
 
     @abstractmethod
-    def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotation,
+        norms: HeadNorms | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Any number of tokens a request, causal over prefix + extend. Shapes as in `RadixAttention.forward`."""
+        """qkv [N, num_heads + 2 * num_kv_heads, head_dim], which may be overwritten -> [N, num_heads * head_dim].
 
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        """One token a request: by default an extend like any other."""
-        return self.forward_extend(q, k, v, layer, forward_batch)
+        Any number of tokens a request, causal over prefix + extend. norms: where the model normalises heads.
+        """
+
+    def whole_layers(self, layers: DecoderLayers, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers | None:
+        """What computes a step's layers as a whole, attention included; None: the decoder does, by `forward`."""
+        return None

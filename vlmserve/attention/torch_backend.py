@@ -1,4 +1,4 @@
-"""Attention with plain torch: the reference backend, and the CPU's.
+"""Attention with plain torch: the reference, and for all that has no backend of its own.
 
 A request's history is read where it lies. The allocator keeps a request's slots in few contiguous runs; each run is a
 slice of the KV cache, attended on its own, and the partial results are merged by their log-sum-exp (as in Flash
@@ -16,6 +16,10 @@ import torch
 from torch.nn import functional as F
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, RadixAttention
+from vlmserve.attention.positioning import positioned
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels.attention import HeadNorms
 
 MAX_RUNS = 8
 
@@ -59,17 +63,22 @@ class TorchAttentionBackend(AttentionBackend):
             self._plan.append(_Extend(start, length, _history(host[:count], device[:count])))
             start += length
 
-    def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotation,
+        norms: HeadNorms | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         """See the base class."""
         cache = forward_batch.kv_cache
-        cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
-        k_cache, v_cache = cache.k[layer.layer_id], cache.v[layer.layer_id]
+        q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
+        k, v = cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
         out = torch.empty_like(q)
         for extend in self._plan:
             tokens = slice(extend.start, extend.start + extend.length)
-            past = _past(extend.history, k_cache, v_cache)
+            past = _past(extend.history, cache, layer.layer_id, q.dtype)
             if q.is_cpu:
                 parts = [_attend(q[tokens], keys, values, layer, causal=False) for keys, values in past]
                 if extend.length > 1:
@@ -94,10 +103,12 @@ def _history(host: np.ndarray, slots: torch.Tensor) -> _History:
     return _History(tuple((int(host[a]), int(host[b - 1]) + 1) for a, b in zip(starts, ends, strict=True)))
 
 
-def _past(history: _History, k_cache: torch.Tensor, v_cache: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _past(
+    history: _History, cache: KVCache, layer_id: int, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if history.slots is not None:
-        return [(k_cache[history.slots], v_cache[history.slots])]
-    return [(k_cache[a:b], v_cache[a:b]) for a, b in history.runs]
+        return [cache.read(layer_id, history.slots, dtype)]
+    return [cache.read(layer_id, slice(*run), dtype) for run in history.runs]
 
 
 def _attend(

@@ -56,22 +56,20 @@ class ModelRunner:
         for prefix in batch.prefix_slots:
             pool.write(prefix.req_pool_idx, 0, self._tensor(prefix.slots))
         out_cache_loc = self._tensor(batch.out_cache_loc)
-        seq_lens, prefix_lens = batch.seq_lens.tolist(), batch.prefix_lens.tolist()
-        extend_lens = [seq - prefix for seq, prefix in zip(seq_lens, prefix_lens, strict=True)]
-        positions = [np.arange(prefix, seq) for prefix, seq in zip(prefix_lens, seq_lens, strict=True)]
-        pool.write_tokens(np.repeat(batch.req_pool_indices, extend_lens), np.concatenate(positions), out_cache_loc)
-        req_pool_indices = self._tensor(batch.req_pool_indices)
+        extend_lens = batch.seq_lens - batch.prefix_lens
+        owners = np.repeat(batch.req_pool_indices, extend_lens)
+        before = batch.prefix_lens - (extend_lens.cumsum() - extend_lens)
+        pool.write_tokens(owners, np.arange(len(owners)) + np.repeat(before, extend_lens), out_cache_loc)
         input_ids = self._tensor(batch.input_ids)
         if (batch.input_ids < 0).any():
-            owner = req_pool_indices.repeat_interleave(torch.tensor(extend_lens, device=self.device))
-            input_ids = torch.where(input_ids < 0, self._last_tokens[owner], input_ids)
+            input_ids = torch.where(input_ids < 0, self._last_tokens[self._tensor(owners)], input_ids)
         return ForwardBatch(
             forward_mode=ForwardMode(batch.forward_mode),
             input_ids=input_ids,
             positions=self._tensor(batch.positions),
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_lens=extend_lens,
+            req_pool_indices=self._tensor(batch.req_pool_indices),
+            prefix_lens=batch.prefix_lens.tolist(),
+            extend_lens=extend_lens.tolist(),
             out_cache_loc=out_cache_loc,
             req_to_token_pool=pool,
             kv_cache=self.kv_cache,
@@ -105,10 +103,12 @@ class ModelRunner:
                 top_ids=ids.reshape(0, 0),
                 top_logprobs=none.reshape(0, 0),
             )
-        ends = np.cumsum(forward_batch.extend_lens)[info.batch_indices] - 1
-        logits = self.model.compute_logits(hidden[self._tensor(ends)])
-        out = sample(logits, info)
-        self._last_tokens[forward_batch.req_pool_indices[self._tensor(info.batch_indices)]] = out.next_token_ids
+        if len(info.batch_indices) < len(hidden):  # otherwise each token is its request's last
+            ends = np.cumsum(forward_batch.extend_lens)[info.batch_indices] - 1
+            hidden = hidden.index_select(0, self._tensor(ends))
+        out = sample(self.model.compute_logits(hidden), info)
+        sampled = self._tensor(batch.req_pool_indices[info.batch_indices])
+        self._last_tokens.index_copy_(0, sampled, out.next_token_ids)
         return ModelWorkerResult(
             step=batch.step,
             next_token_ids=out.next_token_ids.cpu().numpy(),

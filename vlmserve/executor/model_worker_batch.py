@@ -29,8 +29,8 @@ class PrefixSlots:
 class SamplingBatchInfo:
     """How the S requests that get a token are sampled; arrays of length S unless said otherwise.
 
-    batch_indices: int64, of them in the batch. temperatures, top_ps, min_ps: float32. top_ks: int64, <= 0 is off.
-    seeds, output_indices: int64; sampling noise depends on these two only. num_logprobs: int64, -1 is none.
+    batch_indices: int64, of them in the batch, ascending. temperatures, top_ps, min_ps: float32. top_ks: int64, <= 0 is
+    off. seeds, output_indices: int64; sampling noise depends on these two only. num_logprobs: int64, -1 is none.
     bias_*: [K] triples (index among the S, token id, value added to the logit).
     count_*: [K] triples (index among the S, token id, times it was produced so far) of those with penalties.
     presence, frequency: float32 penalties.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
+from vlmserve_common.kernels.argmax import argmax
 
 # Below, logits divided by it may overflow, and the choice is the greedy one anyway.
 MIN_TEMPERATURE = 1e-5
@@ -35,7 +36,7 @@ def sample(logits: torch.Tensor, info: SamplingBatchInfo) -> SamplerOutput:
     """logits float32 [S, vocab] -> one token each. Reported logprobs are of the logits as the model gave them."""
     raw = logits
     logits = _adjust(logits, info)
-    tokens = logits.argmax(dim=-1)
+    tokens = argmax(logits)
     random_rows = np.flatnonzero(info.temperatures >= MIN_TEMPERATURE)
     if len(random_rows):
         index = torch.from_numpy(random_rows).to(logits.device)

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+
+from vlmserve_common.kernels.attention import CacheLayer
+from vlmserve_common.kernels.decoder import CacheTable
+
+_EIGHT_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+_MOST_FP8 = 448.0
+
+
+def cache_dtype(setting: str, model_dtype: torch.dtype) -> torch.dtype:
+    """What the cache holds for a --kv-cache-dtype; auto: what the model computes in."""
+    return _EIGHT_BITS.get(setting, model_dtype)
 
 
 class KVCache:
@@ -11,6 +24,9 @@ class KVCache:
     A run of consecutive slots is a plain slice of these tensors, which is what lets attention read a request's
     history without gathering it. Cleared at the start, so that the memory is committed then and a server
     that starts does not run out of it later.
+
+    dtype float8_e4m3fn: values beyond 448 become 448. int8: each token's head is divided by a float of its own, such
+    that its largest element becomes 127.
     """
 
     def __init__(
@@ -23,16 +39,70 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots, num_kv_heads, head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def scales() -> torch.Tensor | None:
+            return zeros(num_slots, num_kv_heads, dtype=torch.float32) if dtype == torch.int8 else None
+
+        self.dtype = dtype
+        self.layers = [
+            CacheLayer(
+                keys=zeros(num_slots, num_kv_heads, head_dim, dtype=dtype),
+                values=zeros(num_slots, num_kv_heads, head_dim, dtype=dtype),
+                key_scales=scales(),
+                value_scales=scales(),
+            )
+            for _ in range(num_layers)
+        ]
+
+    @functools.cached_property
+    def table(self) -> CacheTable:
+        """Where all layers lie, for operators that take them at once."""
+        return CacheTable(self.layers)
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes one slot takes over all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        scale = torch.float32.itemsize if dtype == torch.int8 else 0
+        return 2 * num_layers * num_kv_heads * (head_dim * dtype.itemsize + scale)
 
-    def write(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [N, num_kv_heads, head_dim] at slots int64 [N]."""
-        self.k[layer_id].index_copy_(0, slots, k)
-        self.v[layer_id].index_copy_(0, slots, v)
+    def write(
+        self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store k, v [N, num_kv_heads, head_dim] at slots int64 [N], and return them as they will be read."""
+        layer = self.layers[layer_id]
+        return (
+            _write(layer.keys, layer.key_scales, slots, k),
+            _write(layer.values, layer.value_scales, slots, v),
+        )
+
+    def read(self, layer_id: int, slots: torch.Tensor | slice, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, num_kv_heads, head_dim] of slots int64 [n]; the cache's own memory where it can be."""
+        layer = self.layers[layer_id]
+        return (
+            _read(layer.keys[slots], None if layer.key_scales is None else layer.key_scales[slots], dtype),
+            _read(layer.values[slots], None if layer.value_scales is None else layer.value_scales[slots], dtype),
+        )
+
+
+def _write(to: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if to.dtype == x.dtype:
+        to.index_copy_(0, slots, x)
+        return x
+    if scales is None:
+        stored = x.clamp(-_MOST_FP8, _MOST_FP8).to(to.dtype)
+        to.view(torch.uint8).index_copy_(0, slots, stored.view(torch.uint8))
+        return _read(stored, None, x.dtype)
+    scale = x.float().abs().amax(-1) / 127
+    scale = torch.where(scale > 0, scale, 1)
+    stored = (x.float() / scale[..., None]).round().to(to.dtype)
+    to.index_copy_(0, slots, stored)
+    scales.index_copy_(0, slots, scale)
+    return _read(stored, scale, x.dtype)
+
+
+def _read(stored: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if stored.dtype == dtype:
+        return stored
+    return stored.to(dtype) if scales is None else (stored.float() * scales[..., None]).to(dtype)

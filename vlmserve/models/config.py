@@ -52,13 +52,11 @@ def read_model_config(
 ) -> ModelConfig:
     """From config.json, with the text fields at the top or in `text_config`, and generation_config.json ({} if none).
 
-    Raises CheckpointError for missing or impossible values, and for what is not supported: quantised weights, sliding
-    windows, scaled rotary positions.
+    Raises CheckpointError for missing or impossible values, and for what is not supported: sliding windows,
+    scaled rotary positions.
     """
     top = Fields(hf_config, "config.json")
     text = text_fields(top)
-    if top.has("quantization_config") or text.has("quantization_config"):
-        raise CheckpointError("config.json: quantised weights (quantization_config) are not supported")
     if text.flag("use_sliding_window", False):
         raise CheckpointError("config.json: use_sliding_window is true; sliding-window attention is not supported")
     hidden_size, num_heads = text.positive("hidden_size"), text.positive("num_attention_heads")

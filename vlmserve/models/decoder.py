@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
 
-from vlmserve.attention.base import ForwardBatch, RadixAttention
+from vlmserve.attention.base import ForwardBatch, RadixAttention, RunLayers
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.rotary import MRotary
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm
-from vlmserve_common.compute.linear import Linear, MergedLinear
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
+from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
+from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels.attention import HeadNorms
+from vlmserve_common.kernels.decoder import DecoderLayers, DecoderShape, LayerWeights
+from vlmserve_common.kernels.quantized import Mode
 
 
 class DecoderAttention(nn.Module):
-    """Grouped-query attention over the KV cache. Subclasses say what happens to q and k: `position`."""
+    """Grouped-query attention over the KV cache. Subclasses may normalise heads of q and k: `norms`."""
 
     def __init__(self, config: ModelConfig, layer_id: int, *, qkv_bias: bool, out_bias: bool) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv_proj = MergedLinear(
@@ -34,17 +35,16 @@ class DecoderAttention(nn.Module):
             config.num_heads, config.head_dim, config.head_dim**-0.5, config.num_kv_heads, layer_id
         )
 
-    def position(self, qk: torch.Tensor, rotary: Rotation) -> torch.Tensor:
-        """Normalise (where the family does) and turn qk [N, num_heads + num_kv_heads, head_dim]."""
-        raise NotImplementedError
+    def norms(self) -> HeadNorms | None:
+        """What heads of q and k are normalised by before they are turned."""
+        return None
 
-    def forward(self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch) -> torch.Tensor:
-        """x [N, hidden] -> [N, hidden]."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x).view(len(x), heads + 2 * kv_heads, self.head_dim)
-        qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
-        q, k = self.position(qk, rotary).split([heads, kv_heads], dim=1)
-        return self.o_proj(self.attn(q, k, v, forward_batch))
+    def forward(
+        self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden], added to `residual`."""
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        return self.o_proj(self.attn(qkv, rotary, self.norms(), forward_batch), residual=residual)
 
 
 class DecoderLayer(nn.Module):
@@ -59,8 +59,26 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden], a new tensor."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, forward_batch)
-        return x.add_(self.mlp(self.post_attention_layernorm(x)))
+        x = self.self_attn(self.input_layernorm(x), rotary, forward_batch, residual=x)
+        return self.mlp(self.post_attention_layernorm(x), residual=x)
+
+    def packed(self) -> LayerWeights | None:
+        """Its weights for the operators that compute whole layers; None unless all of them are packed."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv, out, gate_up, down = (
+            part.packed for part in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        )
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return LayerWeights(
+            attention_norm=self.input_layernorm.weight,
+            mlp_norm=self.post_attention_layernorm.weight,
+            head_norms=attention.norms(),
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
+        )
 
 
 class Decoder(nn.Module):
@@ -75,6 +93,22 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, make_attention(i)) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._rotary = rotary
+        self._packed: DecoderLayers | None = None
+        self._shape = DecoderShape(
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            act=config.hidden_act,
+        )
+
+    def pack(self, mode: Mode | None = None) -> None:
+        """Lay all weights of the layers out for this process's operators; see `Linear.pack`."""
+        pack_linears(self, mode)
+        packed = [cast(DecoderLayer, layer).packed() for layer in self.layers]
+        layers = [layer for layer in packed if layer is not None]
+        self._packed = DecoderLayers(layers, self._shape) if len(layers) == len(packed) else None
 
     def forward(
         self,
@@ -86,13 +120,29 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """input_embeds [N, hidden], positions int64 [3, N] -> final normalised hidden states [N, hidden].
 
+        input_embeds may be overwritten.
         deepstack_embeds [layers, R, hidden] are added to tokens `deepstack_index` int64 [R] behind the first layers
         (DeepStack, arXiv:2406.04334).
         """
-        rotary = self._rotary(positions)
+        run = self._run_layers(self._rotary(positions), forward_batch)
         x = input_embeds
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, forward_batch)
-            if deepstack_embeds is not None and index < len(deepstack_embeds):
-                x.index_add_(0, deepstack_index, deepstack_embeds[index])
-        return self.norm(x)
+        done = 0
+        if deepstack_index is not None and deepstack_embeds is not None:
+            for embeds in deepstack_embeds:
+                x = run(x, done, done + 1).index_add_(0, deepstack_index, embeds)
+                done += 1
+        return self.norm(run(x, done, len(self.layers)))
+
+    def _run_layers(self, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
+        """Layers in one call where the weights and the attention backend allow it, otherwise one by one."""
+        if self._packed is not None:
+            whole = forward_batch.attn_backend.whole_layers(self._packed, rotary, forward_batch)
+            if whole is not None:
+                return whole
+
+        def one_by_one(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+            for layer in self.layers[first:last]:
+                x = layer(x, rotary, forward_batch)
+            return x
+
+        return one_by_one

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from vlmserve.models.config import ModelConfig, ModelDefaults
-from vlmserve.models.decoder import Decoder, DecoderAttention, Rotation
+from vlmserve.models.decoder import Decoder, DecoderAttention
 from vlmserve.models.rotary import MRotary, contiguous_axes
-from vlmserve_common.compute.rotary import rotate
 
 QWEN2_DEFAULTS = ModelDefaults(rope_theta=1_000_000.0, mrope_section=(16, 24, 24))
 
@@ -17,10 +16,6 @@ class Qwen2Attention(DecoderAttention):
 
     def __init__(self, config: ModelConfig, layer_id: int) -> None:
         super().__init__(config, layer_id, qkv_bias=True, out_bias=False)
-
-    def position(self, qk: torch.Tensor, rotary: Rotation) -> torch.Tensor:
-        """See `DecoderAttention.position`: turned only."""
-        return rotate(qk, *rotary)
 
 
 class Qwen2Decoder(Decoder):

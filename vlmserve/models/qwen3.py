@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from vlmserve.models.config import ModelConfig, ModelDefaults
-from vlmserve.models.decoder import Decoder, DecoderAttention, Rotation
+from vlmserve.models.decoder import Decoder, DecoderAttention
 from vlmserve.models.rotary import MRotary, interleaved_axes
-from vlmserve_common.compute.layers import RMSNorm, rms_normalise
-from vlmserve_common.compute.rotary import rotate
+from vlmserve_common.compute.layers import RMSNorm
+from vlmserve_common.kernels.attention import HeadNorms
 
 QWEN3_DEFAULTS = ModelDefaults(rope_theta=500_000.0, mrope_section=(24, 20, 20))
 
@@ -21,12 +21,9 @@ class Qwen3Attention(DecoderAttention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def position(self, qk: torch.Tensor, rotary: Rotation) -> torch.Tensor:
-        """See `DecoderAttention.position`: q and k are divided by their norms in one go, weighted apart, and turned."""
-        qk = rms_normalise(qk, self.q_norm.eps)
-        qk[:, : self.num_heads].mul_(self.q_norm.weight)
-        qk[:, self.num_heads :].mul_(self.k_norm.weight)
-        return rotate(qk, *rotary)
+    def norms(self) -> HeadNorms:
+        """See `DecoderAttention.norms`."""
+        return HeadNorms(q_weight=self.q_norm.weight, k_weight=self.k_norm.weight, eps=self.q_norm.eps)
 
 
 class Qwen3Decoder(Decoder):

@@ -19,9 +19,11 @@ from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
 from vlmserve.models.qwen3 import QWEN3_DEFAULTS, Qwen3Decoder
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.quantized import QuantizedTensors, Scheme, read_scheme
 from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
 from vlmserve_common.checkpoint.weights import load_weights
 from vlmserve_common.compute.linear import share_workspace
+from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
 
 
@@ -66,22 +68,39 @@ def load_model(
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
-    dtype: what it computes in; the checkpoint's own by default. with_tower: see `make_model`; without it, the tower's
-    tensors are passed over. Raises CheckpointError when the family is unknown, the configuration impossible, or a
-    tensor missing, unexpected or misshaped.
+    dtype: what it computes in; the checkpoint's own by default, but bfloat16 for quantised weights of float16 on a CPU.
+    with_tower: see `make_model`; without it, the tower's tensors are passed over. Quantised weights are packed at once.
+    Raises CheckpointError when the family is unknown, the configuration impossible, or a tensor missing, unexpected or
+    misshaped.
     """
     folder = resolve_model(str(path))
     hf_config = read_hf_config(folder)
-    config = _model_config(folder, hf_config)
+    config, scheme = _model_config(folder, hf_config), quantization_of(folder, hf_config)
+    if dtype is None and scheme is not None and config.dtype == torch.float16 and torch.device(device).type == "cpu":
+        dtype = torch.bfloat16  # float16 is what GPUs of their time wanted; only bfloat16 has operators here
     dtype = dtype or config.dtype
     reader = CheckpointReader(folder)
     model = make_model(hf_config, config, torch.device(device), dtype, with_tower=with_tower)
-    if with_tower:
-        load_weights(model, reader, WEIGHT_RULES)
+    module: nn.Module = model
+    rules = WEIGHT_RULES
+    if not with_tower:
+        module = nn.ModuleDict({name: part for name, part in model.named_children() if part is not model.visual})
+        rules = replace(rules, ignored=(*rules.ignored, OF_THE_TOWER))
+    if scheme is None:
+        load_weights(module, reader, rules)
     else:
-        rest = nn.ModuleDict({name: part for name, part in model.named_children() if part is not model.visual})
-        load_weights(rest, reader, replace(WEIGHT_RULES, ignored=(*WEIGHT_RULES.ignored, OF_THE_TOWER)))
+        quantized = QuantizedTensors(module, reader, rules, scheme)
+        load_weights(module, reader, rules, otherwise=quantized.weights, passed_over=quantized.stored)
+        quantized.load()
     return model
+
+
+def quantization_of(folder: Path, hf_config: Mapping[str, Any] | None = None) -> Scheme | None:
+    """How a checkpoint folder's weights are quantised, None if they are not. CheckpointError for ways not supported."""
+    try:
+        return read_scheme(read_hf_config(folder) if hf_config is None else hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def make_model(
@@ -99,7 +118,7 @@ def make_model(
     model = _outline(hf_config, config, dtype)
     for part in model.children():
         if with_tower or part is not model.visual:
-            part.to_empty(device=device)
+            give_memory(part, device)
     model.eval()
     # one buffer for the tower and one for the rest
     share_workspace(model)

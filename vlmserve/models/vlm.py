@@ -11,8 +11,11 @@ from vlmserve.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve_common.checkpoint.weights import WeightRules
-from vlmserve_common.compute.linear import Linear, Workspace, linear
+from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
 from vlmserve_common.errors import CheckpointError
+from vlmserve_common.kernels import linear as packed_products
+from vlmserve_common.kernels.linear import PackedWeight
+from vlmserve_common.kernels.quantized import Mode
 
 WEIGHT_RULES = WeightRules(
     # Both published layouts: `visual.*`, `model.*` (Qwen2-VL, Qwen2.5-VL) and `model.visual.*`,
@@ -51,6 +54,17 @@ class VisionLanguageModel(nn.Module):
         self.language_model = decoder
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self._head_workspace = Workspace()
+        self._packed_head: PackedWeight | None = None
+
+    def pack(self, mode: Mode | None = None) -> None:
+        """Lay the decoder's and the head's weights out for this process's operators, quantised if `mode` says so. A
+        tied head gets a copy."""
+        self.language_model.pack(mode)
+        if self.lm_head is not None:
+            self.lm_head.pack(mode)
+            self._packed_head = self.lm_head.packed
+        elif packed_products.can_pack(self.language_model.embed_tokens.weight):
+            self._packed_head = pack_weight(self.language_model.embed_tokens.weight, None, mode)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids int64 [N] -> [N, hidden]."""
@@ -70,6 +84,8 @@ class VisionLanguageModel(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [R, hidden] -> float32 [R, vocab]."""
+        if self._packed_head is not None:
+            return packed_products.linear(hidden, self._packed_head, out_dtype=torch.float32)
         if self.lm_head is not None:
             return self.lm_head(hidden).float()
         return linear(hidden, self.language_model.embed_tokens.weight, workspace=self._head_workspace).float()

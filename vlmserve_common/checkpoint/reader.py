@@ -21,7 +21,13 @@ from vlmserve_common.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 _MAX_HEADER_BYTES = 100 * 1024**2
 _CHUNK_BYTES = 16 * 1024**2
 
@@ -72,7 +78,7 @@ class CheckpointReader:
             self.tensors.update(stored)
 
     def read_into(self, targets: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
-        """Copy tensors into `targets` (of the stored shape, any floating dtype and device), casting where they differ.
+        """Copy tensors into `targets` (of the stored shape, any dtype and device), casting where they differ.
 
         One file is open at a time and no tensor is held besides its target. CheckpointError if a file is unreadable.
         """

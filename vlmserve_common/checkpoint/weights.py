@@ -7,7 +7,7 @@ stored otherwise (merged, or in another shape) says so in `stored_parameters`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -49,15 +49,25 @@ class StoresParametersOtherwise(Protocol):
         ...
 
 
-def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules) -> None:
+def load_weights(
+    module: nn.Module,
+    reader: CheckpointReader,
+    rules: WeightRules,
+    *,
+    otherwise: Collection[str] = (),
+    passed_over: Collection[str] = (),
+) -> None:
     """Fill all parameters of `module` from a checkpoint, cast to their dtype.
 
+    otherwise: our names of those that come in another way. passed_over: published names of tensors that are for these.
     Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors; then nothing is loaded.
     """
-    targets = dict(stored_tensors(module))
+    targets = {name: target for name, target in stored_tensors(module) if name not in otherwise}
     found: dict[str, StoredTensor] = {}
-    unexpected, doubled, misshaped = [], [], []
+    unexpected, doubled, misshaped, whole = [], [], [], []
     for name, stored in reader.tensors.items():
+        if name in passed_over:
+            continue
         ours = rules.our_name(name)
         if ours not in targets:
             if not rules.is_ignored(name):
@@ -69,6 +79,8 @@ def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules
             expected = tuple(targets[ours].shape)
             if stored.shape != expected:
                 misshaped.append(f"{name} is {list(stored.shape)}, not {list(expected)}")
+            elif not stored.dtype.is_floating_point:
+                whole.append(f"{name} is of {stored.dtype}")
     missing = [_with_siblings(name, found.keys()) for name in targets if name not in found]
     problems = [
         f"{len(entries)} {what}: {'; '.join(entries[:_LISTED])}{'; ...' if len(entries) > _LISTED else ''}"
@@ -77,6 +89,7 @@ def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules
             ("unexpected", unexpected),
             ("given twice", doubled),
             ("of the wrong shape", misshaped),
+            ("of whole numbers", whole),
         )
         if entries
     ]
@@ -88,11 +101,16 @@ def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All parameters of `module` as a checkpoint has them: names, and views of the stored shape."""
     for name, child in module.named_modules():
-        if isinstance(child, StoresParametersOtherwise):
-            yield from child.stored_parameters(name)
-        else:
-            for leaf, parameter in child.named_parameters(recurse=False):
-                yield f"{name}.{leaf}" if name else leaf, parameter
+        yield from parameters_of(name, child)
+
+
+def parameters_of(name: str, child: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of the module `name` itself; see `stored_tensors`."""
+    if isinstance(child, StoresParametersOtherwise):
+        yield from child.stored_parameters(name)
+    else:
+        for leaf, parameter in child.named_parameters(recurse=False):
+            yield f"{name}.{leaf}" if name else leaf, parameter
 
 
 def _with_siblings(name: str, found: Iterable[str]) -> str:

@@ -14,10 +14,10 @@ from vlmserve_common.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An elementwise function. gelu: which GELU it is, by oneDNN's names ("none", "tanh"); "" if it is none."""
+    """An elementwise function. name: in config.json."""
 
+    name: str
     function: Callable[[torch.Tensor], torch.Tensor]
-    gelu: str = ""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x of any shape -> the same shape and dtype."""
@@ -36,10 +36,13 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
-        "silu": Activation(F.silu),
-        "gelu": Activation(F.gelu, "none"),
-        "quick_gelu": Activation(quick_gelu),
-        "gelu_pytorch_tanh": Activation(gelu_tanh, "tanh"),
+        made.name: made
+        for made in (
+            Activation("silu", F.silu),
+            Activation("gelu", F.gelu),
+            Activation("quick_gelu", quick_gelu),
+            Activation("gelu_pytorch_tanh", gelu_tanh),
+        )
     }
 )
 

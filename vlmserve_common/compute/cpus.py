@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import platform
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 def available_cpus(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -18,3 +22,23 @@ def available_cpus(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         if quota != "max":
             cores = min(cores, -(-int(quota) // int(period)))
     return max(1, cores)
+
+
+def usable_threads(wanted: int | None, setting: str) -> int:
+    """How many threads compute: as many as there are cores where nothing else is wanted, and never more, since these
+    would wait for one another. setting: where `wanted` comes from."""
+    cores = available_cpus()
+    if wanted is None:
+        return cores
+    if wanted > cores:
+        log.warning("%s is %d; %d are used, for so many cores are available", setting, wanted, cores)
+    return min(wanted, cores)
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What the CPU calls itself; its architecture where that is not known."""
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

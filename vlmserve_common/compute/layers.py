@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, MergedLinear
+from vlmserve_common.kernels.norm import can_normalise, layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -20,6 +21,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and dtype."""
+        if can_normalise(x):
+            return rms_norm(x, self.weight, self.eps)
         return rms_normalise(x, self.eps).mul_(self.weight)
 
 
@@ -41,6 +44,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and dtype."""
+        if can_normalise(x):
+            return layer_norm(x, self.weight, self.bias, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
@@ -62,11 +67,10 @@ class GatedMLP(nn.Module):
     def __init__(self, size: int, intermediate_size: int, act: Activation, *, bias: bool) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(size, parts, bias=bias)
+        self.gate_up_proj = MergedLinear(size, parts, bias=bias, gated=True)
         self.down_proj = Linear(intermediate_size, size, bias=bias)
         self.act = act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, size] -> [N, size]."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate).mul_(up))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [N, size] -> [N, size], added to `residual`."""
+        return self.down_proj(self.gate_up_proj(x, self.act), residual=residual)

@@ -6,9 +6,6 @@ to multiply that: 70 GFLOP/s at 16 rows, over 120 from 90 (2 cores with AVX2; wi
 reading the weights, and the native one reads half as much). The block is the left operand, because the libraries are
 twice as fast with a tall left and a narrow right operand as the other way round, and fastest at multiples of 16
 columns. Either way accumulation is in float32 and the result is rounded once.
-
-With such instructions, bias and GELU are added to a bfloat16 product on its way out, by oneDNN: with GELU 15% to 40%
-quicker than one after the other (AVX-512, 128 to 2312 rows), and rounded once less.
 """
 
 from __future__ import annotations
@@ -22,6 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
+from vlmserve_common.kernels import linear as packed_products
+from vlmserve_common.kernels.linear import PackedWeight
+from vlmserve_common.kernels.quantized import Mode, QuantizedWeight, can_quantize, pack_quantized, quantize
 
 # Rows of x up to which the native 16-bit product is faster.
 NATIVE_ROWS = 4
@@ -30,11 +30,6 @@ COLUMN_MULTIPLE = 16
 MAX_COLUMNS = 1024
 BLOCK_ROWS = 512
 BLOCK_ELEMENTS = 1 << 20
-# Rows of x from which bias and activation are fused, and the operator that does it: torch's compiler uses it.
-FUSED_ROWS = 128
-# In parts of so many rows no product is slower, and some are by a third quicker than in one (578 rows of 4096).
-PART_ROWS = 512
-_FUSED = "_linear_pointwise"
 
 
 class Workspace(threading.local):
@@ -66,15 +61,6 @@ def has_native_products(dtype: torch.dtype) -> bool:
     return suffix is None or bool(flags.get(f"avx512_{suffix}") or flags.get(f"amx_{suffix}"))
 
 
-@functools.cache
-def fast_in_16_bits(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this dtype in hardware here, faster than float32 (by AVX-512; AMX was not measured)."""
-    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return False
-    flags = _cpu_flags()
-    return bool(flags.get("avx512_bf16") or flags.get("amx_bf16")) and hasattr(torch.ops.mkldnn, _FUSED)
-
-
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -88,20 +74,8 @@ def linear(
     goes through.
     """
     columns = x.numel() // max(1, x.shape[-1])
-    if x.is_cpu and columns >= FUSED_ROWS and fast_in_16_bits(x.dtype) and (act is None or act.gelu):
-        return _fused_linear(x.reshape(columns, -1), weight, bias, act).view(*x.shape[:-1], -1)
     out = _product(x, weight, bias, columns, workspace)
     return out if act is None else act(out)
-
-
-def _fused_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act: Activation | None
-) -> torch.Tensor:
-    """`linear` for x [M, K] by oneDNN, GELU included."""
-    attr, algorithm = ("none", "") if act is None else ("gelu", act.gelu)
-    product: Callable[..., torch.Tensor] = getattr(torch.ops.mkldnn, _FUSED)
-    made = [product(part, weight, bias, attr, [], algorithm) for part in x.split(PART_ROWS)]
-    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _product(
@@ -140,17 +114,56 @@ def _widened_linear(
 
 
 class Linear(nn.Module):
-    """`linear` with its weight [out_features, in_features] and bias; uninitialised, inference only."""
+    """`linear` with its weight [out_features, in_features] and bias; uninitialised, inference only.
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+    gated: the first half of the outputs, through the activation, are gates of the other half.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, gated: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.gated = gated
         self.workspace: Workspace | None = None
+        self.packed: PackedWeight | None = None
 
-    def forward(self, x: torch.Tensor, act: Activation | None = None) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features], through `act`."""
-        return linear(x, self.weight, self.bias, self.workspace, act)
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.packed.dtype if self.weight is None else self.weight.dtype  # type: ignore[union-attr]
+
+    def pack(self, mode: Mode | None = None) -> None:
+        """Lay the weight out for this process's operators, where these can use it; the plain one goes.
+
+        mode: quantised so, where that can be.
+        """
+        if self.weight is not None and packed_products.can_pack(self.weight):
+            self.packed = pack_weight(self.weight, self.bias, mode, gated=self.gated)
+            self.weight = self.bias = None
+
+    def take(self, weight: QuantizedWeight) -> None:
+        """Compute with a quantised weight, which `can_pack_quantized`, in place of the plain one, which goes."""
+        assert self.weight is not None
+        self.packed = pack_quantized(weight, self.bias, self.weight.dtype, gated=self.gated)
+        self.weight = self.bias = None
+
+    def forward(
+        self, x: torch.Tensor, act: Activation | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [M, in_features] -> residual + act(product) [M, out_features]; gated: + act(gates) * rest, half as wide."""
+        if self.packed is not None:
+            name = "" if act is None else act.name
+            return packed_products.linear(x, self.packed, act=name, residual=residual)
+        assert self.weight is not None
+        if self.gated:
+            assert act is not None
+            gates, rest = linear(x, self.weight, self.bias, self.workspace).chunk(2, dim=-1)
+            out = act(gates).mul_(rest)
+        else:
+            out = linear(x, self.weight, self.bias, self.workspace, act)
+        return out if residual is None else out.add_(residual)
 
 
 class MergedLinear(Linear):
@@ -159,8 +172,8 @@ class MergedLinear(Linear):
     parts: name -> output features, in the order of the output.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias)
+    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, gated: bool = False) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, gated=gated)
         self.parts = dict(parts)
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,9 +198,26 @@ class PatchProjection(Linear):
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `checkpoint.weights.StoresParametersOtherwise`."""
-        yield f"{name}.weight", self.weight.view(-1, *self.kernel)
+        if self.weight is not None:
+            yield f"{name}.weight", self.weight.view(-1, *self.kernel)
         if self.bias is not None:
             yield f"{name}.bias", self.bias
+
+
+def pack_weight(
+    weight: torch.Tensor, bias: torch.Tensor | None, mode: Mode | None, *, gated: bool = False
+) -> PackedWeight:
+    """See `Linear.pack`; for weights that `can_pack`."""
+    if mode is not None and can_quantize(weight, mode):
+        return pack_quantized(quantize(weight, mode), bias, weight.dtype, gated=gated)
+    return packed_products.pack(weight, bias, gated=gated)
+
+
+def pack_linears(module: nn.Module, mode: Mode | None = None) -> None:
+    """Let all `Linear`s in `module` use this process's operators; see `Linear.pack`."""
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.pack(mode)
 
 
 def share_workspace(module: nn.Module) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
+# cos and signed sin, as `rotation` makes them.
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
 
 def inverse_frequencies(dim: int, theta: float) -> torch.Tensor:
     """float32 [dim / 2] on the CPU: theta ** (-2i / dim)."""
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
 
 
-def rotation(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
     """What `rotate` needs, from angles float32 [N, dim / 2]: cos and signed sin, both [N, 1, dim] in `dtype`.
 
     The first half of the sine is negative, so that rotating is one product with x and one with its swapped halves.

@@ -1,9 +1,10 @@
-"""Dtypes by name, and tensors as arrays that can be sent: bfloat16, which NumPy lacks, as its bits in uint16."""
+"""Dtypes by name; memory for modules; tensors as arrays that can be sent: bfloat16, which NumPy lacks, as uint16."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import nn
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -26,3 +27,9 @@ def to_array(rows: torch.Tensor) -> tuple[np.ndarray, str]:
 def from_array(array: np.ndarray, dtype: str) -> torch.Tensor:
     """What `to_array` was given, in the array's memory; a copy if that is read-only, as views of received bytes are."""
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(getattr(torch, dtype))
+
+
+def give_memory(module: nn.Module, device: torch.device | str) -> None:
+    """Move a module from the meta device to another, its tensors uninitialised: `Module.to_empty`, which imports
+    torch's compiler for that, half a second."""
+    module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 STOP_PATIENCE_S = 2.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _LONGEST_TEMP_DIR_BYTES = 70  # a socket's path may have 107, and 32 follow
 
 
@@ -42,10 +43,11 @@ class ChildProcess:
     """A started child. Start it while `stop_signals_held`, in a thread that outlives it (the kernel takes that thread's
     end for the parent's death), and `stop` it whatever happens.
 
-    name: its name in log lines. title: what errors call it ("the scheduler process"). main: its work, called as
-    `main(parent, *args)` in a fresh interpreter, where it must be importable by name; it calls `parent.ready` once and
-    never returns. stop_patience_s: how long it may take to end when it is told to. forked: it is a fork of the process
-    that `prepare_forks` starts, and there within milliseconds. pipe: this end of the pipe.
+    name: its name in log lines, and for top. title: what errors call it ("the scheduler process"). main: its work,
+    called as `main(parent, *args)` in a fresh interpreter, where it must be importable by name; it calls `parent.ready`
+    once and never returns. stop_patience_s: how long it may take to end when it is told to. forked: it is a fork of the
+    process that `prepare_forks` starts: there within milliseconds, once that one has imported all. pipe: this end of
+    the pipe.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class ChildProcess:
         )
         try:
             self._process.start()
-        except BaseException:
+        except BaseException as error:
             self.pipe.close()
+            if forked and isinstance(error, (EOFError, ConnectionError)):
+                raise EngineError(f"{title} cannot start: the process that it would be a fork of has ended") from error
             raise
         finally:
             theirs.close()
@@ -200,6 +204,7 @@ def _run_child(
 ) -> None:
     ignore_stop_signals()
     die_with_parent(parent_pid, signal.SIGKILL)
+    _show_name(name)
     parent = Parent(pipe)
     threading.Thread(target=parent.watch, name="parent-watch", daemon=True).start()
     configure_logging(log_level, name)
@@ -240,6 +245,12 @@ def prepare_forks(modules: Sequence[str]) -> None:
 def _stop_forks() -> None:
     with contextlib.suppress(OSError):  # it is gone already
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it has no public name
+
+
+def _show_name(name: str) -> None:
+    """Let top and ps -o comm tell this process from others of the same command line (Linux); they show 15 bytes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def die_with_parent(parent_pid: int | None, number: signal.Signals) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vlmserve_common.transport.shm import SharedArrays
-from vlmserve_common.transport.wire import Frame, WireCodec
+from vlmserve_common.transport.wire import Frame, WireCodec, join, split
 
 
 class MessageChannel:
-    """One end of a two-way channel over a pipe: a message is a pipe message with the number of its frames, and them.
+    """One end of a two-way channel over a pipe. A message is one pipe message: each wakes a thread of the receiver.
 
     send_types, receive_types: the dataclasses that may come and go. Large arrays go through shared memory. One thread
     may encode and send while another receives.
@@ -35,9 +35,7 @@ class MessageChannel:
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Send an encoded message; blocks while the pipe is full. Raises what the pipe raises."""
-        self._send(len(frames).to_bytes(4, "little"))
-        for frame in frames:
-            self._send(frame)
+        self._send(join(frames))
 
     def discard(self, frames: Sequence[Frame]) -> None:
         """Free the shared memory of an encoded message (its first two frames will do) that was not received."""
@@ -45,5 +43,4 @@ class MessageChannel:
 
     def receive(self) -> Any:
         """The next message; blocks. Raises what the pipe raises, and WireError."""
-        count = int.from_bytes(self._receive(), "little")
-        return self._decoder.decode([self._receive() for _ in range(count)])
+        return self._decoder.decode(split(self._receive()))

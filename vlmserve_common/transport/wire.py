@@ -33,6 +33,19 @@ class WireError(VlmserveError):
     """A message cannot be encoded or decoded."""
 
 
+def join(frames: Sequence[Frame]) -> bytes:
+    """Frames as one, for `split`."""
+    return msgspec.msgpack.encode(frames)
+
+
+def split(joined: Frame) -> Sequence[Frame]:
+    """Views of the frames that were joined. WireError if none were."""
+    try:
+        return msgspec.msgpack.decode(joined, type=list[memoryview])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"these bytes are no frames: {error}") from error
+
+
 class WireCodec:
     """Encodes and decodes the given dataclass types. One codec per end of a channel; not thread-safe.
 

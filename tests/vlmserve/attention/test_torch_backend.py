@@ -7,6 +7,7 @@ from vlmserve.attention.base import ForwardBatch, ForwardMode, RadixAttention
 from vlmserve.attention.torch_backend import MAX_RUNS, TorchAttentionBackend
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve_common.compute.rotary import rotation
 
 HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 16, 400
 CPU = torch.device("cpu")
@@ -67,7 +68,9 @@ def test_equals_attention_written_out(kind, dtype, lengths):
     )
     layer = RadixAttention(HEADS, DIM, 0.3, KV_HEADS, layer_id=1)
     backend.init_forward_metadata(batch)
-    out = layer(torch.cat(queries), torch.cat(keys), torch.cat(values), batch)
+    qkv = torch.cat([torch.cat(part) for part in (queries, keys, values)], dim=1)
+    unturned = rotation(torch.zeros(len(qkv), DIM // 2), dtype)
+    out = layer(qkv, unturned, None, batch)
     want = torch.cat([plain(q, k, v, 0.3) for q, k, v in histories])
     assert torch.allclose(out.double(), want, atol=1e-5 if dtype == torch.float32 else 3e-2)
 
@@ -76,14 +79,16 @@ def test_a_history_in_few_runs_is_read_where_it_lies():
     """No gather: the attended keys share the cache's memory."""
     from vlmserve.attention import torch_backend
 
-    cache = torch.zeros(100, KV_HEADS, DIM)
+    cache = KVCache(num_slots=100, num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32, device=CPU)
     for slots, copies in (
         (torch.arange(5, 60), False),
         (torch.cat([torch.arange(50, 60), torch.arange(5, 20)]), False),
         (torch.arange(0, 4 * MAX_RUNS, 2), True),
     ):
         history = torch_backend._history(slots.numpy(), slots)
-        past = torch_backend._past(history, cache, cache)
+        past = torch_backend._past(history, cache, 0, torch.float32)
         assert sum(len(k) for k, _ in past) == len(slots)
-        shared = all(k.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr() for k, _ in past)
+        shared = all(
+            k.untyped_storage().data_ptr() == cache.layers[0].keys.untyped_storage().data_ptr() for k, _ in past
+        )
         assert shared != copies

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
+from vlmserve.attention.positioning import positioned
+from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels.attention import HeadNorms
 
 
 class DenseAttention(AttentionBackend):
@@ -16,9 +19,15 @@ class DenseAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare."""
 
-    def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotation,
+        norms: HeadNorms | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
     ) -> torch.Tensor:
+        q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
         outs = []
         lens = forward_batch.extend_lens
         parts = zip(forward_batch.req_pool_indices.tolist(), q.split(lens), k.split(lens), v.split(lens), strict=True)

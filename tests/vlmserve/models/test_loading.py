@@ -236,7 +236,6 @@ DEFAULTS = ModelDefaults(rope_theta=1e6, mrope_section=(2, 3, 3))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"use_sliding_window": True}, "sliding-window"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type 'yarn' is not supported"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}}, "sum of half a head"),

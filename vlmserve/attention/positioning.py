@@ -1,0 +1,26 @@
+"""Queries, keys and values from the product that makes them, with torch."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmserve_common.compute.layers import rms_normalise
+from vlmserve_common.compute.rotary import Rotation, rotate
+from vlmserve_common.kernels.attention import HeadNorms
+
+
+def positioned(
+    qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qkv [N, num_heads + 2 * num_kv_heads, head_dim] -> q [N, num_heads, head_dim], k, v [N, num_kv_heads, head_dim].
+
+    q and k are divided by their norms in one go and weighted apart, where the model does that, and turned.
+    """
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        qk = rms_normalise(qk, norms.eps)
+        qk[:, :num_heads].mul_(norms.q_weight)
+        qk[:, num_heads:].mul_(norms.k_weight)
+    q, k = rotate(qk, *rotary).split([num_heads, num_kv_heads], dim=1)
+    return q, k, v

@@ -1,0 +1,264 @@
+"""Checkpoints whose weights are quantised: AWQ, GPTQ and compressed-tensors' packed whole numbers.
+
+Such a weight [N, K] is stored as several tensors. Numbers and zeros lie in 32-bit words, the lowest bits first:
+
+- AWQ ("gemm"): qweight [K, N/8] and qzeros [groups, N/8], a word's columns in the order 0 2 4 6 1 3 5 7; scales
+  [groups, N].
+- GPTQ: qweight [K/8, N]; qzeros [groups, N/8], less 1 but in its second version; scales [groups, N].
+- compressed-tensors: weight_packed [N, K/8]; weight_zero_point [N/8, groups], unless all are in the middle;
+  weight_scale [N, groups].
+
+With 8 bits, 4 stands for 8. GPTQ's g_idx [K] says which group an input belongs to, if these are not in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.hf_config import text_fields
+from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
+from vlmserve_common.checkpoint.weights import WeightRules, parameters_of
+from vlmserve_common.compute.linear import Linear
+from vlmserve_common.errors import CheckpointError
+from vlmserve_common.kernels.quantized import QuantizedWeight, can_pack_quantized, merged
+
+log = logging.getLogger(__name__)
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word a column is
+_Parts = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How a checkpoint is quantised. group: inputs of a scale, 0 for all. less_one: zeros are stored so."""
+
+    method: str
+    bits: int
+    group: int
+    less_one: bool = False
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Tensors of each weight: numbers, scales, and zeros if there must be any."""
+        if self.method == "compressed-tensors":
+            return ("weight_packed", "weight_scale")
+        return ("qweight", "scales", "qzeros")
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Tensors that a weight may have."""
+        if self.method == "compressed-tensors":
+            return ("weight_zero_point", "weight_g_idx", "weight_shape")
+        return ("g_idx",)
+
+    def shapes(self, outer: int, inner: int) -> Mapping[str, tuple[int, ...]]:
+        """Of the tensors of a weight [outer, inner]."""
+        packed = 32 // self.bits
+        groups = math.ceil(inner / (self.group or inner))
+        if self.method == "compressed-tensors":
+            return {
+                "weight_packed": (outer, math.ceil(inner / packed)),
+                "weight_scale": (outer, groups),
+                "weight_zero_point": (math.ceil(outer / packed), groups),
+                "weight_g_idx": (inner,),
+                "weight_shape": (2,),
+            }
+        numbers = (inner, outer // packed) if self.method == "awq" else (inner // packed, outer)
+        return {"qweight": numbers, "qzeros": (groups, outer // packed), "scales": (groups, outer), "g_idx": (inner,)}
+
+
+def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
+    """How config.json says that weights are quantised; None if they are not. CheckpointError for other ways."""
+    top = Fields(hf_config, "config.json")
+    for fields in (top, text_fields(top)):
+        if fields.has("quantization_config"):
+            return _scheme(fields.section("quantization_config"))
+    return None
+
+
+def _scheme(fields: Fields) -> Scheme:
+    method = fields.string("quant_method")
+    if method == "awq":
+        _allow(fields, "version", fields.string("version", "gemm").lower(), ("gemm",))
+        _allow(fields, "zero_point", fields.flag("zero_point", True), (True,))
+        return _checked(fields, Scheme(method=method, bits=fields.integer("bits"), group=_group(fields)), (4,))
+    if method == "gptq":
+        form = fields.string("checkpoint_format", "gptq")
+        _allow(fields, "checkpoint_format", form, ("gptq", "gptq_v2"))
+        scheme = Scheme(method=method, bits=fields.integer("bits"), group=_group(fields), less_one=form == "gptq")
+        return _checked(fields, scheme, (4, 8))
+    if method == "compressed-tensors":
+        _allow(fields, "format", fields.string("format"), ("pack-quantized",))
+        groups = fields.section("config_groups")
+        if len(groups.values) != 1:
+            raise CheckpointError(f"{groups.where} has {len(groups.values)} entries; one is supported")
+        own = groups.section(next(iter(groups.values)))
+        if own.has("input_activations"):
+            raise CheckpointError(f"{own.where}: input_activations are quantised; only weights are supported")
+        weights = own.section("weights")
+        _allow(weights, "type", weights.string("type", "int"), ("int",))
+        scheme = Scheme(method=method, bits=weights.integer("num_bits"), group=_group(weights))
+        return _checked(weights, scheme, (4, 8))
+    raise CheckpointError(
+        f"{fields.where}: quant_method {method!r} is not supported; supported are awq, gptq and compressed-tensors "
+        "(pack-quantized)"
+    )
+
+
+def _group(fields: Fields) -> int:
+    group = fields.integer("group_size", -1)
+    if group != -1 and (group <= 0 or group % 8):
+        raise CheckpointError(f"{fields.where}: group_size is {group}; it must be -1, or a multiple of 8")
+    return max(0, group)
+
+
+def _checked(fields: Fields, scheme: Scheme, bits: tuple[int, ...]) -> Scheme:
+    _allow(fields, "bits", scheme.bits, bits)
+    return scheme
+
+
+def _allow(fields: Fields, name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise CheckpointError(f"{fields.where}: {name} is {value!r}; supported: {', '.join(map(repr, allowed))}")
+
+
+class QuantizedTensors:
+    """A checkpoint's quantised weights, as far as they belong to the `Linear`s of a module.
+
+    weights: our names of the plain weights that they stand for. stored: the names of their tensors. Raises
+    CheckpointError for missing and misshaped ones.
+    """
+
+    def __init__(self, module: nn.Module, reader: CheckpointReader, rules: WeightRules, scheme: Scheme) -> None:
+        self._reader, self._scheme = reader, scheme
+        by_name: dict[str, dict[str, StoredTensor]] = {}
+        for name, stored in reader.tensors.items():
+            prefix, _, leaf = rules.our_name(name).rpartition(".")
+            if leaf in (*scheme.needed, *scheme.others):
+                by_name.setdefault(prefix, {})[leaf] = stored
+        self._of_layer: list[tuple[Linear, list[tuple[torch.Tensor, dict[str, StoredTensor] | None]]]] = []
+        self.weights: set[str] = set()
+        self.stored: set[str] = set()
+        for _, layer, stored_weights in _linears(module):
+            pieces = [(name, view, by_name.get(name.removesuffix(".weight"))) for name, view in stored_weights]
+            if not any(tensors for _, _, tensors in pieces):
+                continue
+            for name, view, tensors in pieces:
+                if tensors:
+                    self._check(name, view, tensors)
+                    self.weights.add(name)
+                    self.stored |= {stored.name for stored in tensors.values()}
+            self._of_layer.append((layer, [(view, tensors) for _, view, tensors in pieces]))
+
+    def _check(self, name: str, view: torch.Tensor, tensors: Mapping[str, StoredTensor]) -> None:
+        shapes = self._scheme.shapes(view.shape[0], view.shape[1])
+        for leaf in self._scheme.needed:
+            if leaf not in tensors:
+                prefix = name.removesuffix("weight")
+                raise CheckpointError(
+                    f"{self._reader.folder}: {prefix}{leaf} is missing; {', '.join(sorted(tensors))} are there"
+                )
+        for leaf, stored in tensors.items():
+            whole = leaf not in ("scales", "weight_scale")
+            if stored.shape != shapes[leaf] or whole == stored.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{self._reader.folder}: {stored.name} is {list(stored.shape)} of {stored.dtype}, not "
+                    f"{list(shapes[leaf])} of {'whole' if whole else 'floating-point'} numbers ({self._scheme.method}, "
+                    f"{self._scheme.bits} bits, group_size {self._scheme.group or -1})"
+                )
+
+    def load(self) -> None:
+        """Give each layer its weight, one at a time: packed where this process has the operators, else as numbers of
+        the layer's dtype, which the log says. A weight of which only parts are quantised is one of the latter."""
+        plain = 0
+        for layer, pieces in self._of_layer:
+            parts = [None if tensors is None else self._read(tensors, view) for view, tensors in pieces]
+            whole = [part for part in parts if isinstance(part, QuantizedWeight)]
+            on_cpu = layer.weight is not None and layer.weight.is_cpu and layer.dtype != torch.float16
+            if on_cpu and len(whole) == len(parts) and can_pack_quantized(whole[0]):
+                layer.take(merged(whole))
+                continue
+            plain += 1
+            for (view, _), part in zip(pieces, parts, strict=True):
+                if part is not None:
+                    view.copy_(part.dequantize() if isinstance(part, QuantizedWeight) else part)
+        if plain:
+            log.warning(
+                "%d of %d quantised weights are dequantised, and take as much memory and time as others: quantised "
+                "ones need our own operators on a CPU (--cpu-kernels), bfloat16 or float32, and groups in order",
+                plain,
+                len(self._of_layer),
+            )
+
+    def _read(self, tensors: Mapping[str, StoredTensor], view: torch.Tensor) -> QuantizedWeight | torch.Tensor:
+        parts = {leaf: torch.empty(stored.shape, dtype=stored.dtype) for leaf, stored in tensors.items()}
+        self._reader.read_into((stored, parts[leaf]) for leaf, stored in tensors.items())
+        return unpack(self._scheme, parts, view.shape[0], view.shape[1])
+
+
+def unpack(scheme: Scheme, parts: _Parts, outer: int, inner: int) -> QuantizedWeight | torch.Tensor:
+    """A weight [outer, inner] from its tensors by their last names; as float32 if its groups are not in order."""
+    numbers, zeros, scales = _UNPACK[scheme.method](scheme, parts)
+    group = scheme.group or inner
+    weight = QuantizedWeight(
+        numbers=numbers[:, :inner].contiguous(),
+        scales=scales.half().contiguous(),
+        zeros=zeros[:outer].short().contiguous(),
+        bits=scheme.bits,
+        group=group,
+    )
+    order = parts.get("g_idx", parts.get("weight_g_idx"))
+    if order is None or torch.equal(order.long(), torch.arange(inner) // group):
+        return weight
+    of_input = order.long()
+    return (weight.numbers.float() - weight.zeros.float()[:, of_input]) * weight.scales.float()[:, of_input]
+
+
+def _bits(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [..., n] -> uint8 [..., n * 32 / bits], the lowest bits of each first."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+
+
+def _unpack_awq(scheme: Scheme, parts: _Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def columns(words: torch.Tensor) -> torch.Tensor:
+        return _bits(words, 4).view(len(words), -1, 8)[..., list(_AWQ_PLACES)].flatten(1).t()
+
+    return columns(parts["qweight"]), columns(parts["qzeros"]), parts["scales"].t()
+
+
+def _unpack_gptq(scheme: Scheme, parts: _Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    zeros = _bits(parts["qzeros"], scheme.bits).short() + int(scheme.less_one)
+    return _bits(parts["qweight"].t(), scheme.bits), zeros.t(), parts["scales"].t()
+
+
+def _unpack_compressed(scheme: Scheme, parts: _Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scales = parts["weight_scale"]
+    if "weight_zero_point" in parts:
+        zeros = _bits(parts["weight_zero_point"].t(), scheme.bits).t()
+    else:
+        zeros = torch.full(scales.shape, 2 ** (scheme.bits - 1), dtype=torch.int16)
+    return _bits(parts["weight_packed"], scheme.bits), zeros, scales
+
+
+_UNPACK: Mapping[str, Callable[[Scheme, _Parts], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
+    "awq": _unpack_awq,
+    "gptq": _unpack_gptq,
+    "compressed-tensors": _unpack_compressed,
+}
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[str, Linear, list[tuple[str, torch.Tensor]]]]:
+    """All `Linear`s, with their weights as checkpoints have them."""
+    for name, child in module.named_modules():
+        if isinstance(child, Linear):
+            stored = [(stored, view) for stored, view in parameters_of(name, child) if stored.endswith(".weight")]
+            yield name, child, [(stored, view) for stored, view in stored if view.ndim == 2]
