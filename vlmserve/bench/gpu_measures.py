@@ -52,6 +52,7 @@ class Bench:
                 dtype=dtype_name(dtype),
                 disable_radix_cache=True,
                 max_total_tokens=sizes.kv_tokens,
+                max_pixels="checkpoint",
             )
             self._largest(self._answer)
         with self._peak() as theirs_peak:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import httpx2
@@ -19,7 +19,7 @@ from vlmserve.client.chat_client import ChatClient, ServerError
 class Timing:
     """Seconds of one request from sending it: first token, whole answer; and its output tokens and text.
 
-    gaps_s: between the chunks that brought tokens. prompt_tokens: as the server counts them.
+    gaps_s: between the chunks that brought tokens. prompt_tokens: as the server counts them. number: of its question.
     """
 
     ttft_s: float
@@ -28,6 +28,7 @@ class Timing:
     text: str
     gaps_s: tuple[float, ...] = ()
     prompt_tokens: int = 0
+    number: int = 0
 
     @property
     def per_token_s(self) -> float:
@@ -51,15 +52,34 @@ class Round:
 
 class LoadClient:
     """Sends questions to a server. Close it. model: its name there, None for the first. proxies: whether those
-    of the environment are used."""
+    of the environment are used. timeout_s: for a connection, and between two pieces of an answer; None: for ever.
 
-    def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None, proxies: bool = True) -> None:
+    logprobs: asked for, so that a token comes at once even where its text is held back; not every server has them.
+    ignore_eos: a field for answers of their full length, which some servers refuse; may be set later.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        proxies: bool = True,
+        timeout_s: float | None = None,
+        logprobs: bool = True,
+    ) -> None:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._runner = asyncio.Runner()
-        self._http = httpx2.AsyncClient(timeout=None, limits=limits, trust_env=proxies)
+        self._http = httpx2.AsyncClient(timeout=timeout_s, limits=limits, trust_env=proxies)
         self._client = ChatClient(url, api_key=api_key, http=self._http)
         self.url = self._client.url
-        self.model = model or self._runner.run(self._client.model())
+        self._logprobs = logprobs
+        self.ignore_eos = True
+        try:
+            self.model = model or self._runner.run(self._client.model())
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -83,17 +103,17 @@ class LoadClient:
     ) -> Round:
         gate = asyncio.Semaphore(at_a_time or len(questions))
 
-        async def one(messages: object, after_s: float) -> Timing | str:
+        async def one(number: int, messages: object, after_s: float) -> Timing | str:
             await asyncio.sleep(after_s)
             async with gate:
                 try:
-                    return await self._ask(messages, output_tokens)
+                    return replace(await self._ask(messages, output_tokens), number=number)
                 except ServerError as error:
                     return str(error)
 
         conversations = [question.messages() for question in questions]
         started = time.perf_counter()
-        answers = await asyncio.gather(*map(one, conversations, arrivals))
+        answers = await asyncio.gather(*map(one, range(len(questions)), conversations, arrivals))
         wall_s = time.perf_counter() - started
         timings = tuple(answer for answer in answers if isinstance(answer, Timing))
         failures = tuple(answer for answer in answers if isinstance(answer, str))
@@ -107,11 +127,10 @@ class LoadClient:
             "messages": messages,
             "max_tokens": output_tokens,
             "temperature": 0,
-            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
-            # one chunk a token even where its text is held back, so that the first token's time is seen
-            "logprobs": True,
+            **({"ignore_eos": True} if self.ignore_eos else {}),
+            **({"logprobs": True} if self._logprobs else {}),
         }
         started = time.perf_counter()
         times: list[float] = []
@@ -119,16 +138,20 @@ class LoadClient:
         text = ""
         async with aclosing(self._client.stream(body)) as chunks:
             async for chunk in chunks:
-                for choice in chunk["choices"]:
-                    if choice.get("logprobs") or choice["delta"].get("content"):
+                for choice in chunk.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    words = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+                    if choice.get("logprobs") or words:
                         times.append(time.perf_counter())
-                    text += choice["delta"].get("content") or ""
+                    text += words
                 usage = chunk.get("usage") or usage
         ended = time.perf_counter()
+        if not times:
+            raise ServerError("an answer without any text came")
         return Timing(
-            ttft_s=(times[0] if times else ended) - started,
+            ttft_s=times[0] - started,
             total_s=ended - started,
-            tokens=usage.get("completion_tokens", 0),
+            tokens=usage.get("completion_tokens", len(times)),
             text=text,
             gaps_s=tuple(after - before for before, after in pairwise(times)),
             prompt_tokens=usage.get("prompt_tokens", 0),

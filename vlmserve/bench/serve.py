@@ -146,7 +146,8 @@ def _served(model: Path, args: argparse.Namespace) -> tuple[dict[int, Round], di
     served: dict[int, Round] = {}
     largest, side = max(args.concurrency), args.image_size
     words = [str(model), "--served-model-name", "bench", "--log-level", "warning"]
-    words += ["--num-threads", str(args.num_threads), *args.server_flags]
+    # the same pictures for both sides
+    words += ["--num-threads", str(args.num_threads), "--max-pixels", "checkpoint", *args.server_flags]
     with (
         OwnServer(words, startup_timeout_s=600.0) as server,
         closing(LoadClient(server.base_url, model="bench", proxies=False)) as client,

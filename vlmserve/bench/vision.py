@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vlmserve.bench.vision_measures import PARTS, Measure, Plan
-from vlmserve.bench.vision_subject import Subject, write_checkpoint
+from vlmserve.bench.vision_subject import Subject, use_threads, write_checkpoint
 from vlmserve.config.flags import CommandParser
 from vlmserve_common.compute.cpus import available_cpus
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         threads=args.threads,
         max_patches=args.encoder_max_patches,
     )
-    torch.set_num_threads(plan.threads)
+    computes = use_threads(torch.device(args.device), plan.threads)
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
         if args.model:
             model, what = args.model, str(args.model)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"writing {what} ...", file=sys.stderr)
             model = write_checkpoint(Path(folder), depth=depth)
         subject = Subject(model, device=torch.device(args.device), dtype=getattr(torch, args.dtype))
-        print(f"{what}; {args.dtype} on {args.device}, threads: {plan.threads}, rounds: {plan.rounds}")
+        print(f"{what}; {args.dtype} on {args.device}, threads: {plan.threads}, rounds: {plan.rounds}; {computes}")
         figures = {part: _measure(part, subject, plan) for part in args.parts}
     if args.json:
         settings = {"checkpoint": what, "dtype": args.dtype, "device": args.device, **asdict(plan)}

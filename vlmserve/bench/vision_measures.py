@@ -24,7 +24,7 @@ from vision.workers.settings import WorkerSettings
 from vlmserve.bench.interleaved import Spread, Timing, ratios
 from vlmserve.bench.media import clip
 from vlmserve.bench.reference import ReferenceTower, check_rows, load_reference
-from vlmserve.bench.vision_subject import PLENTY, Subject, finish, grid_thw, settle, take_rows, turns_on
+from vlmserve.bench.vision_subject import PLENTY, Subject, finish, grid_thw, settle, take_rows, turns_on, use_threads
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.compute.tensors import dtype_name
 
@@ -231,11 +231,11 @@ def measure_workers(subject: Subject, plan: Plan) -> list[Measure]:
         }
 
         def take(name: str) -> None:
-            torch.set_num_threads(2)
+            use_threads(subject.device, 2)
             try:
                 take_rows(pools[name], patches)
             finally:
-                torch.set_num_threads(plan.threads)
+                use_threads(subject.device, plan.threads)
 
         found = turns_on(subject.device, plan.rounds, {name: partial(take, name) for name in pools})
     about = f"{len(patches)} pictures, {sum(patch.num_patches for patch in patches)} patches, by the clock"

@@ -28,6 +28,8 @@ from vlmserve.bench.processor_reference import write_settings
 from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
 from vlmserve.engine.encoder import embed_shape, make_cache
 from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.compute.linear import pack_linears
+from vlmserve_common.kernels.library import activate
 
 PLENTY = 1 << 40
 """Bytes: a limit that is never met."""
@@ -49,6 +51,12 @@ def write_checkpoint(folder: Path, *, depth: int) -> Path:
     return folder
 
 
+def use_threads(device: torch.device, threads: int) -> str:
+    """Let this process compute with so many threads; what computes, for people."""
+    torch.set_num_threads(threads)
+    return activate("auto", threads=threads) if device.type == "cpu" else "torch"
+
+
 class Subject:
     """A checkpoint folder's tower in `dtype` on `device`, and what measuring it takes."""
 
@@ -57,6 +65,7 @@ class Subject:
         self.device = device
         self.dtype = dtype
         self.tower: VisionTower = load_tower(folder, device=device, dtype=dtype)
+        pack_linears(self.tower)
         self.runner = TowerRunner(self.tower, device)
         limits = ProcessorLimits(
             video=VideoLimits(decode_threads=1), video_options=VideoOptions(sampling="time-grid", fps=2.0)

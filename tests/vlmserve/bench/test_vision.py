@@ -58,7 +58,7 @@ def test_encoder_processes_are_measured(subject):
 
 
 def test_a_wrong_tower_is_not_timed(subject):
-    subject.tower.get_submodule("blocks.3.attn.proj").weight.neg_()
+    subject.tower.get_submodule("blocks.3.norm1").weight.neg_()
     with pytest.raises(AssertionError, match="rows differ by"):
         vision_measures.measure_cold(subject, PLAN)
 
