@@ -20,6 +20,7 @@ USAGE_ERROR = 2
 _BENCHES = {
     "caption": ("captions from files beside the engine alone", "vlmserve.bench.caption"),
     "serve": ("throughput and latency of a served model", "vlmserve.bench.serve"),
+    "peers": ("servers of any make side by side", "vlmserve.bench.peers"),
     "processors": ("throughput of picture and video files", "vlmserve.bench.processors"),
     "vision": ("the vision encoder and its embedding cache", "vlmserve.bench.vision"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.bench.gpu"),
@@ -107,7 +108,7 @@ def _main(words: list[str]) -> int:
     if args.command is None:
         parser.error("name a command; vlmserve --help lists them")
     if args.command == "bench":
-        parser.error("name a benchmark: serve, caption, processors, vision or gpu")
+        parser.error("name a benchmark: serve, peers, caption, processors, vision or gpu")
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0

@@ -1,14 +1,16 @@
 """The composition root: makes the processes of a server, ties them together, and takes them down again.
 
 Order, undone backwards whatever happens: listening socket (a taken port is known before a model is loaded) -> private
-directories -> child processes -> their readiness -> HTTP. The three processes are this one (HTTP, TokenizerManager,
-media, unless those have processes of their own), the scheduler (models, GPU) and the detokenizer.
+directories -> the process that all children are forks of -> child processes -> their readiness -> HTTP. The three
+processes are this one (HTTP, TokenizerManager, media, unless those have processes of their own), the scheduler (models,
+GPU) and the detokenizer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
@@ -27,7 +30,7 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
-from vlmserve.ipc.ready import Ready
+from vlmserve.ipc.ready import Ready, ReadyReport
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.listening import listen
 from vlmserve_common.logs import configure_logging
@@ -115,22 +118,25 @@ def launch_server(
                 startup_timeout_s=settings.startup_timeout_s,
                 ready_by=time.monotonic() + settings.startup_timeout_s,
             )
+            # OpenMP's threads, where torch computes with several, would take cores from other work while they wait.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            # torch asks for huge pages: weights and the KV cache are read through far fewer of the kernel's tables.
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+            # The scheduler sets its own number. This process's work, pictures, has threads or processes of its own.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            prepare_processes()  # imports torch, once for all children; this process has its own imports meanwhile
+            if make_frontend is None:
+                from vlmserve.server.frontend import make_frontend as http_frontend
+
+                make_frontend = http_frontend
+                if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
+                    import torch  # noqa: F401  # not only when the first picture waits for it
             children: list[ChildProcess] = []
             for name, main in (("scheduler", scheduler), ("detokenizer", detokenizer)):
                 with stop_signals_held():  # until it is sure that the child will be stopped
                     child = start_child(name, main, settings.engine, channels, start)
                     stack.callback(child.stop)
                 children.append(child)
-            # The scheduler needs the cores more than this process, whose work (pictures) has its own threads.
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            if settings.engine.media_processes:
-                prepare_processes()
-            if make_frontend is None:  # these imports take seconds, best spent while the scheduler loads the model
-                from vlmserve.server.frontend import make_frontend as http_frontend
-
-                make_frontend = http_frontend
-                if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
-                    import torch  # noqa: F401  # not only when the first picture waits for it
             # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
             grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
             reports = wait_until_ready(children, start, grace_s=grace_s)
@@ -165,7 +171,7 @@ class _Serving:
     listener: socket.socket
     failure: str | None = None
 
-    async def run(self, max_model_len: int, make_frontend: MakeFrontend) -> int:
+    async def run(self, report: ReadyReport, make_frontend: MakeFrontend) -> int:
         from vlmserve.ipc.sockets import AsyncReceiver, Sender
 
         shared = self.channels.shared_arrays(spare_bytes=SPARE_BYTES)
@@ -173,11 +179,10 @@ class _Serving:
         async with contextlib.AsyncExitStack() as stack:
             sender = Sender(self.channels.scheduler, get_args(SchedulerInput), shared=shared, linger_ms=200)
             stack.callback(sender.close)
-            receiver = AsyncReceiver(self.channels.api, get_args(TokenizerManagerInput))
-            stack.callback(receiver.close)
             frontend = make_frontend(
                 self.settings,
-                max_model_len=max_model_len,
+                max_model_len=report.max_model_len,
+                auto_pixels=report.auto_pixels,
                 model_name=self.model_name,
                 send=sender.send,
                 prepare=sender.prepare,
@@ -185,19 +190,23 @@ class _Serving:
             )
             stack.push_async_callback(frontend.close)
             server = self._make_server(frontend.app)
+            gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
             for number in STOP_SIGNALS:
                 loop.add_signal_handler(number, self._on_signal, server, frontend, number)
             for child in self.children:
                 loop.add_reader(child.sentinel, self._on_death, child, frontend, server)
-            receiving = asyncio.create_task(self._receive(receiver, frontend))
-            receiving.add_done_callback(lambda task: self._on_receiving_ended(task, frontend, server))
+            receiver = AsyncReceiver(
+                self.channels.api,
+                get_args(TokenizerManagerInput),
+                partial(self._receive, frontend),
+                broken=lambda error: self._fail(f"the socket from the engine broke: {error}", frontend, server),
+            )
             try:
                 await server.serve(sockets=[self.listener])
             finally:
                 for child in self.children:
                     loop.remove_reader(child.sentinel)
-                receiving.cancel()
-                await asyncio.wait([receiving])
+                receiver.close()
             if self.failure is None:
                 logger.info("stopped")
                 return 0
@@ -267,17 +276,11 @@ class _Serving:
         loop.call_later(_FAREWELL_S, setattr, server, "should_exit", True)
         loop.call_later(2 * _FAREWELL_S, setattr, server, "force_exit", True)
 
-    def _on_receiving_ended(self, task: asyncio.Task[None], frontend: Frontend, server: uvicorn.Server) -> None:
-        if not task.cancelled():
-            self._fail(f"the socket from the engine broke: {task.exception()}", frontend, server)
-
-    async def _receive(self, receiver: Any, frontend: Frontend) -> None:
-        while True:
-            message = await receiver.recv()
-            try:
-                frontend.handle(message)
-            except Exception:
-                logger.exception("a message from the engine could not be handled")
+    def _receive(self, frontend: Frontend, message: TokenizerManagerInput) -> None:
+        try:
+            frontend.handle(message)
+        except Exception:
+            logger.exception("a message from the engine could not be handled")
 
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:

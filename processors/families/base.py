@@ -42,12 +42,14 @@ Coordinates = Literal["absolute", "0-1000"]
 class ProcessorLimits:
     """Server-side limits and options.
 
-    max_pixels: the largest area a picture or frame is resized to; None: the checkpoint's own maximum.
+    max_pixels: the largest area a picture or frame is resized to; None: the checkpoint's own maximum. tell_max_pixels:
+    a medium that is smaller for it comes with a `Clamp`; nobody chose that number.
     low_detail_tokens: most tokens of a picture of detail "low". embeds: whether pictures may come encoded.
     """
 
     decode: DecodeLimits = field(default_factory=DecodeLimits)
     max_pixels: int | None = None
+    tell_max_pixels: bool = field(default=False, repr=False)  # of no effect on pixels, which the text stands for
     low_detail_tokens: int = 64
     embeds: bool = False
     video: VideoLimits = field(default_factory=VideoLimits)
@@ -100,6 +102,7 @@ class MultimodalProcessor(ABC):
             min_pixels=config.min_pixels,
             max_pixels=config.max_pixels,
             limit=limits.max_pixels,
+            tell_limit=limits.tell_max_pixels,
             low_detail_tokens=limits.low_detail_tokens,
         )
         self._rules = self._make_rules()
@@ -272,6 +275,7 @@ class MultimodalProcessor(ABC):
                 cap_pixels_per_frame=options.cap_pixels_per_frame,
                 max_frames=self.limits.video.max_frames,
                 max_pixels=self.limits.max_pixels,
+                tell_max_pixels=self.limits.tell_max_pixels,
             )
         )
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from processors.families.base import Coordinates, MultimodalProcessor, ProcessedMedium
+from processors.image.sizes import AUTO_PIXELS_SETTING
 from processors.knobs import Clamp
 from processors.video.clips import ProcessedVideo
 
@@ -58,7 +59,18 @@ class MediumReport:
     def warnings(self) -> list[str]:
         """A sentence for each thing that is not as it was asked for."""
         ignored = [f"{name} has no effect on this {self.kind}" for name in self.ignored]
-        return [f"{self.param}: {what}" for what in [*map(str, self.clamps), *ignored]]
+        return [f"{self.param}: {what}" for what in [*map(self._in_words, self.clamps), *ignored]]
+
+    def _in_words(self, clamp: Clamp) -> str:
+        if clamp.setting != AUTO_PIXELS_SETTING:
+            return str(clamp)
+        (width, height), (new_width, new_height) = self.source_size, self.final_size
+        what = "the picture" if self.kind == "image" else "each frame"
+        return (
+            f"{what} of {width}x{height} pixels was scaled down to {new_width}x{new_height}: {clamp.limit} pixels are "
+            "what this machine encodes in the time set for it (--max-pixels auto, --max-pixels-auto-s); "
+            "--max-pixels checkpoint gives the full size"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The report as the API gives it."""

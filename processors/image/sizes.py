@@ -10,6 +10,7 @@ from processors.resize import smart_resize
 from vlmserve_common.errors import BadRequestError
 
 MAX_PIXELS_SETTING = "setting --max-pixels"
+AUTO_PIXELS_SETTING = "setting --max-pixels auto"
 # `IMAGE_MIN_TOKEN_NUM` of qwen_vl_utils
 _LEAST_TOKENS = 4
 
@@ -26,7 +27,8 @@ class Fit(NamedTuple):
 class ImageSizes:
     """factor: pixels a side of a token. min_pixels, max_pixels: the checkpoint's area limits.
 
-    limit: the largest area, whatever is asked for; None: the checkpoint's. low_detail_tokens: of detail "low".
+    limit: the largest area, whatever is asked for; None: the checkpoint's. tell_limit: see `ProcessorLimits`.
+    low_detail_tokens: of detail "low".
     """
 
     factor: int
@@ -34,6 +36,7 @@ class ImageSizes:
     max_pixels: int
     limit: int | None
     low_detail_tokens: int
+    tell_limit: bool = False
 
     @property
     def highest(self) -> int:
@@ -60,7 +63,12 @@ class ImageSizes:
         if low is None:
             low = min(self.min_pixels, high)
         high = max(low, high)
-        return Fit(*smart_resize(height, width, factor=self.factor, min_pixels=low, max_pixels=high), tuple(found))
+        size = smart_resize(height, width, factor=self.factor, min_pixels=low, max_pixels=high)
+        if self.tell_limit and high == self.highest and not found:
+            most = max(self.max_pixels, high)
+            free = smart_resize(height, width, factor=self.factor, min_pixels=low, max_pixels=most)
+            found += told_scaling(free, size, high)
+        return Fit(*size, tuple(found))
 
     def ignored(self, knobs: ImageKnobs) -> tuple[str, ...]:
         """What was given and has no effect."""
@@ -79,6 +87,14 @@ class ImageSizes:
             low = self.low_detail_tokens * self.factor**2
             return ImageKnobs(max_pixels=min(low, self.max_pixels, self.highest))
         raise BadRequestError(f"detail {detail!r} is none of 'auto', 'low' and 'high'", code="invalid_value")
+
+
+def told_scaling(free: tuple[int, int], size: tuple[int, int], limit: int) -> tuple[Clamp, ...]:
+    """What is said of a limit that nobody chose. free: the (height, width) without it; no news if that is no larger."""
+    asked, used = free[0] * free[1], size[0] * size[1]
+    if asked <= used:
+        return ()
+    return (Clamp(knob="max_pixels", asked=asked, used=used, limit=limit, setting=AUTO_PIXELS_SETTING),)
 
 
 def aimed_size(height: int, width: int, *, factor: int, limit: int, setting: str) -> Fit:

@@ -1,4 +1,4 @@
-"""Imported once, by the process that media workers are forks of: what decoding and resizing need, in one thread."""
+"""Imported once, by the process that children are forks of: torch, and what resizing pictures needs, in one thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 
 
 def _load() -> None:
+    gc.disable()  # imports make hundreds of thousands of objects, which all stay
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # before the libraries start threads, which a fork would not have
     import numpy as np
@@ -22,6 +23,7 @@ def _load() -> None:
     resize_frames(np.zeros((1, 8, 8, 3), np.uint8), 4, 4, "bicubic")
     gc.collect()
     gc.freeze()  # collecting would write to, and so copy, the pages of all objects
+    gc.enable()
 
 
 _load()

@@ -121,7 +121,7 @@ class VideoKnobs:
 class RuleSettings:
     """What rules are made from. max_frames: the server's limit. max_pixels: of a resized frame; None: the checkpoint's.
 
-    fps, cap_pixels_per_frame: the server's, None for the checkpoint's.
+    fps, cap_pixels_per_frame: the server's, None for the checkpoint's. tell_max_pixels: see `ProcessorLimits`.
     """
 
     config: VideoConfig
@@ -130,6 +130,7 @@ class RuleSettings:
     cap_pixels_per_frame: bool | None
     max_frames: int
     max_pixels: int | None
+    tell_max_pixels: bool = False
 
     @property
     def default_fps(self) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from processors.image.sizes import Fit, aimed_size
+from processors.image.sizes import Fit, aimed_size, told_scaling
 from processors.knobs import areas_without_effect, named
 from processors.video.frame_choice import (
     ByNumber,
@@ -60,7 +60,12 @@ class VideoRules:
                 setting=setting,
             )
         limited, clamps = limit_areas(self.sizer, num_frames, knobs)
-        return Fit(*self.sizer.size(num_frames, height, width, limited), clamps)
+        size = self.sizer.size(num_frames, height, width, limited)
+        settings = self.sizer.settings
+        if settings.tell_max_pixels and settings.max_pixels is not None and not clamps:
+            free = replace(self.sizer, settings=replace(settings, max_pixels=None))
+            clamps = told_scaling(free.size(num_frames, height, width, limited), size, settings.max_pixels)
+        return Fit(*size, clamps)
 
     def ignored(self, knobs: VideoKnobs) -> tuple[str, ...]:
         """What was given and has no effect."""

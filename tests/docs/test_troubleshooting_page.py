@@ -20,6 +20,14 @@ PARTS = {
         "... was killed by ...",
         "... while starting",
     ),
+    "torch's operators, which are slower: there is no C++ compiler ...": (
+        "torch's operators, which are slower: ...",
+        "there is no C++ compiler",
+    ),
+    "torch's operators, which are slower: ... failed: ...": (
+        "torch's operators, which are slower: ...",
+        "... failed: ...",
+    ),
     "the template ... needs what is not there: ...; its fields: ...": (
         "the template ...",
         "needs what is not there: ...; its fields: ...",

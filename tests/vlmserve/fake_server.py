@@ -3,7 +3,7 @@
 GET /PROMPT answers PROMPT's bytes after a round trip through both child processes. Prompts that start with:
 hang: are answered never, slow: on SIGUSR1 to the scheduler, die: kill the scheduler.
 How the scheduler starts is told by $FAKE_START: ok, error, crash, exit, hang,
-late: what it waits for itself is not there in time.
+late: what it waits for itself is not there in time. What child processes are forks of imports $FAKE_IMPORTS.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, get_args
 
 import numpy as np
 
+from vlmserve import launch
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.launch import launch_server
 from vlmserve.messages import (
     BatchTextOutput,
     BatchTokenOutput,
@@ -39,6 +39,7 @@ from vlmserve.messages import (
     TokenOutput,
 )
 from vlmserve_common.errors import CheckpointError, EngineError
+from vlmserve_common.process.child import prepare_forks
 
 
 def fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
@@ -161,8 +162,10 @@ if __name__ == "__main__":
         word.removeprefix("--").replace("-", "_"): value for word, value in zip(words[::2], words[1::2], strict=True)
     }
     settings = load_settings({"model": model, **flags})
+    # nobody here needs what the real one imports
+    launch.prepare_processes = lambda: prepare_forks(os.environ.get("FAKE_IMPORTS", "").split())
     try:
-        status = launch_server(
+        status = launch.launch_server(
             settings, scheduler=fake_scheduler, detokenizer=fake_detokenizer, make_frontend=FakeFrontend
         )
     except Exception as error:

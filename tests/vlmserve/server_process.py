@@ -10,10 +10,13 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import openai
+
+from vlmserve.bench.processes import children_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -78,10 +81,14 @@ class ServerProcess:
             connection.close()
 
     def children(self) -> dict[str, int]:
-        """Pids of the child processes by name, from their command lines (the resource tracker is left out)."""
-        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        pids = [int(pid) for pid in found if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-        return dict(zip(("scheduler", "detokenizer"), sorted(pids), strict=True))
+        """Pids of the scheduler and the detokenizer, by the names that they show."""
+        names, deadline = ("scheduler", "detokenizer"), time.monotonic() + PATIENCE_S
+        while True:
+            named = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(self.process.pid)}
+            if named.keys() >= set(names):
+                return {name: named[name] for name in names}
+            assert time.monotonic() < deadline, f"there are only {named}"
+            time.sleep(0.02)
 
     def wait(self) -> int:
         status = self.process.wait(PATIENCE_S)

@@ -28,9 +28,9 @@ def slow_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, r
         os.close(go)
         return put(*words, **options)
 
-    def say_when_told(*, max_model_len: int, before_end: Callable[[], None]) -> None:
+    def say_when_told(*, before_end: Callable[[], None], **facts: int | None) -> None:
         ready(
-            max_model_len=max_model_len,
+            **facts,
             before_end=lambda: (print("finishing", file=sys.stderr, flush=True), before_end()),
         )
 

@@ -180,6 +180,17 @@ def test_what_an_encoder_process_is_late_with_is_told_as_that(start) -> None:
     assert server.log[-1] == "error: no encoder after 0.5 s, with the log at warning\n"
 
 
+def test_a_child_that_has_nothing_to_be_forked_of_is_told(start, tmp_path) -> None:
+    (tmp_path / "broken_library.py").write_text('raise OSError("libbroken.so is not there")')
+    server = start(FAKE_IMPORTS="broken_library", PYTHONPATH=str(tmp_path))
+    assert server.wait() == 1
+    assert "OSError: libbroken.so is not there\n" in server.log
+    assert server.log[-1] == (
+        "error: the scheduler process cannot start: the process that it would be a fork of has ended\n"
+    )
+    assert not list(server.runtime.iterdir())
+
+
 def test_a_signal_while_starting_ends_it(start) -> None:
     server = start(FAKE_START="hang")
     _await(lambda: len(list(server.runtime.glob("*/detokenizer"))) == 1)

@@ -65,9 +65,14 @@ def children_of(pid: int) -> set[int]:
 
 
 def fork_server(server: ServerProcess) -> int:
-    """What workers are forks of."""
+    """What all other processes are forks of."""
     [pid] = (pid for pid in children_of(server.process.pid) if "forkserver" in Path(f"/proc/{pid}/cmdline").read_text())
     return pid
+
+
+def media_workers(server: ServerProcess) -> set[int]:
+    forks = children_of(fork_server(server))
+    return {pid for pid in forks if Path(f"/proc/{pid}/comm").read_text().startswith("media-")}
 
 
 def await_work(pids: set[int], under_way: Future[Any]) -> int:
@@ -98,7 +103,7 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
             ask(client, part("video", clip[: len(clip) // 2]))
         assert caught.value.param == "messages[0].content[0]"
 
-        first = children_of(fork_server(processes))
+        first = media_workers(processes)
         assert len(first) == 2
         huge = encoded(Image.new("RGB", (8000, 7900)))  # takes a second or more
         doomed = others.submit(ask, client, part("image", huge))
@@ -116,7 +121,8 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
         assert "libtorch" not in Path(f"/proc/{processes.process.pid}/maps").read_text()
 
     forks = fork_server(processes)
-    children = {*processes.children().values(), *children_of(forks)} - {forks}
+    children = children_of(forks)
+    assert children == {*processes.children().values(), *media_workers(processes)}
     assert len(children) == 4
     forks_end = os.pidfd_open(forks)
     [shared] = (SharedArrays(path) for path in processes.directories() if "/shm/" in str(path))
@@ -136,7 +142,7 @@ def test_a_server_that_is_killed_leaves_no_process(serve: Any) -> None:
     server.port()
     forks = fork_server(server)
     watched = [os.pidfd_open(pid) for pid in (forks, *children_of(forks))]
-    assert len(watched) == 3
+    assert len(watched) == 5
     server.process.kill()
     for fd in watched:
         assert wait([fd], PATIENCE_S), "a process outlives the server"

@@ -135,6 +135,9 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"body_timeout_s": "0"}, "--body-timeout-s is 0.0; it must be above 0 and at most 2000000"),
         ({"max_files": "-1"}, "--max-files is -1; it must be 0 or more"),
         ({"max_file_bytes": "0"}, "--max-file-bytes is 0; it must be 1 or more"),
+        ({"max_pixels": "0"}, "--max-pixels is 0; it must be auto, checkpoint, or a whole number of 1 or more"),
+        ({"max_pixels": "all"}, "--max-pixels is 'all'; it must be auto, checkpoint, or a whole number of 1 or more"),
+        ({"max_pixels": 1.5}, "--max-pixels is 1.5; it must be"),
         ({"log_level": "loud"}, "--log-level is 'loud'; it must be 'debug', 'info', 'warning' or 'error'"),
     ],
 )
@@ -232,3 +235,11 @@ def test_messages_name_settings_by_their_flags() -> None:
             found |= dict.fromkeys(named, path)
     assert len(found) > 15
     assert {name: path for name, path in found.items() if name not in flags} == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("auto", "auto"), ("checkpoint", "checkpoint"), ("1003520", 1003520), (1003520, 1003520)]
+)
+def test_the_largest_picture_is_a_word_or_a_number(given: object, meant: object) -> None:
+    assert load_settings({"max_pixels": given}).engine.max_pixels == meant
+    assert load_settings({}).engine.max_pixels == "auto"

@@ -13,6 +13,7 @@ from vlmserve.caption.outputs.choose import OutputSettings
 from vlmserve.caption.run import RunSettings
 from vlmserve.client.media_names import PICTURES, VIDEOS
 from vlmserve.config.checks import SettingsError
+from vlmserve.config.engine_args import AUTO, CHECKPOINT
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
 from vlmserve.config.model_path import is_model
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
@@ -161,6 +162,8 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
     if nothing_twice:  # what is kept of them is of no use
         defaults |= {"processor_cache_mib": 0, "disable_radix_cache": True}
     settings = load_settings(flags, config=args["config"], defaults=defaults)
+    if given["max_pixels"] is not None and settings.engine.max_pixels == AUTO:  # asked for: nobody else need choose
+        settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, max_pixels=CHECKPOINT))
     problems = list(_problems(given, urls))
     if problems:
         raise SettingsError("\n".join(problems))

@@ -11,6 +11,8 @@ from vlmserve.config.fields import ABOVE_0, AT_LEAST_1, CACHE_SIZE, SECONDS, All
 _model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
 _memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))
 
+AUTO, CHECKPOINT = "auto", "checkpoint"
+
 
 def _are_devices(names: str) -> bool:
     return all(re.fullmatch(r"cpu|cuda(:\d+)?", name) for name in names.split(","))
@@ -24,6 +26,10 @@ _FRACTION = Allowed(words="above 0 and at most 1", holds=lambda value: 0 < value
 _POSITIVE = Allowed(words="above 0", holds=lambda value: value > 0)
 _SEED = Allowed(words="between 0 and 2**63 - 1", holds=lambda value: 0 <= value < 2**63)
 _PROCESSES = Allowed(words="0 (threads do the work) or more", holds=lambda value: value >= 0)
+_MAX_PIXELS = Allowed(
+    words="auto, checkpoint, or a whole number of 1 or more",
+    holds=lambda value: value in (AUTO, CHECKPOINT) or (isinstance(value, int) and value >= 1),
+)
 _ENCODERS = Allowed(words="0 (none beside the engine) or more", holds=lambda value: value >= 0)
 
 
@@ -40,15 +46,30 @@ class EngineArgs:
         None, "context length in tokens: prompt and answer together; default: the model's", AT_LEAST_1
     )
     num_threads: int | None = _model(None, "CPU threads of the model; default: all cores", AT_LEAST_1)
-    attention_backend: Literal["torch"] = _model("torch", "attention kernels")
+    attention_backend: Literal["auto", "native", "torch"] = _model(
+        "auto", "the decoder's attention; auto: our own operators (native) on a CPU that has them, else torch's"
+    )
+    cpu_kernels: Literal["auto", "off"] = _model(
+        "auto",
+        "our own operators on a CPU, built with the machine's C++ compiler at the first start; off: torch's, slower",
+    )
+    quantization: Literal["none", "int8", "int4"] = _model(
+        "none",
+        "round the decoder's and the head's weights to so many bits as they are loaded (our own operators are needed); "
+        "AWQ and GPTQ checkpoints need no setting",
+    )
     sampling_defaults: Literal["model", "openai"] = _model(
         "model",
         "where sampling values come from that a request leaves out: generation_config.json, or OpenAI's defaults",
     )
-    max_pixels: int | None = _pictures(
-        None,
-        "largest area, in pixels, of a resized picture or frame; default: the checkpoint's own",
-        AT_LEAST_1,
+    max_pixels: int | str = _pictures(
+        AUTO,
+        "largest area, in pixels, of a resized picture or frame; checkpoint: the checkpoint's own limit; auto: the "
+        "same on a GPU, and on a CPU what it encodes in --max-pixels-auto-s, found out at the start",
+        _MAX_PIXELS,
+    )
+    max_pixels_auto_s: float = _pictures(
+        20.0, "CPU: seconds that encoding one picture may take about, for --max-pixels auto", SECONDS
     )
     low_detail_tokens: int = _pictures(64, 'most tokens of a picture with detail "low"', AT_LEAST_1)
     max_queued_media: int = _pictures(
@@ -131,6 +152,11 @@ class EngineArgs:
     cpu_kv_cache_gib: float = _memory(2.0, "upper limit of the KV cache on a CPU, in GiB", ABOVE_0)
     max_total_tokens: int | None = _memory(
         None, "KV cache slots in all; default: from --mem-fraction-static", AT_LEAST_1
+    )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory(
+        "auto",
+        "what the KV cache holds: auto is --dtype; fp8_e4m3 and int8 take half of bfloat16's memory, on a CPU; int8, "
+        "with a scale for each token and head, is the closer one",
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
     disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")

@@ -132,6 +132,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("max_running_requests", vllm="max_num_seqs"),
     _same("chunked_prefill_size", vllm="max_num_batched_tokens", answer="of prompts; decoding comes on top"),
     _same("page_size", vllm="block_size"),
+    _same("quantization", vllm="q"),
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
     _same("chunked_prefill_size", vllm="enable_chunked_prefill", switch=True, convert=_whole_prompts, answer="off: -1"),
     _same("random_seed", vllm="seed"),
@@ -196,8 +197,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(_ONE_GPU, sglang="expert_parallel_size ep_size ep nnodes", fine="1"),
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
     _answered("mixture-of-experts models are not supported yet", "enable_expert_parallel", switch=True, fine="false"),
-    _answered("quantised weights are not supported yet", "quantization q", "quantization", fine="none"),
-    _answered("the KV cache has the type of --dtype; others are not supported yet", both="kv_cache_dtype", fine="auto"),
     _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
     _answered(_NO_GRAPHS, "compilation_config O", "cuda_graph_max_bs cuda_graph_bs"),
     _answered(_NO_GRAPHS, sglang="enable_torch_compile", switch=True, fine="false"),
@@ -235,6 +234,10 @@ FOREIGN: tuple[ForeignSetting, ...] = (
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"},
+    # formats of checkpoints, which are seen in config.json
+    "quantization": dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto", "null"), "none"
+    ),
     "log_level": {"warn": "warning", "critical": "error", "trace": "debug"},
 }
 """Of settings that are called the same: their words for values -> ours. Capitals do not matter."""

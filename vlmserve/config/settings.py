@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from vlmserve.config.aliases import foreign_setting, translated, usual_word
 from vlmserve.config.checks import SettingsError, engine_problems
@@ -199,9 +199,12 @@ def load_settings(
 @functools.cache
 def _reader() -> type[BaseModel]:
     """What checks and converts the values: a model with a field for every setting."""
-    from pydantic import ConfigDict, create_model
+    from pydantic import ConfigDict, Field, create_model
 
     fields: dict[str, Any] = {setting.name: (setting.type, setting.default) for setting in iter_settings()}
+    for name, (kind, default) in fields.items():
+        if kind == int | str:  # digits are a number, also where all values are texts
+            fields[name] = Annotated[kind, Field(union_mode="left_to_right")], default
     return create_model("Settings", __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
 
 
@@ -270,6 +273,8 @@ def _explain(error: ValidationError, known: Collection[str], places: Mapping[str
         place = places.get(name, name)
         if problem["type"] == "extra_forbidden":
             yield f"{place}: no such setting{did_you_mean(name, known, '; `vlmserve serve --help` lists all')}"
+            continue
+        if len(problem["loc"]) > 1 and problem["loc"][1] != "int":  # of a number or a word, once is enough
             continue
         yield sentence(problem, place)
         if place == f"{ENV_PREFIX}PORT" and str(problem["input"]).startswith("tcp://"):

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vlmserve.config.engine_args import EngineArgs
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.doctor.packages import pip_install
 from vlmserve.doctor.probing import Probed
@@ -60,8 +59,7 @@ def gpu_findings(nvidia: Nvidia, torch: Probed) -> Iterator[Finding]:
                 remedy=_cuda_build(torch.result["version"]) if gpu["error"] else None,
                 data=gpu,
             )
-    backends = typing.get_args(typing.get_type_hints(EngineArgs)["attention_backend"])
-    yield Finding(name="attention", text=", ".join(backends), data={"backends": list(backends)})
+    yield Finding(name="attention", text="torch", data={"backends": ["torch"]})
 
 
 def _driver(nvidia: Nvidia) -> Finding:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.ipc.private_dir import shared_memory_base
-from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.cpus import available_cpus, cpu_name
 from vlmserve_common.compute.memory import available_host_memory, show_gib, total_host_memory
+from vlmserve_common.kernels.build import (
+    CannotBuild,
+    best_level,
+    better_level,
+    cache_folder,
+    compiler,
+    cpu_words,
+    find,
+)
 
 # What matrix products go by, as the kernel calls them.
 _ON_X86 = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
@@ -28,6 +36,7 @@ def machine_findings() -> Iterator[Finding]:
     """All of them."""
     yield system()
     yield cpu()
+    yield operators()
     yield memory()
     yield shared_memory(shared_memory_base())
     yield open_files()
@@ -52,7 +61,7 @@ def system() -> Finding:
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
     """Cores, and instructions for matrix products."""
     usable, there = available_cpus(), os.cpu_count() or 1
-    model, flags = _cpu_model(cpuinfo)
+    model, flags = cpu_name(cpuinfo), cpu_words(cpuinfo)
     instructions = [name for name in (*_ON_X86, *_ON_ARM) if name in flags]
     slow = _X86 in flags and not _BFLOAT16_ON_X86 & flags
     text = f"{model}: {usable} of {there} cores usable" if usable != there else f"{model}: {there} cores"
@@ -65,6 +74,32 @@ def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
         text=text,
         status=Status.NOTE if slow else Status.OK,
         data={"model": model, "cores": there, "usable_cores": usable, "instructions": instructions},
+    )
+
+
+def operators(cpuinfo: Path = Path("/proc/cpuinfo"), cache: Path | None = None) -> Finding:
+    """What computes on this CPU, and why nothing faster does."""
+    words, cache = cpu_words(cpuinfo), cache or cache_folder()
+    level, text, remedy = None, "", None
+    try:
+        level = best_level(words)
+        better = better_level(level, words)
+        text = f"for {level}"
+        if better is not None:
+            text += f" (this CPU lacks {', '.join(better[1])} for {better[0]})"
+        built = find(level, cache)
+        text += (
+            f", in {built.parent}" if built else f", to be built with {compiler()} at the first start: takes seconds"
+        )
+    except CannotBuild as error:
+        text = f"torch's, which are slower: {error}"
+        remedy = None if level is None else "install a C++ compiler (apt-get install g++)"
+    return Finding(
+        name="operators",
+        text=text,
+        status=Status.NOTE if text.startswith("torch's") else Status.OK,
+        remedy=remedy,
+        data={"level": level, "folder": str(cache)},
     )
 
 
@@ -112,13 +147,3 @@ def open_files() -> Finding:
         remedy="ulimit -n 65536" if few else None,
         data={"soft": soft, "hard": hard},
     )
-
-
-def _cpu_model(cpuinfo: Path) -> tuple[str, set[str]]:
-    try:
-        text = cpuinfo.read_text(errors="replace")
-    except OSError:
-        return platform.processor() or platform.machine(), set()
-    fields: dict[str, str] = dict(re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", text, re.MULTILINE))
-    flags = set(fields.get("flags", fields.get("Features", "")).split())
-    return fields.get("model name", platform.machine()), flags

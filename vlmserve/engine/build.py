@@ -9,40 +9,45 @@ from pathlib import Path
 
 import torch
 
-from vlmserve.attention.torch_backend import TorchAttentionBackend
+from vlmserve.attention.choice import choose_backend
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
+from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
-from vlmserve.models.registry import load_model, outline_model
+from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
 from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
 from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels.library import activate, active, torch_threads
+from vlmserve_common.kernels.quantized import MODE_BITS, Mode
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What others need to know of a running engine. max_req_len: tokens of prompt and answer of one request."""
+    """What others need to know of a running engine. max_req_len: tokens of prompt and answer of one request.
+    auto_pixels: what `--max-pixels auto` comes to; None: the checkpoint's own limit."""
 
     max_total_tokens: int
     max_req_len: int
     device: str
     dtype: str
+    auto_pixels: int | None = None
 
 
 def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
@@ -50,18 +55,31 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
 
     What cannot fit into memory is refused before weights are loaded.
     """
-    torch.set_num_threads(args.num_threads or available_cpus())
+    threads = usable_threads(args.num_threads, "--num-threads")
+    torch.set_num_threads(threads)
     device = resolve_device(args.device)
-    _check_sizes(args, device)
+    if device.type == "cpu":
+        operators = activate(args.cpu_kernels, threads=threads)
+        log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
+    mode = _quantization(args, device)
+    _check_sizes(args, device, mode)
     # encoder processes have the tower, and no copy of it is needed here
     model = load_model(args.model, device=device, dtype=dtype_setting(args.dtype), with_tower=not args.num_encoders)
+    model.pack(mode)
+    if device.type == "cpu":
+        torch.set_num_threads(torch_threads(threads, model.dtype))
     config = model.config
-    per_token = _bytes_per_token(model)
+    kv_dtype = cache_dtype(args.kv_cache_dtype, model.dtype)
+    per_token = _bytes_per_token(model, kv_dtype)
     max_model_len = args.max_model_len or config.max_position_embeddings
     tokens = kv_cache_size(args, bytes_per_token=per_token, max_model_len=max_model_len, device=device)
     max_req_len = min(max_model_len, tokens - args.page_size)
     info = EngineInfo(
-        max_total_tokens=tokens, max_req_len=max_req_len, device=str(device), dtype=dtype_name(model.dtype)
+        max_total_tokens=tokens,
+        max_req_len=max_req_len,
+        device=str(device),
+        dtype=dtype_name(model.dtype),
+        auto_pixels=auto_max_pixels(args, dtype=model.dtype, device=device),
     )
     runner = ModelRunner(
         model=model,
@@ -70,28 +88,49 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=model.dtype,
+            dtype=kv_dtype,
             device=device,
         ),
         req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
-        attn_backend=TorchAttentionBackend(),
+        attn_backend=choose_backend(
+            args.attention_backend,
+            device=device,
+            dtype=model.dtype,
+            cache_dtype=kv_dtype,
+            head_dim=config.head_dim,
+        ),
         device=device,
     )
     log.info(
-        "loaded %s: %s on %s, %d KV slots of %d bytes, context %d",
+        "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d",
         args.model,
         info.dtype,
         info.device,
         tokens,
         per_token,
+        dtype_name(kv_dtype),
         max_req_len,
     )
     return runner, info
 
 
-def _check_sizes(args: EngineArgs, device: torch.device) -> None:
+def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
+    """What --quantization comes to here. EngineError on a GPU."""
+    if args.quantization == "none":
+        return None
+    if device.type != "cpu":
+        raise EngineError(f"--quantization {args.quantization} is for CPUs, and the model is on {device}")
+    if active() is None:
+        log.warning("--quantization %s needs our own operators: the weights stay as they are", args.quantization)
+        return None
+    return args.quantization
+
+
+def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> None:
     """EngineError for a context that the model was not made for, and for what has no room in memory."""
     outline = outline_model(Path(args.model), dtype_setting(args.dtype))
+    if device.type != "cpu" and args.kv_cache_dtype != "auto":
+        raise EngineError(f"--kv-cache-dtype {args.kv_cache_dtype} is for a CPU so far, and the model is on {device}")
     most = outline.config.max_position_embeddings
     max_model_len = args.max_model_len or most
     if max_model_len > most:
@@ -100,19 +139,32 @@ def _check_sizes(args: EngineArgs, device: torch.device) -> None:
     if args.num_encoders:
         encoder_devices(args, device)  # are there
         weights -= weight_bytes(outline.visual)  # which each of them loads, and this process does not
+    if active() is not None and outline.lm_head is None:
+        # the packed copy that is a tied model's head
+        copy = weight_bytes(outline.language_model.embed_tokens)
+        weights += copy if mode is None else int(copy * _part_of(MODE_BITS[mode], outline.dtype))
+    scheme = quantization_of(Path(args.model))
+    if active() is not None and scheme is not None:
+        decoder = weight_bytes(outline.language_model.layers)
+        weights -= int(decoder * (1 - _part_of(scheme.bits, outline.dtype)))
     check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)
     kv_cache_size(
         args,
-        bytes_per_token=_bytes_per_token(outline),
+        bytes_per_token=_bytes_per_token(outline, cache_dtype(args.kv_cache_dtype, outline.dtype)),
         max_model_len=max_model_len,
         device=device,
         weights_to_come=weights,
     )
 
 
-def _bytes_per_token(model: VisionLanguageModel) -> int:
+def _part_of(bits: int, dtype: torch.dtype) -> float:
+    """How much of a plain weight's bytes a quantised one takes, about: a scale and a zero for each 64 come on top."""
+    return (bits + 32 / 64) / (8 * dtype.itemsize)
+
+
+def _bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:
     config = model.config
-    return KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    return KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
 
 
 def build_scheduler(

@@ -22,8 +22,9 @@ from vision.workers.settings import WorkerSettings
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
-from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.cpus import available_cpus, usable_threads
 from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.linear import pack_linears
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.version import __version__
 
@@ -83,7 +84,8 @@ def build_encoder_pool(
             backend, fingerprint = workers, workers.wait_ready()
         else:
             backend = InlineBackend(TowerRunner(tower, device))
-            fingerprint = tower_fingerprint(tower, hf_config["vision_config"])
+            fingerprint = tower_fingerprint(tower, hf_config["vision_config"])  # of the weights as they are stored
+            pack_linears(tower)
         if store is None and args.embedding_cache_dir is not None:
             store = open_store(args, fingerprint, shape, hf_config)
         pool = EncoderPool(
@@ -141,13 +143,19 @@ def _start_workers(
         shared_dir=start.shared_dir,
         rows_device=str(device),
         dtype=dtype_name(dtype),
-        threads=args.encoder_threads or max(1, available_cpus() // args.num_encoders),
+        cpu_kernels=args.cpu_kernels,
+        threads=encoder_threads(args),
         log_level=start.log_level,
         startup_timeout_s=start.startup_timeout_s,
         ready_by=start.ready_by,
         batch_timeout_s=args.encoder_timeout_s or (3600.0 if "cpu" in devices else 600.0),
     )
     return ProcessBackend(settings)
+
+
+def encoder_threads(args: EngineArgs) -> int:
+    """Of each encoder process that computes on the CPU."""
+    return usable_threads(args.encoder_threads or max(1, available_cpus() // args.num_encoders), "--encoder-threads")
 
 
 def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:

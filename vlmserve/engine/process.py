@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from functools import partial
 from typing import get_args
@@ -39,7 +40,8 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         scheduler, scheduler.encoder, to_detokenizer.send, max_patches=resolve_warmup_patches(args, runner.device)
     )
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
-    ready(max_model_len=info.max_req_len, before_end=partial(_finish, scheduler.encoder))
+    ready(max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, before_end=partial(_finish, scheduler.encoder))
+    gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
     busy = False
     while True:
         for message in receiver.drain(timeout_s=0.0 if busy else None, wake=scheduler.wait_handles()):

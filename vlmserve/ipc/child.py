@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import TypeAlias
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import FINISH_S, Ready
+from vlmserve.ipc.ready import FINISH_S, Ready, ReadyReport
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess, Parent
 
@@ -30,16 +31,19 @@ def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels
         title=f"the {name} process",
         log_level=start.log_level,
         stop_patience_s=FINISH_S + STOP_PATIENCE_S,
+        forked=True,
     )
 
 
-def wait_until_ready(children: Sequence[ChildProcess], start: StartSettings, *, grace_s: float = 0.0) -> dict[str, int]:
-    """Every child's `max_model_len`, by name. EngineError with the child's own message if one fails, or by timeout.
+def wait_until_ready(
+    children: Sequence[ChildProcess], start: StartSettings, *, grace_s: float = 0.0
+) -> dict[str, ReadyReport]:
+    """Every child's report, by name. EngineError with the child's own message if one fails, or by timeout.
 
     grace_s: for messages of failure that come once the time is over.
     """
     waiting = {child.pipe: child for child in children}
-    reports: dict[str, int] = {}
+    reports: dict[str, ReadyReport] = {}
     deadline = start.ready_by + grace_s
     while waiting:
         readable = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -48,14 +52,16 @@ def wait_until_ready(children: Sequence[ChildProcess], start: StartSettings, *, 
             raise EngineError(f"not ready after {start.startup_timeout_s:g} s: {late}; --startup-timeout-s allows more")
         for pipe in readable:
             child = waiting.pop(pipe)  # type: ignore[call-overload]
-            reports[child.name] = child.take_report()["max_model_len"]
+            reports[child.name] = ReadyReport(**child.take_report())
     return reports
 
 
 def _run(parent: Parent, main: ChildMain, args: EngineArgs, channels: Channels, start: StartSettings) -> None:
-    def ready(*, max_model_len: int = 0, before_end: Callable[[], None] | None = None) -> None:
+    def ready(
+        *, max_model_len: int = 0, auto_pixels: int | None = None, before_end: Callable[[], None] | None = None
+    ) -> None:
         if before_end is not None:
             parent.before_end = before_end
-        parent.ready({"max_model_len": max_model_len})
+        parent.ready(asdict(ReadyReport(max_model_len=max_model_len, auto_pixels=auto_pixels)))
 
     main(args, channels, start, ready)

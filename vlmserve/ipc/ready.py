@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 FINISH_S = 5.0
 """How long a process of the server may go on after it was stopped, to finish what would be lost otherwise."""
 
 
-class Ready(Protocol):
-    """Reports readiness, once.
+@dataclass(frozen=True, kw_only=True)
+class ReadyReport:
+    """What the scheduler found out; others have nothing to say.
 
-    max_model_len: prompt and answer of one request together, in tokens, as the scheduler found it; others report none.
+    max_model_len: prompt and answer of one request together, in tokens. auto_pixels: what `--max-pixels auto` comes to,
+    in pixels; None: the checkpoint's own limit.
+    """
+
+    max_model_len: int = 0
+    auto_pixels: int | None = None
+
+
+class Ready(Protocol):
+    """Reports readiness, once. max_model_len, auto_pixels: see `ReadyReport`.
+
     before_end: called when the launcher stops this process, in another thread, before it ends; for `FINISH_S` at most.
     """
 
-    def __call__(self, *, max_model_len: int = 0, before_end: Callable[[], None] | None = None) -> None: ...
+    def __call__(
+        self,
+        *,
+        max_model_len: int = 0,
+        auto_pixels: int | None = None,
+        before_end: Callable[[], None] | None = None,
+    ) -> None: ...

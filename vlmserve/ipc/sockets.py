@@ -11,15 +11,15 @@ its arrays. It is looked at only if the message cannot be read: the receiver the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from vlmserve.messages import RequestsLost, rids_of
 from vlmserve_common.transport.shm import SharedArrays
@@ -153,8 +153,10 @@ class Receiver:
         """The next message; None if none came in time (None waits for ever), or if a file descriptor of `wake` becomes
         readable before. A malformed one is a `RequestsLost`, or dropped."""
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
-        while self._is_next(timeout_ms, wake):
-            message = self._decoder.decode(self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
+        # Where there is nothing to wait for but a message, ZeroMQ's own waiting is the cheapest.
+        flags = zmq.NOBLOCK if wake or timeout_ms is not None else 0
+        while not flags or self._is_next(timeout_ms, wake):
+            message = self._decoder.decode(self._socket.recv_multipart(flags=flags, copy=False))
             if message is not None:
                 return message
         return None
@@ -182,24 +184,51 @@ class Receiver:
 
 
 class AsyncReceiver:
-    """The receiving end of a channel, for an event loop. Binds `address`; make it inside the running loop."""
+    """The receiving end of a channel, for an event loop. Binds `address`; make it inside the running loop.
 
-    def __init__(self, address: str, types: Iterable[type], *, shared: SharedArrays | None = None) -> None:
+    handle: is called, in the loop, with each message as it comes; a malformed one is a `RequestsLost`, or dropped. It
+    must not raise. broken: is told what went wrong, once, if nothing can be received any more.
+
+    The loop watches ZeroMQ's file descriptor. That becomes readable when something may have come, not for each
+    message, so all that is there is taken. A step of many requests is one turn of the loop.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        types: Iterable[type],
+        handle: Callable[[Any], None],
+        *,
+        broken: Callable[[Exception], None],
+        shared: SharedArrays | None = None,
+    ) -> None:
         self._decoder = _Decoder(types, shared)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
+        self._handle = handle
+        self._broken = broken
+        self._loop = asyncio.get_running_loop()
+        self._socket = zmq.Socket(zmq.Context.instance(), zmq.PULL)
         self._socket.set(zmq.RCVHWM, _UNLIMITED)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(address)
+        self._fd = int(self._socket.get(zmq.FD))
+        self._loop.add_reader(self._fd, self._take)
+        # What came before the descriptor was watched may not show there.
+        self._loop.call_soon(self._take)
 
-    async def recv(self) -> Any:
-        """The next message. A malformed one is a `RequestsLost`, or dropped."""
-        while True:
-            message = self._decoder.decode(await self._socket.recv_multipart(copy=False))
-            if message is not None:
-                return message
+    def _take(self) -> None:
+        try:
+            while not self._socket.closed:
+                message = self._decoder.decode(self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
+                if message is not None:
+                    self._handle(message)
+        except zmq.Again:
+            pass
+        except Exception as error:
+            self.close()
+            self._broken(error)
 
     def close(self) -> None:
         """Stop receiving; messages not yet received are lost."""
-        self._socket.close()
-        self._context.term()
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close()

@@ -29,7 +29,6 @@ from vlmserve.tokenizer.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
 from vlmserve.tokenizer.stage import StageLimits
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, TokenizerManager
-from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.process.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)
@@ -48,6 +47,7 @@ class AsyncLLM:
         self, args: EngineArgs, limits: StageLimits, *, joined: bool, max_pending: int, log_level: str = "info"
     ) -> None:
         self._engine = build_offline_engine(args, limits, self._take, log_level=log_level)
+        self._torch_threads = torch.get_num_threads()
         self.args, self.info = self._engine.args, self._engine.info
         self._detokenizer = DetokenizerManager(self._engine.stage.tokenizer)
         self._unfinished: dict[str, TextOutput] | None = {} if joined else None
@@ -105,7 +105,7 @@ class AsyncLLM:
     # ---------------------------------------------------------------- in the engine's thread
 
     def _run(self) -> None:
-        torch.set_num_threads(self.args.num_threads or available_cpus())  # each thread has its own
+        torch.set_num_threads(self._torch_threads)  # each thread has its own
         scheduler, busy = self._engine.scheduler, False
         try:
             while True:

@@ -47,7 +47,9 @@ def build_offline_engine(
         start = None if shared is None else StartSettings(shared_dir=shared.path, log_level=log_level)
         scheduler = build_scheduler(args, runner, info, send, start=start)
         stack.callback(scheduler.encoder.close)
-        stage = make_tokenizer_stage(args, limits, max_model_len=info.max_req_len, start=start)
+        stage = make_tokenizer_stage(
+            args, limits, max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, start=start
+        )
         return OfflineEngine(
             args=args, runner=runner, info=info, scheduler=scheduler, stage=stage, stack=stack.pop_all()
         )

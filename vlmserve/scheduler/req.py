@@ -87,18 +87,21 @@ class Req:
         if end <= self.prompt_len:
             return prompt[start:end]
         output = self.output_ids[max(start - self.prompt_len, 0) : end - self.prompt_len]
-        return np.concatenate([prompt[start:], np.asarray(output, dtype=np.int64)])
+        ids = np.array(output, dtype=np.int64)
+        return ids if start >= self.prompt_len else np.concatenate([prompt[start:], ids])
 
     def positions(self, start: int, end: int) -> np.ndarray:
         """M-RoPE positions int64 [3, end - start]; a generated token sits at index + delta."""
-        if self.mm_inputs is None:
-            return np.broadcast_to(np.arange(start, end, dtype=np.int64), (3, end - start))
-        prompt = self.mm_inputs.mrope_positions[:, start:end]
-        first = max(start, self.prompt_len)
-        if end <= first:
-            return prompt
-        output = np.arange(first, end, dtype=np.int64) + self.mm_inputs.mrope_position_delta
-        return np.concatenate([prompt, np.broadcast_to(output, (3, len(output)))], axis=1)
+        media = self.mm_inputs
+        if media is not None and end <= self.prompt_len:
+            return media.mrope_positions[:, start:end]
+        positions = np.empty((3, end - start), dtype=np.int64)
+        positions[:] = np.arange(start, end)
+        if media is not None:
+            prompt = media.mrope_positions[:, start:]
+            positions += media.mrope_position_delta
+            positions[:, : prompt.shape[1]] = prompt
+        return positions
 
     def append_output(self, token_id: int) -> None:
         """Take the sampled token and decide whether it was the last."""

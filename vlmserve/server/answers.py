@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from processors.families.report import MediumReport, report_json
 from vlmserve.messages import FinishReason, TextOutput, TokenLogprobs
+from vlmserve.server.streaming import json_text, sse_event
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, Timings
 
@@ -54,6 +55,8 @@ class AnswerWriter:
         # what the outputs so far say of the whole request
         self._prompt = self._cached = 0
         self._completions = [0] * n
+        self._left = n
+        self._frames: list[tuple[bytes, bytes] | None] = [None] * n  # of choices that have begun
         self._media: tuple[MediumReport, ...] = ()
         self._timings: Timings | None = None
 
@@ -80,27 +83,44 @@ class AnswerWriter:
         ]
         return self._head.object("chat.completion", choices=choices, usage=self._usage(), **self._about())
 
-    async def chunks(self, outputs: AsyncIterator[ChoiceOutput]) -> AsyncIterator[dict[str, Any]]:
-        """The chat.completion.chunks: per choice its role first and its finish_reason last; then the usage.
+    def events(self, items: Sequence[ChoiceOutput]) -> bytes:
+        """The next chat.completion.chunks as events: per choice its role first and its finish_reason last.
 
-        The last one of all has what is to be said about the media.
+        The last chunk of all, which may be that of `usage_event`, has what is to be said about the media. Empty while
+        the outputs' text is held back.
         """
-        left = self._n
-        started: set[int] = set()
-        async for item in outputs:
-            self._note(item)
-            if item.index not in started:
-                started.add(item.index)
-                yield self._chunk(item.index, {"role": "assistant", "content": ""})
-            tokens = self._tokens(item.output) if self._logprobs else None
-            if item.output.text or tokens:
-                yield self._chunk(item.index, {"content": item.output.text}, tokens=tokens)
-            if item.output.finish_reason is not None:
-                left -= 1
-                chunk = self._chunk(item.index, {}, finish=item.output.finish_reason)
-                yield chunk if left or self._include_usage else chunk | self._about()
-        if self._include_usage:
-            yield self._head.object("chat.completion.chunk", choices=[], usage=self._usage(), **self._about())
+        return b"".join([event for item in items for event in self._events_of(item)])
+
+    def usage_event(self) -> bytes:
+        """What follows when all choices have ended: the usage, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        return sse_event(self._head.object("chat.completion.chunk", choices=[], usage=self._usage(), **self._about()))
+
+    def _events_of(self, item: ChoiceOutput) -> Iterator[bytes]:
+        self._note(item)
+        output = item.output
+        frame = self._frames[item.index]
+        if frame is None:
+            frame = self._frames[item.index] = self._text_frame(item.index)
+            yield sse_event(self._chunk(item.index, {"role": "assistant", "content": ""}))
+        tokens = self._tokens(output) if self._logprobs else None
+        if tokens is not None and (output.text or tokens):
+            yield sse_event(self._chunk(item.index, {"content": output.text}, tokens=tokens))
+        elif output.text:
+            yield frame[0] + json_text(output.text) + frame[1]
+        if output.finish_reason is not None:
+            self._left -= 1
+            chunk = self._chunk(item.index, {}, finish=output.finish_reason)
+            yield sse_event(chunk if self._left or self._include_usage else chunk | self._about())
+
+    def _text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands around the text in a choice's chunks: all of them repeat it, so it is written once.
+
+        It is the event of an empty text, cut where the text goes; nothing behind that is an empty string.
+        """
+        before, _, after = sse_event(self._chunk(index, {"content": ""})).rpartition(b'""')
+        return before, after
 
     def _note(self, item: ChoiceOutput) -> None:
         self._prompt = item.output.prompt_tokens

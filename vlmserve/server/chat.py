@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -37,36 +36,32 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
         mm_report=bool(chat.return_mm_report),
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
     )
-    outputs = served.manager.generate(wanted)
     headers = {"X-Request-Id": head.id}
     if not chat.stream:
-        async with aclosing(outputs):
+        async with aclosing(served.manager.generate(wanted)) as outputs:
             answer = await while_connected(request.receive, writer.whole(outputs))
         return JSONResponse(answer, headers=headers)
+    batches = served.manager.stream(wanted)
     try:
         # Whatever is wrong shows before the first output, while a status can still be sent.
-        first = await while_connected(request.receive, anext(outputs))
+        first = await while_connected(request.receive, anext(batches))
     except BaseException:
-        await outputs.aclose()
+        await batches.aclose()
         raise
-    stream = EventStream(_events(writer, first, outputs), outputs)
+    stream = EventStream(_events(writer, first, batches), batches)
     stream.headers.update(headers)
     return stream
 
 
 async def _events(
-    writer: AnswerWriter, first: ChoiceOutput, rest: AsyncIterator[ChoiceOutput]
+    writer: AnswerWriter, first: Sequence[ChoiceOutput], rest: AsyncIterator[Sequence[ChoiceOutput]]
 ) -> AsyncGenerator[bytes, None]:
     """The stream's events. What fails after the beginning is told in an event of its own, as OpenAI does."""
     try:
-        async for chunk in writer.chunks(_chain(first, rest)):
-            yield sse_event(chunk)
+        yield writer.events(first)
+        async for items in rest:
+            yield writer.events(items)
+        yield writer.usage_event()
     except Exception as error:
         yield sse_event(describe(error)[1])
     yield DONE
-
-
-async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    yield first
-    async for item in rest:
-        yield item

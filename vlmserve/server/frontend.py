@@ -51,13 +51,14 @@ def make_frontend(
     settings: ServerSettings,
     *,
     max_model_len: int,
+    auto_pixels: int | None = None,
     model_name: str,
     send: Callable[[SchedulerInput], None],
     prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
     start: StartSettings | None = None,
 ) -> ApiFrontend:
     """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
-    start: what media processes need.
+    auto_pixels: what `--max-pixels auto` comes to. start: what media processes need.
 
     Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
     of uploaded files that another server uses.
@@ -71,6 +72,7 @@ def make_frontend(
             engine,
             stage_limits(settings),
             max_model_len=max_model_len,
+            auto_pixels=auto_pixels,
             start=start,
         )
         manager = TokenizerManager(

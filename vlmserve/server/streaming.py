@@ -18,11 +18,17 @@ from starlette.types import Receive, Scope, Send
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def sse_event(data: Any) -> bytes:
     """One event with a JSON payload."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json_text(data) + b"\n\n"
+
+
+def json_text(data: Any) -> bytes:
+    """JSON as it stands in events: short, in UTF-8."""
+    return _JSON.encode(data).encode()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -44,7 +50,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 
 
 class EventStream(Response):
-    """A text/event-stream of ready-made events; `source` is closed at the end, whatever the end is."""
+    """A text/event-stream of ready-made events, of which several may come at once; `source` is closed at the end,
+    whatever the end is."""
 
     media_type = "text/event-stream"
 
@@ -67,8 +74,9 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         with contextlib.suppress(OSError):  # the client is gone
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            async for events in self._events:
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

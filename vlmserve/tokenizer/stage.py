@@ -13,7 +13,7 @@ from processors.image.decoding import DecodeLimits
 from processors.pool.maker import MediaMaker
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.video.options import VideoLimits, VideoOptions
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.tokenizer.chat_messages import MediaCounts
@@ -51,12 +51,17 @@ class TokenizerStage:
 
 
 def make_tokenizer_stage(
-    args: EngineArgs, limits: StageLimits, *, max_model_len: int, start: StartSettings | None = None
+    args: EngineArgs,
+    limits: StageLimits,
+    *,
+    max_model_len: int,
+    auto_pixels: int | None = None,
+    start: StartSettings | None = None,
 ) -> TokenizerStage:
     """args.model: the checkpoint folder; max_model_len: prompt and answer of one request together, in tokens.
 
-    start: as of `make_request_media`. Raises CheckpointError for a folder that lacks a tokenizer, a chat template
-    or a processor, EngineError for media processes that cannot be started.
+    auto_pixels, start: as of `make_request_media`. Raises CheckpointError for a folder that lacks a tokenizer, a chat
+    template or a processor, EngineError for media processes that cannot be started.
     """
     folder = Path(args.model)
     config = read_json(folder / "config.json")
@@ -64,7 +69,12 @@ def make_tokenizer_stage(
     # before anything is started that would have to be closed
     template, defaults = load_chat_template(folder), load_sampling_defaults(folder, args.sampling_defaults)
     media = make_request_media(
-        args, limits, max_model_len=max_model_len, continue_text=tokenizer.continue_text, start=start
+        args,
+        limits,
+        max_model_len=max_model_len,
+        auto_pixels=auto_pixels,
+        continue_text=tokenizer.continue_text,
+        start=start,
     )
     # the model's vocabulary may be padded beyond the tokenizer's
     vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids
@@ -87,17 +97,22 @@ def make_request_media(
     limits: StageLimits,
     *,
     max_model_len: int,
+    auto_pixels: int | None = None,
     continue_text: ContinueText | None = None,
     start: StartSettings | None = None,
 ) -> RequestMedia:
     """The part of the stage that loads media. continue_text: the tokenizer's, which only expanding prompts needs.
 
-    start: needed where `args` asks for any. Raises CheckpointError for a folder that lacks a processor, EngineError
-    for media processes that cannot be started.
+    auto_pixels: what `--max-pixels auto` comes to here, None for the checkpoint's own limit. start: needed where `args`
+    asks for any. Raises CheckpointError for a folder that lacks a processor, EngineError for media processes that
+    cannot be started.
     """
     folder = Path(args.model)
     processor = make_processor(
-        folder, read_json(folder / "config.json"), _processor_limits(args, limits, max_model_len), continue_text
+        folder,
+        read_json(folder / "config.json"),
+        _processor_limits(args, limits, max_model_len, auto_pixels),
+        continue_text,
     )
     pool = PoolSettings(
         max_workers=args.max_mm_workers,
@@ -156,10 +171,14 @@ def _start_processes(
     return maker
 
 
-def _processor_limits(args: EngineArgs, limits: StageLimits, max_model_len: int) -> ProcessorLimits:
+def _processor_limits(
+    args: EngineArgs, limits: StageLimits, max_model_len: int, auto_pixels: int | None
+) -> ProcessorLimits:
+    auto, given = args.max_pixels == AUTO, args.max_pixels
     return ProcessorLimits(
         decode=limits.decode,
-        max_pixels=args.max_pixels,
+        max_pixels=auto_pixels if auto else given if isinstance(given, int) else None,
+        tell_max_pixels=auto,
         embeds=args.enable_mm_embeds,
         low_detail_tokens=args.low_detail_tokens,
         video=VideoLimits(

@@ -1,7 +1,7 @@
 """The API process's end of the engine: requests in, text out, for any number of clients on one event loop.
 
 Order of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
--> expanded, and copied out, in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever
+-> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever
 iterates. Closing the iterator early, at any of these points, takes everything back; what the scheduler already has is
 aborted.
 """
@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -32,10 +33,12 @@ from vlmserve.messages import (
     SchedulerStats,
     TextOutput,
     TokenizerManagerInput,
+    rids_of,
 )
 from vlmserve.tokenizer.chat_messages import Message
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.tokenizer.outbox import Outbox
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
 from vlmserve_common.errors import BadRequestError, EngineError
 
@@ -70,6 +73,20 @@ class PreparedMessage(Protocol):
 
     def discard(self) -> None:
         """Free what it holds: it will not be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A message without large arrays, or where nobody can copy them ahead: it is sent as it is."""
+
+    message: SchedulerInput
+    hand_over: Callable[[SchedulerInput], None]
+
+    def send(self) -> None:
+        self.hand_over(self.message)
+
+    def discard(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,18 +138,18 @@ class _Choice:
     """One answer under way at the scheduler."""
 
     index: int
-    outputs: asyncio.Queue[ChoiceOutput | Exception]
+    outputs: Outbox[ChoiceOutput | Exception]
     started: float
     prepared: float
     media: tuple[MediumReport, ...] = ()
-    first_output: float | None = None
+    timings: Timings | None = None
     last: TextOutput | None = None
 
 
 @dataclass(slots=True)
 class _Request:
     started: float
-    outputs: asyncio.Queue[ChoiceOutput | Exception] = field(default_factory=asyncio.Queue)
+    outputs: Outbox[ChoiceOutput | Exception] = field(default_factory=Outbox)
     rids: list[str] = field(default_factory=list)
 
 
@@ -187,7 +204,7 @@ class TokenizerManager:
         """The engine is gone: requests under way fail now, later ones are refused, all with 503. May be repeated."""
         self._unavailable = reason
         for choice in self._choices.values():
-            choice.outputs.put_nowait(EngineUnavailableError(reason))
+            choice.outputs.put(EngineUnavailableError(reason))
             self._report(choice, "error")
         self._choices.clear()
         for warmup in self._warmups.values():
@@ -203,7 +220,14 @@ class TokenizerManager:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
-        """The outputs of all choices as they come, each choice's last one with a finish_reason.
+        """The outputs of all choices as they come, each choice's last one with a finish_reason. See `stream`."""
+        async with aclosing(self.stream(request)) as batches:
+            async for items in batches:
+                for item in items:
+                    yield item
+
+    async def stream(self, request: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
+        """The outputs of all choices, all that came since the last time, each choice's last one with a finish_reason.
 
         Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
@@ -216,11 +240,12 @@ class TokenizerManager:
             await self._submit(request, state)
             left = request.n
             while left:
-                item = await state.outputs.get()
-                if isinstance(item, Exception):
-                    raise item
-                left -= item.output.finish_reason is not None
-                yield item
+                items, failure = _until_failure(await state.outputs.take())
+                left -= sum(item.output.finish_reason is not None for item in items)
+                if items:
+                    yield items
+                if failure is not None:
+                    raise failure
         finally:
             self._pending -= request.n
             for rid in state.rids:
@@ -249,10 +274,11 @@ class TokenizerManager:
             items = tuple(data_item(medium) for medium in await self._media.load(named, client=request.client))
             waiter: asyncio.Future[EncodeOutput] = asyncio.get_running_loop().create_future()
 
-            def register() -> None:
+            def register(_: object) -> None:
                 self._warmups[rid] = waiter
 
-            await self._hand_over(EncodeReqInput(rid=rid, items=items, pin=request.pin), register, large=True)
+            message = EncodeReqInput(rid=rid, items=items, pin=request.pin)
+            await self._hand_over(lambda: message, register, large=True)
             output = await waiter
             if output.error is not None:
                 raise _error_of(output.error)
@@ -301,43 +327,43 @@ class TokenizerManager:
         seed = secrets.randbits(63)
         prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
         media = await self._media.load(prompt.media, client=request.client) if prompt.media else []
-        expanded = await self._in_thread(self.builder.expand, prompt, media)
-        messages = self.builder.build(request, prompt, expanded)
         report = self._media.report(prompt.media, media)
-        joined = messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
-        def register() -> None:
+        def make() -> SchedulerInput:
+            messages = self.builder.build(request, prompt, self.builder.expand(prompt, media))
+            return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
+
+        def register(rids: Sequence[str]) -> None:
             prepared = self._clock()
-            for index, message in enumerate(messages):
-                self._choices[message.rid] = _Choice(
+            for index, rid in enumerate(rids):
+                self._choices[rid] = _Choice(
                     index=index, outputs=state.outputs, started=state.started, prepared=prepared, media=report
                 )
-                state.rids.append(message.rid)
+                state.rids.append(rid)
 
-        await self._hand_over(joined, register, large=bool(media))
+        await self._hand_over(make, register, large=bool(media))
 
-    async def _hand_over(self, message: SchedulerInput, register: Callable[[], None], *, large: bool) -> None:
-        """Send a message. register: is called just before, when nothing more can go wrong. large: it holds arrays."""
-        prepared = await self._copy_out(message) if large else None
-        if prepared is not None and self._unavailable is not None:
+    async def _hand_over(
+        self, make: Callable[[], SchedulerInput], register: Callable[[Sequence[str]], None], *, large: bool
+    ) -> None:
+        """Make a message in a thread, and send it. register: gets its rids just before, when nothing more can go wrong.
+        large: it holds arrays, which are copied in that thread, too."""
+        made = asyncio.get_running_loop().run_in_executor(self._executor, self._make, make, large)
+        try:
+            rids, prepared = await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_discard)
+            raise
+        if self._unavailable is not None:
             prepared.discard()
         self._check_available()
-        register()
-        if prepared is None:
-            self._send(message)
-        else:
-            prepared.send()
+        register(rids)
+        prepared.send()
 
-    async def _copy_out(self, message: SchedulerInput) -> PreparedMessage | None:
-        """A message with large arrays, copied in a thread. None where there is nobody to do so."""
-        if self._prepare is None:
-            return None
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, message)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(_discard)
-            raise
+    def _make(self, make: Callable[[], SchedulerInput], large: bool) -> tuple[Sequence[str], PreparedMessage]:
+        message = make()
+        copied = self._prepare(message) if large and self._prepare is not None else _Plain(message, self._send)
+        return rids_of(message), copied
 
     async def _in_thread(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         def call() -> Any:
@@ -350,22 +376,21 @@ class TokenizerManager:
         if choice is None:  # its client is gone
             return
         choice.last = output
-        if choice.first_output is None:
-            choice.first_output = self._clock()
+        if choice.timings is None:
+            choice.timings = Timings(
+                prepare_s=choice.prepared - choice.started, first_token_s=self._clock() - choice.started
+            )
         finish = output.finish_reason
         if finish is not None:
             del self._choices[output.rid]
             self._report(choice, finish.type)
         if finish is not None and finish.type == "error":
-            choice.outputs.put_nowait(_error_of(finish))
+            choice.outputs.put(_error_of(finish))
         elif finish is not None and finish.type == "abort":
-            choice.outputs.put_nowait(EngineError(finish.message or "the engine aborted this request"))
+            choice.outputs.put(EngineError(finish.message or "the engine aborted this request"))
         else:
-            timings = Timings(
-                prepare_s=choice.prepared - choice.started, first_token_s=choice.first_output - choice.started
-            )
-            choice.outputs.put_nowait(
-                ChoiceOutput(index=choice.index, output=output, media=choice.media, timings=timings)
+            choice.outputs.put(
+                ChoiceOutput(index=choice.index, output=output, media=choice.media, timings=choice.timings)
             )
 
     def _lose(self, rid: str, reason: str) -> None:
@@ -373,7 +398,7 @@ class TokenizerManager:
         choice, warmup = self._choices.pop(rid, None), self._warmups.pop(rid, None)
         if choice is not None:
             self._report(choice, "error")
-            choice.outputs.put_nowait(EngineError(reason))
+            choice.outputs.put(EngineError(reason))
         elif warmup is not None and not warmup.done():
             warmup.set_exception(EngineError(reason))
         else:  # its client is gone, and it was aborted
@@ -390,7 +415,7 @@ class TokenizerManager:
                 prompt_tokens=last.prompt_tokens if last and first else 0,
                 cached_tokens=last.cached_tokens if last and first else 0,
                 completion_tokens=last.completion_tokens if last else 0,
-                ttft_s=None if choice.first_output is None else choice.first_output - choice.started,
+                ttft_s=None if choice.timings is None else choice.timings.first_token_s,
                 e2e_s=self._clock() - choice.started,
             )
         )
@@ -409,6 +434,16 @@ class TokenizerManager:
             )
 
 
+def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOutput], Exception | None]:
+    """The outputs before the first failure, and that."""
+    outputs: list[ChoiceOutput] = []
+    for item in items:
+        if isinstance(item, Exception):
+            return outputs, item
+        outputs.append(item)
+    return outputs, None
+
+
 def _error_of(finish: FinishReason) -> BadRequestError | EngineError:
     """Of a request that the engine ended with an error."""
     message = finish.message or "the engine failed on this request"
@@ -416,7 +451,7 @@ def _error_of(finish: FinishReason) -> BadRequestError | EngineError:
     return BadRequestError(message, status=finish.status) if bad else EngineError(message)
 
 
-def _discard(prepared: asyncio.Future[PreparedMessage]) -> None:
+def _discard(made: asyncio.Future[tuple[Any, PreparedMessage]]) -> None:
     """Of a request that was given up while it was being prepared."""
-    if not prepared.cancelled() and prepared.exception() is None:
-        prepared.result().discard()
+    if not made.cancelled() and made.exception() is None:
+        made.result()[1].discard()

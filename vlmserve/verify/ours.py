@@ -68,6 +68,7 @@ def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant:
         device=settings.device,
         num_threads=settings.num_threads,
         max_running_requests=len(cases),
+        max_pixels="checkpoint",
         video_reference="transformers",
         sampling_defaults="openai",  # not the checkpoint's penalties: it is the model that is compared
         **variant,

@@ -18,16 +18,18 @@ from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.memory.sizing import check_weights_fit, weight_bytes
 from vlmserve.models.registry import load_config
 from vlmserve.tokenizer.stage import make_request_media, stage_limits
 from vlmserve.warmup.encoder_loop import EncoderLoop
 from vlmserve.warmup.target import Warmed, WarmupStopped
-from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.cpus import usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_setting
 from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels.library import activate, torch_threads
 
 
 class LocalTarget:
@@ -41,8 +43,10 @@ class LocalTarget:
         folder = resolve_model(settings.engine.model)
         args = replace(settings.engine, model=str(folder), processor_cache_mib=0)  # nothing comes twice
         device = resolve_device(args.device)
-        num_threads = args.num_threads or available_cpus()
+        num_threads = usable_threads(args.num_threads, "--num-threads")
         torch.set_num_threads(num_threads)
+        if device.type == "cpu":  # also where encoder processes compute: their speed is measured here
+            activate(args.cpu_kernels, threads=num_threads)
         limits = stage_limits(settings)
         self._pin = pin
         self._counts = limits.counts
@@ -56,16 +60,23 @@ class LocalTarget:
                     log_level=settings.log_level,
                     startup_timeout_s=settings.startup_timeout_s,
                 )
-            self._media = make_request_media(args, limits, max_model_len=max_len, start=start)
-            stack.callback(lambda: asyncio.run(self._media.close()))  # for what fails here
             dtype = dtype_setting(args.dtype)
             tower = outline_tower(folder, dtype=dtype)
             tower_dtype = next(tower.parameters()).dtype
+            self._media = make_request_media(
+                args,
+                limits,
+                max_model_len=max_len,
+                auto_pixels=auto_max_pixels(args, dtype=tower_dtype, device=device),
+                start=start,
+            )
+            stack.callback(lambda: asyncio.run(self._media.close()))  # for what fails here
             if not args.num_encoders:
                 check_weights_fit(weight_bytes(tower), model=args.model, dtype=tower_dtype, device=device)
                 tower = load_tower(folder, device=device, dtype=dtype)
             self._pool = build_encoder_pool(args, tower, dtype=tower_dtype, device=device, start=start)
             max_patches = resolve_warmup_patches(args, device)
+            num_threads = torch_threads(num_threads, tower_dtype)
             self._encoder = EncoderLoop(self._pool, max_patches=max_patches, num_threads=num_threads)
             self._stack = stack.pop_all()
         assert self._pool.store is not None

@@ -89,3 +89,11 @@ def test_a_settings_file_counts(tmp_path):
     config.write_text("media-processes: 0\npage-size: 32\n")
     engine = read_command(["a", "--config", str(config)]).settings.engine
     assert (engine.media_processes, engine.page_size) == (0, 32)
+
+
+def test_a_largest_picture_that_is_asked_for_is_not_narrowed_by_speed(monkeypatch):
+    monkeypatch.delenv("VLMSERVE_MAX_PIXELS", raising=False)
+    assert read_command(["pictures/"]).settings.engine.max_pixels == "auto"
+    assert read_command(["pictures/", "--max-pixels", "5000000"]).settings.engine.max_pixels == "checkpoint"
+    monkeypatch.setenv("VLMSERVE_MAX_PIXELS", "300000")
+    assert read_command(["pictures/", "--max-pixels", "5000000"]).settings.engine.max_pixels == 300000

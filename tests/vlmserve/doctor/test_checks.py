@@ -21,6 +21,7 @@ from vlmserve.doctor.packages import extra_findings, needed_findings, read_requi
 from vlmserve.doctor.probing import Probed
 from vlmserve.memory import sizing
 from vlmserve_common.compute.memory import total_host_memory
+from vlmserve_common.kernels import build
 
 H100 = Nvidia(gpus=("NVIDIA H100, 81559 MiB, driver 570.1",), in_machine=True)
 GPU = {"name": "NVIDIA H100", "free_bytes": 70 * 2**30, "total_bytes": 80 * 2**30, "error": None}
@@ -143,6 +144,27 @@ def test_a_cpu_without_bfloat16_is_noted(tmp_path: Path) -> None:
     cpuinfo.write_text("Features\t: fp asimd bf16\n")
     arm = machine.cpu(cpuinfo)
     assert (arm.status, arm.data["instructions"]) == (Status.OK, ["asimd", "bf16"])
+
+
+def test_operators_of_this_cpu_and_why_no_faster_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni\n")
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr(build, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(machine, "best_level", lambda words: build.best_level(words, "x86_64"))
+    found = machine.operators(cpuinfo, tmp_path)
+    assert (found.status, found.data["level"]) == (Status.OK, "avx512")
+    assert found.text == (
+        "for avx512 (this CPU lacks avx512_bf16, avx512vbmi for avx512_bf16), "
+        "to be built with true at the first start: takes seconds"
+    )
+    monkeypatch.setenv("PATH", "")
+    lacking = machine.operators(cpuinfo, tmp_path)
+    assert (lacking.status, lacking.remedy) == (Status.NOTE, "install a C++ compiler (apt-get install g++)")
+    cpuinfo.write_text("flags\t\t: fpu avx fma f16c\n")
+    old = machine.operators(cpuinfo, tmp_path)
+    assert (old.status, old.remedy) == (Status.NOTE, None)
+    assert old.text == "torch's, which are slower: there are none for a CPU without avx2"
 
 
 @pytest.mark.parametrize(("mib", "status"), [(64, Status.PROBLEM), (512, Status.NOTE), (4096, Status.OK)])

@@ -239,23 +239,54 @@ def test_full_shared_memory_falls_back_to_the_socket(
 
 def test_the_async_receiver(channels: Channels) -> None:
     async def play() -> list[str]:
-        receiver = AsyncReceiver(channels.api, TYPES, shared=channels.shared_arrays())
+        came: asyncio.Queue[Any] = asyncio.Queue()
         sender = Sender(channels.api, TYPES, shared=channels.shared_arrays())
+        sender.send(AbortReq(rid="early"))
+        receiver = AsyncReceiver(
+            channels.api, TYPES, came.put_nowait, broken=came.put_nowait, shared=channels.shared_arrays()
+        )
+        assert (await asyncio.wait_for(came.get(), 10)).rid == "early"
         with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
             raw.connect(channels.api)
             raw.send_multipart([b"junk"])
             raw.send_multipart([b'[["lost", "too"], []]', b"AbortReq", b"junk"])
-            assert (await asyncio.wait_for(receiver.recv(), 10)).rids == ("lost", "too")
+            assert (await asyncio.wait_for(came.get(), 10)).rids == ("lost", "too")
             for index in range(100):
                 sender.send(_request(20_000 * (index % 2), rid=str(index)))
-            got = [await asyncio.wait_for(receiver.recv(), 10) for _ in range(100)]
+            got = [await asyncio.wait_for(came.get(), 10) for _ in range(100)]
         sender.close()
+        receiver.close()
         receiver.close()
         assert [len(message.input_ids) for message in got] == [0, 20_000] * 50
         return [message.rid for message in got]
 
     assert asyncio.run(play()) == [str(index) for index in range(100)]
     assert channels.shared_arrays().outstanding() == 0
+
+
+def test_a_broken_async_receiver_says_so_once(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> list[Exception]:
+        told: list[Exception] = []
+        broken = asyncio.Event()
+
+        def note(error: Exception) -> None:
+            told.append(error)
+            broken.set()
+
+        receiver = AsyncReceiver(channels.api, TYPES, pytest.fail, broken=note)
+        monkeypatch.setattr(zmq.Socket, "recv_multipart", _fail_to_receive)
+        sender = Sender(channels.api, TYPES)
+        sender.send(AbortReq(rid="r"))
+        await asyncio.wait_for(broken.wait(), 10)
+        sender.close()
+        receiver.close()
+        return told
+
+    assert [str(error) for error in asyncio.run(play())] == ["no more"]
+
+
+def _fail_to_receive(*args: object, **options: object) -> None:
+    raise OSError("no more")
 
 
 def _send_from_elsewhere(channels: Channels) -> None:

@@ -303,6 +303,56 @@ def test_the_shape_of_a_stream(client):
     assert all(c["choices"] and "usage" not in c for c in chunks)
 
 
+TEXTS = ("", " a", '"\\\n\t', "日本\u2028🦜", '""', "</s>")
+
+
+def written(together: bool, model: str, **options: Any) -> list[dict[str, Any]]:
+    """The chunks of two choices' outputs, which come at once or one by one."""
+    writer = AnswerWriter(
+        AnswerHead(id="x", created=0, model=model), load_text_tokenizer(DEFAULT_MODEL), n=2, logprobs=False, **options
+    )
+    items = [
+        ChoiceOutput(
+            index=index,
+            output=TextOutput(
+                rid=str(index),
+                text=text,
+                token_ids=(1,),
+                finish_reason=FinishReason(type="length") if place == len(TEXTS) else None,
+                prompt_tokens=3,
+                completion_tokens=place,
+                cached_tokens=0,
+            ),
+        )
+        for place, text in enumerate(TEXTS, 1)
+        for index in range(2)
+    ]
+    parts = [writer.events(items)] if together else [writer.events([item]) for item in items]
+    events = b"".join([*parts, writer.usage_event()]).split(b"\n\n")
+    assert events.pop() == b""
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+@pytest.mark.parametrize("model", ["", 'odd ""}],"\\'])
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_outputs_that_wait_for_a_slow_client_are_the_same_chunks(include_usage, model):
+    chunks = written(True, model, include_usage=include_usage)
+    assert chunks == written(False, model, include_usage=include_usage)
+    for index in range(2):
+        assert joined(chunks, index) == "".join(TEXTS)
+        assert finishes(chunks, index) == ["length"]
+    usage = {"usage": None} if include_usage else {}
+    assert chunks[2] == {
+        "id": "x",
+        "object": "chat.completion.chunk",
+        "created": 0,
+        "model": model,
+        "choices": [{"index": 0, "delta": {"content": " a"}, "logprobs": None, "finish_reason": None}],
+        **usage,
+    }
+    assert len(chunks) == 2 * (1 + sum(map(bool, TEXTS)) + 1) + include_usage
+
+
 def test_a_stream_with_usage(client):
     chunks = stream(client, n=2, stream_options={"include_usage": True})
     assert all(c["usage"] is None for c in chunks[:-1])

@@ -1,0 +1,33 @@
+"""Tokens and positions of any part of a request, across the end of its prompt, too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from processors.inputs import MultimodalInputs
+from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
+from vlmserve.scheduler.req import Req
+
+PROMPT = np.arange(100, 105)
+ANSWER = [7, 8, 9]
+GRID = np.random.default_rng(0).integers(0, 50, (3, len(PROMPT)))
+DELTA = -2
+
+
+@pytest.mark.parametrize("with_media", [False, True])
+def test_a_part_is_that_of_the_whole(with_media):
+    media = MultimodalInputs(items=(), mrope_positions=GRID, mrope_position_delta=DELTA) if with_media else None
+    message = TokenizedGenerateReqInput(
+        rid="a", input_ids=PROMPT, sampling_params=SamplingParams(max_new_tokens=9), mm_inputs=media
+    )
+    req = Req(message, key_ids=PROMPT, media=None, max_new_tokens=9, eos_token_ids=frozenset(), arrival=0)
+    for token in ANSWER:
+        req.append_output(token)
+    ids = [*PROMPT, *ANSWER]
+    prompt = GRID if with_media else np.tile(np.arange(5), (3, 1))
+    places = np.concatenate([prompt, np.tile(np.arange(5, 8) + DELTA * with_media, (3, 1))], axis=1)
+    for start in range(len(ids)):
+        for end in range(start + 1, len(ids) + 1):
+            assert req.fill_ids(start, end).tolist() == ids[start:end]
+            assert req.positions(start, end).tolist() == places[:, start:end].tolist()
