@@ -231,6 +231,15 @@ class EncoderPool:
         return not self._backend.wait_handles()
 
     @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return False
+
+    def work(self, budget_s: float) -> bool:
+        """Encode for about so long, in the device's thread."""
+        return False
+
+    @property
     def working(self) -> bool:
         """Whether embeddings are under way."""
         return any(entry.state in UNDER_WAY for entry in self._admitted.values())

@@ -45,7 +45,9 @@ class SamplingParams:
 class TokenizedGenerateReqInput:
     """One answer to make. input_ids: int64 [L], real ids (image pad tokens included), already expanded.
 
-    num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's.
+    num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: who
+    asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. priority: lower goes
+    first, where the policy says so.
     """
 
     rid: str
@@ -53,6 +55,10 @@ class TokenizedGenerateReqInput:
     sampling_params: SamplingParams
     mm_inputs: MultimodalInputs | None = None
     num_logprobs: int | None = None
+    client: str = ""
+    group: str = ""
+    choice: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

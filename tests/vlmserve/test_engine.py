@@ -111,9 +111,27 @@ def test_more_prompts_than_may_wait(family):
         check(llm, asked, wanted)
 
 
-def test_an_interrupted_batch_leaves_nothing_behind(family, monkeypatch):
+def test_an_interrupted_wait_leaves_nothing_behind(family, monkeypatch):
     folder, asked, wanted = family
     with LLM(str(folder), num_threads=1) as llm:
+        process, steps = llm._scheduler.process_batch_result, []
+
+        def interrupted(batch, result):
+            steps.append(batch)
+            if len(steps) == 3:
+                raise KeyboardInterrupt
+            process(batch, result)
+
+        monkeypatch.setattr(llm._scheduler, "process_batch_result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.chat_batch(asked, GREEDY)
+        assert (llm.stats().num_running_reqs, llm.stats().num_waiting_reqs) == (0, 0)
+        check(llm, asked, wanted)
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(family, monkeypatch):
+    folder, asked, wanted = family
+    with LLM(str(folder), num_threads=1, disable_overlap_schedule=True) as llm:
         forward, steps = llm._runner.forward, []
 
         def interrupted(batch):

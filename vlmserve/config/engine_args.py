@@ -24,6 +24,7 @@ _DEVICE = Allowed(
 _DEVICES = Allowed(words="cpu, cuda or cuda:N, with commas between them", holds=_are_devices)
 _FRACTION = Allowed(words="above 0 and at most 1", holds=lambda value: 0 < value <= 1)
 _POSITIVE = Allowed(words="above 0", holds=lambda value: value > 0)
+_NOT_NEGATIVE = Allowed(words="0 or more", holds=lambda value: value >= 0)
 _SEED = Allowed(words="between 0 and 2**63 - 1", holds=lambda value: 0 <= value < 2**63)
 _PROCESSES = Allowed(words="0 (threads do the work) or more", holds=lambda value: value >= 0)
 _MAX_PIXELS = Allowed(
@@ -164,13 +165,24 @@ class EngineArgs:
     max_queued_requests: int = _scheduling(
         1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1
     )
-    schedule_policy: Literal["fcfs", "lpm"] = _scheduling(
-        "fcfs", "order of the waiting queue: first come, or longest prefix match"
+    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"] = _scheduling(
+        "fcfs",
+        "order of a client's waiting requests: first come; longest cached prefix; common prefixes together; longest or "
+        "shortest answer first; random; by their priority, lower first, which also takes places from running ones",
     )
     chunked_prefill_size: int = _scheduling(
         2048, "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts"
     )
     enable_mixed_chunk: bool = _scheduling(False, "let prompt chunks and decoding share a step")
+    disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the one before has ended")
+    max_decode_slowdown: float = _scheduling(
+        2.0, "most times that prompts and pictures may lengthen the time between tokens; 0: no limit", _NOT_NEGATIVE
+    )
+    max_step_s: float = _scheduling(
+        0.2,
+        "seconds that a chunk of a prompt or of a picture takes where nothing decodes, about; 0: no limit",
+        _NOT_NEGATIVE,
+    )
     max_prefill_tokens: int = _scheduling(
         8192, "most prompt tokens in one step, also with --chunked-prefill-size -1", AT_LEAST_1
     )

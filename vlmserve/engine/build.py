@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.picture_limit import auto_max_pixels
+from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
@@ -26,7 +28,7 @@ from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
-from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
+from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import resolve_device
@@ -183,20 +185,18 @@ def build_scheduler(
     cache = RadixCache(allocator, disabled=args.disable_radix_cache)
     req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
     kv = KVCacheManager(allocator, cache, req_pool)
+    threads = torch.get_num_threads()  # of this thread; each has its own
     return Scheduler(
         args,
         max_req_len=info.max_req_len,
         eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
         worker=runner,
+        device=InlineQueue() if args.disable_overlap_schedule else ThreadQueue(partial(torch.set_num_threads, threads)),
         encoder=build_encoder_pool(
             args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, start=start
         ),
-        policy=SchedulePolicy(
-            args.schedule_policy,
-            kv.matched_len,
-            in_batch=None if cache.disabled else InBatchPrefixes(kv.key_of, args.page_size),
-        ),
+        policy=make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
         media_keys=MediaKeyTable(),
         send=send,

@@ -1,16 +1,33 @@
-"""Runs one step on the device: ModelWorkerBatch -> ForwardBatch -> model -> sampler -> ModelWorkerResult."""
+"""Runs one step on the device: ModelWorkerBatch -> ForwardBatch -> model -> sampler -> ModelWorkerResult.
+
+In two halves: what a step is sampled by may depend on tokens that come while it is computed.
+"""
 
 from __future__ import annotations
+
+import time
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
-from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.executor.sampler import sample
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.vlm import VisionLanguageModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forwarded:
+    """A step that is not sampled yet. hidden: [N, hidden], of its tokens. seconds: that it took so far."""
+
+    step: int
+    req_pool_indices: np.ndarray
+    extend_lens: list[int]
+    hidden: torch.Tensor
+    seconds: float
 
 
 class ModelRunner:
@@ -33,8 +50,10 @@ class ModelRunner:
         self._last_tokens = torch.zeros(req_to_token_pool.size, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
-    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
-        """Compute a step. Side effects in this order: request table, KV cache, last tokens."""
+    def forward(self, batch: ModelWorkerBatch) -> Forwarded:
+        """Compute a step as far as the hidden states of its tokens. Side effects in this order: request table, KV
+        cache."""
+        began = time.perf_counter()
         forward_batch = self._prepare(batch)
         embeds, mm_index, deepstack = self._embed(batch, forward_batch.input_ids)
         self.attn_backend.init_forward_metadata(forward_batch)
@@ -45,7 +64,13 @@ class ModelRunner:
             deepstack_index=mm_index,
             deepstack_embeds=deepstack,
         )
-        return self._sample(batch, forward_batch, hidden)
+        return Forwarded(
+            step=batch.step,
+            req_pool_indices=batch.req_pool_indices,
+            extend_lens=forward_batch.extend_lens,
+            hidden=hidden,
+            seconds=time.perf_counter() - began,
+        )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         # arrays decoded from a message are read-only views of its frames
@@ -91,27 +116,33 @@ class ModelRunner:
         embeds = embeds.index_copy(0, index, parts[0])
         return embeds, index, parts[1:] if len(parts) > 1 else None
 
-    def _sample(self, batch: ModelWorkerBatch, forward_batch: ForwardBatch, hidden: torch.Tensor) -> ModelWorkerResult:
-        info = batch.sampling
+    @torch.inference_mode()
+    def sample(self, forwarded: Forwarded, info: SamplingBatchInfo) -> ModelWorkerResult:
+        """The tokens of a step; they become the last ones of their requests."""
+        began = time.perf_counter()
         if not len(info.batch_indices):
             none = np.zeros(0, np.float32)
             ids = np.zeros(0, np.int64)
             return ModelWorkerResult(
-                step=batch.step,
+                step=forwarded.step,
+                compute_s=forwarded.seconds,
                 next_token_ids=ids,
                 logprobs=none,
                 top_ids=ids.reshape(0, 0),
                 top_logprobs=none.reshape(0, 0),
             )
+        hidden = forwarded.hidden
         if len(info.batch_indices) < len(hidden):  # otherwise each token is its request's last
-            ends = np.cumsum(forward_batch.extend_lens)[info.batch_indices] - 1
+            ends = np.cumsum(forwarded.extend_lens)[info.batch_indices] - 1
             hidden = hidden.index_select(0, self._tensor(ends))
         out = sample(self.model.compute_logits(hidden), info)
-        sampled = self._tensor(batch.req_pool_indices[info.batch_indices])
+        sampled = self._tensor(forwarded.req_pool_indices[info.batch_indices])
         self._last_tokens.index_copy_(0, sampled, out.next_token_ids)
+        tokens = out.next_token_ids.cpu().numpy()
         return ModelWorkerResult(
-            step=batch.step,
-            next_token_ids=out.next_token_ids.cpu().numpy(),
+            step=forwarded.step,
+            compute_s=forwarded.seconds + time.perf_counter() - began,
+            next_token_ids=tokens,
             logprobs=out.logprobs.cpu().numpy(),
             top_ids=out.top_ids.cpu().numpy(),
             top_logprobs=out.top_logprobs.cpu().numpy(),

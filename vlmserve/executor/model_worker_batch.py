@@ -79,15 +79,16 @@ class ModelWorkerBatch:
     out_cache_loc: np.ndarray
     prefix_slots: tuple[PrefixSlots, ...]
     mm_embeds: tuple[MMEmbeds, ...]
-    sampling: SamplingBatchInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWorkerResult:
-    """next_token_ids int64 [S]; logprobs float32 [S] of these; top_ids int64 and top_logprobs float32 [S, K], K the
-    largest num_logprobs asked for (0 columns if none). Logprobs are NaN for requests that did not ask."""
+    """compute_s: seconds that the step took. next_token_ids int64 [S]; logprobs float32 [S] of these; top_ids int64 and
+    top_logprobs float32 [S, K], K the largest num_logprobs asked for (0 columns if none). Logprobs are NaN for requests
+    that did not ask."""
 
     step: int
+    compute_s: float
     next_token_ids: np.ndarray
     logprobs: np.ndarray
     top_ids: np.ndarray

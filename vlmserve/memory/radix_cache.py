@@ -81,6 +81,10 @@ class RadixCache:
         """Length in tokens of what `match_prefix` would return; changes nothing."""
         return sum(common for _, common in self._walk(key))
 
+    def path_ids(self, key: np.ndarray) -> list[int]:
+        """The nodes along the cached prefix of `key`, from the root, by numbers of theirs; changes nothing."""
+        return [id(node) for node, common in self._walk(key) if common]
+
     def insert(self, key: np.ndarray, values: np.ndarray) -> int:
         """Cache key[:n] with KV slots values[:n], n being len(key) rounded down to whole pages.
 

@@ -71,6 +71,15 @@ class ReqPoolAllocator:
         _check_range(req_pool_idx, start, end, self.size, self.max_context_len)
         return self._slots[req_pool_idx, start:end].astype(np.int64)
 
+    def slot(self, req_pool_idx: int, place: int) -> int:
+        """The slot of token number `place` of a held place."""
+        self._check_held(req_pool_idx)
+        return int(self._slots[req_pool_idx, place])
+
+    def slots_at(self, req_pool_indices: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """The slot int64 [n] of one token, number `places` (int64 [n]), of each of so many held places (int64 [n])."""
+        return self._slots[req_pool_indices, places].astype(np.int64)
+
     def write(self, req_pool_idx: int, start: int, slots: np.ndarray) -> None:
         """Set the slots (int [n]) of tokens start..start+n-1 of a held place."""
         self._check_held(req_pool_idx)

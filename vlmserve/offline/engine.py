@@ -46,7 +46,7 @@ def build_offline_engine(
         shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
         start = None if shared is None else StartSettings(shared_dir=shared.path, log_level=log_level)
         scheduler = build_scheduler(args, runner, info, send, start=start)
-        stack.callback(scheduler.encoder.close)
+        stack.callback(scheduler.close)
         stage = make_tokenizer_stage(
             args, limits, max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, start=start
         )

@@ -2,7 +2,7 @@
 
 Slots of a request, in order: locked tree slots (`protected_len`), then the request's own. Slots move
 
-* allocator -> request when tokens are scheduled (`extend`),
+* allocator -> request when tokens are to be scheduled (`extend`),
 * request -> tree when a prompt is computed or a request ends (`share`, `release`): full pages only; pages that the
   tree has already are given back to the allocator and replaced by the tree's,
 * tree -> allocator by eviction,
@@ -42,6 +42,10 @@ class KVCacheManager:
         """How many tokens of a waiting request are cached, leaving at least one to compute."""
         return self.prefix_cache.match_len(self.key_of(req))
 
+    def matched_path(self, req: Req) -> list[int]:
+        """The nodes of the prefix cache along a waiting request's cached prefix, from the root, by their numbers."""
+        return self.prefix_cache.path_ids(self.key_of(req))
+
     def key_of(self, req: Req) -> np.ndarray:
         """What of a waiting request is looked up in the prefix cache: all but its last token, int64."""
         return req.radix_key(req.fill_len - 1)
@@ -55,7 +59,7 @@ class KVCacheManager:
         self.prefix_cache.inc_lock_ref(match.last_node)
         self.req_pool.write(req_pool_idx, 0, match.indices)
         req.req_pool_idx, req.last_node, req.prefix_unsent = req_pool_idx, match.last_node, True
-        req.kv_len = req.protected_len = len(match.indices)
+        req.kv_len = req.kv_allocated_len = req.kv_committed_len = req.protected_len = len(match.indices)
         if not req.output_ids:
             req.cached_tokens = req.kv_len
         return True
@@ -68,19 +72,28 @@ class KVCacheManager:
     def extend(self, req: Req, length: int) -> bool:
         """Slots for the next `length` tokens, evicting if need be. False, and nothing changed, if they do not fit."""
         assert req.req_pool_idx is not None
+        assert req.kv_allocated_len == req.kv_len, (req.rid, req.kv_allocated_len, req.kv_len)
         end = req.kv_len + length
-        last = int(self.slots(req, req.kv_len - 1, req.kv_len)[0]) if req.kv_len else -1
+        last = self.req_pool.slot(req.req_pool_idx, req.kv_len - 1) if req.kv_len else -1
+        if (end - 1) // self.page_size == (req.kv_len - 1) // self.page_size and req.kv_len:  # on its last page
+            self.req_pool.write(req.req_pool_idx, req.kv_len, np.arange(last + 1, last + 1 + length))
+            req.kv_allocated_len = end
+            return True
         needed = self.allocator.tokens_needed(req.kv_len, end)
         if needed > self.allocator.available_size():
             self.prefix_cache.evict(needed - self.allocator.available_size())
-        slots = self.allocator.alloc_extend(
-            req.kv_len, end, last, room=min(req.fill_len - end + req.remaining_new_tokens, MAX_ROOM)
-        )
+        room = min(max(req.fill_len - end, 0) + req.remaining_new_tokens, MAX_ROOM)
+        slots = self.allocator.alloc_extend(req.kv_len, end, last, room=room)
         if slots is None:
             return False
         self.req_pool.write(req.req_pool_idx, req.kv_len, slots)
-        req.extend_input_len = length
+        req.kv_allocated_len = end
         return True
+
+    def commit(self, req: Req, end: int) -> None:
+        """The result of a step has come: its KV is there up to token `end`."""
+        assert req.kv_committed_len <= end <= req.kv_len, (req.rid, req.kv_committed_len, end, req.kv_len)
+        req.kv_committed_len = end
 
     def share(self, req: Req) -> None:
         """Put the computed full pages of a request that goes on into the prefix cache, and lock them there."""
@@ -88,7 +101,7 @@ class KVCacheManager:
         if cache.disabled:
             return
         assert req.req_pool_idx is not None
-        full = req.kv_len // self.page_size * self.page_size
+        full = req.kv_committed_len // self.page_size * self.page_size
         if full <= req.protected_len:
             return
         key, slots = req.radix_key(full), self.slots(req, 0, full)
@@ -104,31 +117,24 @@ class KVCacheManager:
         req.last_node, req.protected_len = match.last_node, full
 
     def release(self, req: Req) -> None:
-        """Take everything from a request that ends or is retracted; what it computed stays cached."""
-        self._drop_unscheduled(req)
-        slots = self.slots(req, 0, req.kv_len)
+        """Take everything from a request that ends or is retracted; what it committed stays cached.
+
+        Steps in flight may still write to its slots. That harms nobody: steps are computed in the order in which they
+        were launched, so whoever gets these slots writes to them later.
+        """
+        slots = self.slots(req, 0, req.kv_allocated_len)
         kept = req.protected_len
         if not self.prefix_cache.disabled:
-            full = req.kv_len // self.page_size * self.page_size
+            full = req.kv_committed_len // self.page_size * self.page_size
             if full > req.protected_len:
                 already = self.prefix_cache.insert(req.radix_key(full), slots[:full])
                 self.allocator.free(slots[req.protected_len : max(already, req.protected_len)])  # computed twice
                 kept = full
-        self.allocator.free(slots[kept:])  # the partial last page, or all without a prefix cache
+        self.allocator.free(slots[kept:])  # the partial last page and those in flight, or all without a prefix cache
         if len(slots):
             self.allocator.release_room(int(slots[-1]))
         self._unlock(req)
         self._leave_pool(req)
-
-    def _drop_unscheduled(self, req: Req) -> None:
-        """Slots of a step that was planned and then not run: their pages, unless shared with computed tokens."""
-        if req.extend_input_len:
-            size = self.page_size
-            first = -(-req.kv_len // size) * size
-            end = req.kv_len + req.extend_input_len
-            if end > first:
-                self.allocator.free(self.slots(req, first, end))
-            req.extend_input_len = 0
 
     def _unlock(self, req: Req) -> None:
         if req.last_node is not None:
@@ -138,7 +144,8 @@ class KVCacheManager:
     def _leave_pool(self, req: Req) -> None:
         assert req.req_pool_idx is not None
         self.req_pool.free(req.req_pool_idx)
-        req.req_pool_idx, req.kv_len, req.protected_len, req.prefix_unsent = None, 0, 0, False
+        req.req_pool_idx, req.prefix_unsent = None, False
+        req.kv_len = req.kv_allocated_len = req.kv_committed_len = req.protected_len = 0
 
     def slots(self, req: Req, start: int, end: int) -> np.ndarray:
         """Slots of tokens [start, end) of a request, int64."""

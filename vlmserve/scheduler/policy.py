@@ -1,97 +1,115 @@
-"""The order in which waiting requests are tried for admission."""
+"""The order in which the waiting requests of a flow are tried for admission.
+
+Every policy is a key: lower goes first. Keys that reorder requests age them by their turn, which counts arrivals, so
+that a request is overtaken by a bounded number of later ones only; `priority` alone means what it says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
-import numpy as np
+from vlmserve.scheduler.req import Req
 
+Key: TypeAlias = tuple[float, ...]
 
-class Waiting(Protocol):
-    """What ordering needs to know of a request. arrival: counts requests as they come, and never changes."""
-
-    rid: str
-    arrival: int
-
-
-R = TypeVar("R", bound=Waiting)
-
-LPM_MAX_QUEUE = 128
-"""In longer queues longest-prefix-match costs more than it saves: first come, first served."""
+HEAD = 64
+"""Policies that look at the prefix cache look at so many requests of the front of a queue, and at no others."""
+AGEING = 16
+"""Tokens that one arrival counts in keys made of tokens."""
 
 
-class InBatchPrefixes(Generic[R]):
-    """Finds waiting requests that had better wait for another one's prefix than compute it beside that one.
+class SchedulePolicy(Protocol):
+    """static: a request's key does not change while it waits. preempts: a request may take the place of a running one
+    whose key is worse."""
 
-    Requests that share min_shared or more tokens (or a page, if larger) which are not cached yet, such as the `n`
-    answers to one picture: the first goes ahead, the others find its prefix in the cache a step later. Pointless
-    where prefixes are not cached.
+    static: bool
+    preempts: bool
 
-    key: a request's prefix cache key, int64, as `match` looks it up. lookahead: how many requests from the front of
-    the queue are examined; those behind are left alone.
-    """
+    def keys(self, reqs: Sequence[Req]) -> list[Key]:
+        """Sort keys of requests that wait; asked for `HEAD` at a time, at the most, if they are not static."""
+        ...
 
-    def __init__(
-        self, key: Callable[[R], np.ndarray], page_size: int, *, min_shared: int = 32, lookahead: int = 64
-    ) -> None:
+
+class _Static:
+    """A policy whose keys depend on the request alone."""
+
+    static = True
+
+    def __init__(self, key: Callable[[Req], Key], *, preempts: bool = False) -> None:
         self._key = key
-        self._shared = max(min_shared, page_size)
-        self._lookahead = lookahead
+        self.preempts = preempts
 
-    def split(self, queue: list[R], match: Callable[[R], int]) -> tuple[list[R], list[R]]:
-        """(go ahead, wait), each in the queue's order. match: cached tokens of a request. The first never waits."""
-        ahead: list[R] = []
-        wait: list[R] = []
-        # Requests whose next uncached tokens are equal, from an equal offset on, are compared as a whole.
-        leaders: dict[tuple[int, bytes], list[np.ndarray]] = {}
-        for req in queue[: self._lookahead]:
-            key, cached = self._key(req), match(req)
-            if len(key) - cached < self._shared:
-                ahead.append(req)
-                continue
-            group = leaders.setdefault((cached, key[cached : cached + self._shared].tobytes()), [])
-            if any(np.array_equal(leader[:cached], key[:cached]) for leader in group):
-                wait.append(req)
-            else:
-                group.append(key)
-                ahead.append(req)
-        return ahead + queue[self._lookahead :], wait
+    def keys(self, reqs: Sequence[Req]) -> list[Key]:
+        """See `SchedulePolicy`."""
+        return [self._key(req) for req in reqs]
 
 
-class SchedulePolicy(Generic[R]):
-    """Sorts the waiting queue.
+class LongestPrefixMatch:
+    """Most cached tokens first. match: cached tokens of a request; must change nothing."""
 
-    policy: "fcfs", by arrival (a retracted request is older than those that came after it, so it is first again);
-    or "lpm", most cached tokens first and then by arrival. match: cached tokens of a request; must change nothing.
-    in_batch: None lets requests with a common prefix go side by side.
+    static = False
+    preempts = False
+
+    def __init__(self, match: Callable[[Req], int]) -> None:
+        self._match = match
+
+    def keys(self, reqs: Sequence[Req]) -> list[Key]:
+        """See `SchedulePolicy`."""
+        return [(AGEING * req.turn - self._match(req), req.turn) for req in reqs]
+
+
+class DfsWeight:
+    """Requests that share cached prefixes side by side, the prefixes that most requests share first.
+
+    path: the nodes of the prefix cache along a request's cached prefix, from the root, by any number of their own.
     """
 
-    def __init__(self, policy: str, match: Callable[[R], int], in_batch: InBatchPrefixes[R] | None = None) -> None:
-        if policy not in ("fcfs", "lpm"):
-            raise ValueError(f"no schedule policy {policy!r}, only 'fcfs' and 'lpm' (--schedule-policy)")
-        self.policy = policy
-        self._match = match
-        self._in_batch = in_batch
+    static = False
+    preempts = False
 
-    def calc_priority(self, waiting_queue: list[R]) -> int:
-        """Sort `waiting_queue` in place, first to be admitted first.
+    def __init__(self, path: Callable[[Req], Sequence[int]]) -> None:
+        self._path = path
 
-        Returns how many requests from the front to try in this step: those behind had better wait for the prefix of
-        one of these (see `InBatchPrefixes`). At least 1 unless the queue is empty.
-        """
-        known: dict[int, int] = {}
+    def keys(self, reqs: Sequence[Req]) -> list[Key]:
+        """See `SchedulePolicy`. Sorting by the weights along the paths is a depth-first walk, heaviest child first.
+        What has waited for `HEAD` others goes before it."""
+        paths = [self._path(req) for req in reqs]
+        weight = Counter(node for path in paths for node in path)
+        newest = max((req.turn for req in reqs), default=0)
+        keys = []
+        for req, path in zip(reqs, paths, strict=True):
+            late = newest - req.turn > HEAD
+            steps = [float(part) for node in path for part in (-weight[node], node)] if not late else []
+            keys.append((float(not late), *steps, float("inf"), req.turn))
+        return keys
 
-        def match(req: R) -> int:
-            if id(req) not in known:
-                known[id(req)] = self._match(req)
-            return known[id(req)]
 
-        waiting_queue.sort(key=lambda req: req.arrival)
-        if self.policy == "lpm" and len(waiting_queue) <= LPM_MAX_QUEUE:
-            waiting_queue.sort(key=match, reverse=True)  # stable, also in reverse
-        if self._in_batch is None:
-            return len(waiting_queue)
-        ahead, wait = self._in_batch.split(waiting_queue, match)
-        waiting_queue[:] = ahead + wait
-        return len(ahead)
+def make_policy(
+    name: str, *, match: Callable[[Req], int], path: Callable[[Req], Sequence[int]], seed: int = 0
+) -> SchedulePolicy:
+    """The policy of a --schedule-policy; match, path: see `LongestPrefixMatch`, `DfsWeight`. ValueError for others."""
+    match name:
+        case "fcfs":
+            return _Static(lambda req: (req.turn,))
+        case "lpm":
+            return LongestPrefixMatch(match)
+        case "dfs-weight":
+            return DfsWeight(path)
+        case "lof":
+            return _Static(lambda req: (AGEING * req.turn - req.remaining_new_tokens, req.turn))
+        case "srtf":
+            return _Static(lambda req: (AGEING * req.turn + req.prompt_len + req.max_new_tokens, req.turn))
+        case "random":
+            return _Static(lambda req: (req.turn + HEAD * _noise(req.arrival, seed), req.turn))
+        case "priority":
+            return _Static(lambda req: (req.priority, req.turn), preempts=True)
+    raise ValueError(f"there is no schedule policy {name!r} (--schedule-policy)")
+
+
+def _noise(arrival: int, seed: int) -> float:
+    """A number in [0, 1) that looks random (Knuth's multiplicative hash, twice)."""
+    mixed = (arrival * 2654435761 + seed * 40503 + 12345) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 13)) / 2**32

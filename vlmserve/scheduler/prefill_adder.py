@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req import Req
@@ -13,47 +14,55 @@ MIN_TEXT_CHUNK = 256
 
 
 class AddReqResult(enum.Enum):
-    """Why adding went on or stopped."""
+    """Why a request is in the step, or is not."""
 
-    CONTINUE = enum.auto()
-    NOT_READY = enum.auto()  # the next tokens need embeddings that are not there yet; others may go on
-    NO_TOKEN = enum.auto()  # KV slots or places in the request pool are short
+    CONTINUE = enum.auto()  # it is, and others may follow
+    NOT_READY = enum.auto()  # its next tokens need embeddings that are not there yet; others may go on
+    NO_TOKEN = enum.auto()  # KV slots are short
+    NO_ROW = enum.auto()  # all places for running requests are taken
     OTHER = enum.auto()  # the step's own budgets are used up
 
 
 class PrefillAdder:
     """Collects the prompt chunks of one step.
 
-    Budgets, in tokens: KV slots (free or evictable, less what running requests are expected to need: their remaining
-    output, clipped, times new_token_ratio), prompt tokens a step (max_prefill_tokens) and chunk tokens a step
-    (chunk_size; 0 or less leaves prompts whole, but for those whose pictures come bit by bit). A chunk ends before the
-    first embedding that is not ready.
+    Budgets, in tokens: KV slots (free or evictable, less what is expected of requests that were admitted before: the
+    rest of their prompts, and of their output, clipped, times new_token_ratio), prompt tokens a step
+    (max_prefill_tokens) and chunk tokens a step (chunk_size; 0 or less leaves prompts whole, but for those whose
+    pictures come bit by bit). A chunk ends before the first embedding that is not ready. Requests that ignore the end
+    token are known to use all of their output: for them it is checked that slots last until each of them has ended.
 
-    can_run: the requests of the step. unfinished: those of them whose prompt goes on after it. full: a chunk was cut
-    by a budget, so nothing more fits.
+    running, in_progress: requests that decode, and whose prompts were begun. max_running: of both, at the most.
+    can_run: the requests of the step. full: a chunk was cut by a budget, so nothing more fits.
     """
 
     def __init__(
         self,
         kv: KVCacheManager,
         *,
-        running: list[Req],
+        running: Sequence[Req],
+        in_progress: Sequence[Req],
         new_token_ratio: float,
         max_prefill_tokens: int,
         chunk_size: int,
+        max_running: int,
         mixed_decode_tokens: int = 0,
     ) -> None:
         self.kv = kv
         self.can_run: list[Req] = []
-        self.unfinished: list[Req] = []
         self.full = False
-        self._nothing_runs = not running
-        self._reserved = sum(
-            min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS) * new_token_ratio for req in running
-        ) + kv.page_size * len(running)
+        self._admitted = [*running, *in_progress]
+        self._ratio = new_token_ratio
+        self._max_running = max_running
+        self._reserved = sum(self._still_needed(req) for req in self._admitted)
         # decoding takes part of a mixed step, but a prompt in progress always gets on
         self._rem_input = max(max_prefill_tokens - mixed_decode_tokens, kv.page_size)
         self._rem_chunk = None if chunk_size <= 0 else max(chunk_size - mixed_decode_tokens, kv.page_size)
+
+    def _still_needed(self, req: Req) -> float:
+        """Slots that an admitted request is expected to take from now on."""
+        output = min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS)
+        return req.extend_len + output * self._ratio + self.kv.page_size
 
     def add_chunked_req(self, req: Req) -> AddReqResult:
         """The next chunk of a request begun earlier."""
@@ -68,14 +77,16 @@ class PrefillAdder:
         self._take(req, length)
         return AddReqResult.CONTINUE
 
+    def is_ready(self, req: Req) -> bool:
+        """Whether a waiting request might be admitted, as far as that is known without a look at the prefix cache."""
+        return not self._waits_for_embeds(req, start=0)
+
     def add_one_req(self, req: Req) -> AddReqResult:
         """Try to admit a waiting request, not in the pool yet; then it is in `can_run`, with slots for its chunk."""
         if self._rem_input <= 0 or (self._rem_chunk is not None and self._rem_chunk <= 0):
             return AddReqResult.OTHER
-        if self._waits_for_embeds(req, start=0):
-            return AddReqResult.NOT_READY  # so much is known without a look at the prefix cache
-        if not self.kv.start(req):
-            return AddReqResult.NO_TOKEN
+        if len(self._admitted) >= self._max_running or not self.kv.start(req):
+            return AddReqResult.NO_ROW
         req.media.hold_from(req.kv_len)
         result = self._admit(req)
         if result is not AddReqResult.CONTINUE:
@@ -86,26 +97,52 @@ class PrefillAdder:
         ready = self._ready_part(req)
         if ready == 0:
             return AddReqResult.NOT_READY
-        extend = req.fill_len - req.kv_len
-        alone = self._nothing_runs and not self.can_run
-        expected = extend + min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS) + self.kv.page_size
         # alone, everything unlocked can be evicted for it, and longer requests than the pool were refused on arrival
-        if not alone and expected > self.kv.reachable() - self._reserved:
+        if self._admitted and not self._fits(req):
             return AddReqResult.NO_TOKEN
         length = self._chunk_of(req, ready)
         if length == 0:
             return AddReqResult.OTHER
         if not self.kv.extend(req, length):
             return AddReqResult.NO_TOKEN
-        self._reserved += expected - length
+        self._admitted.append(req)
         self._take(req, length)
+        # `reachable` is less by the slots of its chunk now
+        self._reserved += self._expected(req) - length
         return AddReqResult.CONTINUE
+
+    def _expected(self, req: Req) -> int:
+        """Slots of a request in all, from its cached prefix on."""
+        return req.extend_len + min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS) + self.kv.page_size
+
+    def _fits(self, req: Req) -> bool:
+        if req.sampling_params.ignore_eos:
+            return self._lasts(req)
+        return self._expected(req) <= self.kv.reachable() - self._reserved
+
+    def _lasts(self, newcomer: Req) -> bool:
+        """Whether slots last until each request has ended, if all grow by a token a step and give back what is theirs
+        at their end. Those that may end earlier are expected to by the ratio."""
+        ends = []
+        for req in (*self._admitted, newcomer):
+            certain = req.sampling_params.ignore_eos or req is newcomer
+            ends.append((req.remaining_new_tokens * (1.0 if certain else self._ratio), req))
+        ends.sort(key=lambda end: end[0])
+        free: float = self.kv.reachable() - sum(req.extend_len for _, req in ends) - self.kv.page_size * len(ends)
+        done = 0.0
+        for place, (left, req) in enumerate(ends):
+            free -= (left - done) * (len(ends) - place)
+            if free < 0:
+                return False
+            done = left
+            free += req.fill_len - req.protected_len + left
+        return True
 
     def _ready_part(self, req: Req) -> int:
         """How many tokens could be computed now, for all that their embeddings say; 0 where it is better to wait."""
         until = req.media.ready_until()
         if until is None:
-            return req.fill_len - req.kv_len
+            return req.extend_len
         if self._waits_for_embeds(req, start=req.kv_len):
             return 0
         return self._whole_pages(req, until - req.kv_len) or until - req.kv_len
@@ -135,8 +172,6 @@ class PrefillAdder:
 
     def _take(self, req: Req, length: int) -> None:
         self.can_run.append(req)
-        if not req.completes:
-            self.unfinished.append(req)
         self._rem_input -= length
         if self._rem_chunk is not None:
             self._rem_chunk -= length

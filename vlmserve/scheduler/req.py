@@ -7,19 +7,27 @@ import numpy as np
 from vlmserve.memory.radix_cache import RadixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.scheduler.req_media import ReqMedia
+from vlmserve.scheduler.req_status import MOVES, ReqStatus
+
+TURNS_PER_CHOICE = 8
+"""The second of several answers to a prompt waits as if so many other requests had come before it, and so on."""
 
 
 class Req:
     """A request between arrival and its last token.
 
-    Lengths, in tokens of prompt + output (asserted by `check`):
+    Lengths, in tokens of prompt + output (asserted by `check`). A step advances `kv_len` when it is scheduled, as if it
+    had been computed, and `kv_committed_len` when its result has come; `kv_allocated_len` is where its slots end:
 
         |<- protected_len ->|
-        |<- kv_len: KV is there ->|<- extend_input_len: this forward ->|<- still to come ->|
+        |<- kv_committed_len: KV is there ->|<- steps in flight ->|
+        |<- kv_len ----------------------------------------------->|<- extend_len: not scheduled yet ->|
+        |<- fill_len: tokens of the prompt, of the output, and `in_flight` ones that only the worker knows ->|
 
     The first `protected_len` of its KV slots belong to the prefix cache and are locked by this request (`last_node`
-    is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does
-    not know yet which slots hold its first kv_len tokens.
+    is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does not know
+    yet which slots hold its first kv_len tokens. flow: whose requests it takes turns with (see `WaitingQueue`).
+    arrival counts requests as they come; turn is that, and more for the later of several answers to one prompt.
     """
 
     def __init__(
@@ -38,46 +46,81 @@ class Req:
         self.mm_inputs = message.mm_inputs
         self.sampling_params: SamplingParams = params
         self.num_logprobs = message.num_logprobs
+        self.priority = message.priority
+        self.flow = f"{message.client} {'media' if message.mm_inputs is not None else 'text'}"
+        self.client = message.client
+        self.group = message.group or message.rid
         self.key_ids = key_ids
         self.media = media
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.arrival = arrival
+        self.turn = arrival + TURNS_PER_CHOICE * message.choice
+        # of other than the newest token, when it samples: see `Scheduler.run_batch`
+        self.samples_by_history = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        )
 
+        self.status = ReqStatus.WAITING
         self.output_ids: list[int] = []
+        self.in_flight = 0
         self.req_pool_idx: int | None = None
         self.kv_len = 0
-        self.extend_input_len = 0
+        self.kv_allocated_len = 0
+        self.kv_committed_len = 0
         self.protected_len = 0
         self.last_node: RadixNode | None = None
         self.prefix_unsent = False
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.reported = False
+        self.prompt_len = len(message.input_ids)
+        self.position_delta = 0 if message.mm_inputs is None else message.mm_inputs.mrope_position_delta
+
+    def move_to(self, status: ReqStatus) -> None:
+        """Change the status; only as `MOVES` allows."""
+        assert status in MOVES[self.status], (self.rid, self.status, status)
+        self.status = status
 
     @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.origin_input_ids)
+    def is_finished(self) -> bool:
+        """Whether it has had its last token, or was ended before."""
+        return self.status is ReqStatus.FINISHED
 
     @property
     def fill_len(self) -> int:
-        """Tokens known so far: prompt and output."""
-        return self.prompt_len + len(self.output_ids)
+        """Tokens of prompt and output; of the last `in_flight` only the worker knows which they are."""
+        return self.prompt_len + len(self.output_ids) + self.in_flight
+
+    @property
+    def extend_len(self) -> int:
+        """Tokens that no step has been scheduled for."""
+        return self.fill_len - self.kv_len
 
     @property
     def remaining_new_tokens(self) -> int:
-        """Output tokens still allowed."""
-        return self.max_new_tokens - len(self.output_ids)
+        """Output tokens still allowed, besides those in flight."""
+        return self.max_new_tokens - len(self.output_ids) - self.in_flight
 
-    @property
-    def completes(self) -> bool:
-        """Whether this forward reaches the last known token, so that a new one is sampled."""
-        return self.kv_len + self.extend_input_len == self.fill_len
+    def finish(self, reason: FinishReason) -> None:
+        """End it, for this reason."""
+        self.move_to(ReqStatus.FINISHED)
+        self.finish_reason = reason
 
     def fill_ids(self, start: int, end: int) -> np.ndarray:
-        """Real token ids [start, end) of prompt + output, int64."""
-        return self._slice(self.origin_input_ids, start, end)
+        """Real token ids [start, end) of prompt + output, int64; -1 for one in flight (see `ModelWorkerBatch`)."""
+        known = self.prompt_len + len(self.output_ids)
+        if end <= known:
+            return self._slice(self.origin_input_ids, start, end)
+        unknown = np.full(end - max(start, known), -1, dtype=np.int64)
+        return (
+            unknown if start >= known else np.concatenate([self._slice(self.origin_input_ids, start, known), unknown])
+        )
+
+    def token_at(self, index: int) -> int:
+        """The id of an output token; -1 for one in flight."""
+        index -= self.prompt_len
+        return self.output_ids[index] if index < len(self.output_ids) else -1
 
     def radix_key(self, end: int) -> np.ndarray:
         """The prefix cache key of tokens [0, end): ids, with media pads replaced by their pad values."""
@@ -103,13 +146,14 @@ class Req:
             positions[:, : prompt.shape[1]] = prompt
         return positions
 
-    def append_output(self, token_id: int) -> None:
-        """Take the sampled token and decide whether it was the last."""
+    def append_output(self, token_id: int) -> FinishReason | None:
+        """Take a sampled token; why it was the last, if it was."""
         self.output_ids.append(token_id)
         if token_id in self.stop_ids:
-            self.finish_reason = FinishReason(type="stop", matched=token_id)
-        elif len(self.output_ids) >= self.max_new_tokens:
-            self.finish_reason = FinishReason(type="length")
+            return FinishReason(type="stop", matched=token_id)
+        if len(self.output_ids) >= self.max_new_tokens:
+            return FinishReason(type="length")
+        return None
 
     def logprobs_of(
         self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
@@ -126,7 +170,17 @@ class Req:
 
     def check(self) -> None:
         """Assert the length model."""
-        assert 0 <= self.protected_len <= self.kv_len, (self.rid, self.protected_len, self.kv_len)
-        assert self.kv_len + self.extend_input_len <= self.fill_len, (self.rid, self.kv_len, self.extend_input_len)
-        assert len(self.output_ids) <= self.max_new_tokens, (self.rid, len(self.output_ids))
-        assert (self.req_pool_idx is None) == (self.kv_len == 0 and self.extend_input_len == 0), self.rid
+        assert 0 <= self.protected_len <= self.kv_committed_len <= self.kv_len, (
+            self.rid,
+            self.protected_len,
+            self.kv_committed_len,
+            self.kv_len,
+        )
+        assert self.kv_len <= self.kv_allocated_len <= self.fill_len, (
+            self.rid,
+            self.kv_len,
+            self.kv_allocated_len,
+            self.fill_len,
+        )
+        assert 0 <= self.in_flight <= self.max_new_tokens - len(self.output_ids), (self.rid, self.in_flight)
+        assert self.req_pool_idx is not None or self.kv_len == 0, self.rid

@@ -1,23 +1,30 @@
 """Continuous batching: which tokens are computed next, for whom, in which slots.
 
-A step is a prompt step (chunks of new requests, by `PrefillAdder`) or a decode step (one token for each running
-request), or both at once with mixed chunks. While requests are running, prompt and decode steps alternate, so a long
-prompt delays nobody for longer than one chunk.
+One loop with a queue of steps in flight. Each turn decides a step (`get_next_batch_to_run`), which advances the lengths
+of its requests as if it had been computed, launches it (`run_batch`), and takes what came of the oldest one
+(`process_batch_result`). With one step in flight that is the plain loop; with two, a step is decided while the one
+before is computed. Nothing that a step needs to be decided waits for the last one's tokens: which these are only the
+worker has to know. That a token ended an answer is learnt when the next step is under way; what that computed for the
+request is dropped.
+
+A step is prompt chunks (by `PrefillAdder`), or a token for each running request, or both with mixed chunks. An encoder
+in this process works in slices between steps, on the same queue of the device.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from typing import Protocol
 
 import numpy as np
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.attention.base import ForwardMode
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
+from vlmserve.executor.device_queue import DeviceQueue, Work
+from vlmserve.executor.model_worker_batch import ModelWorkerResult
 from vlmserve.memory.media_keys import MediaKeyTable, radix_key
 from vlmserve.messages import (
     AbortReq,
@@ -26,31 +33,35 @@ from vlmserve.messages import (
     SchedulerOutput,
     SchedulerStats,
     TokenizedGenerateReqInput,
-    TokenLogprobs,
     TokenOutput,
 )
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.outputs import error, refused, token_output
 from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.preemption import less_urgent, over_share
 from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
+from vlmserve.scheduler.prefix_leaders import PrefixLeaders
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia
-from vlmserve.scheduler.schedule_batch import ScheduleBatch
+from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
+from vlmserve.scheduler.step import ModelWorker, StepHandle
+from vlmserve.scheduler.step_costs import StepCosts
+from vlmserve.scheduler.waiting_queue import WaitingQueue
 from vlmserve_common.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-
-class ModelWorker(Protocol):
-    """Whatever computes a step: the `ModelRunner`, a process that holds one, or a test's fake."""
-
-    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult: ...
+_OUTPUT_COST = 2.0
+"""What a generated token counts in a flow's turns, where a prompt token counts 1 (as in the paper; see there)."""
 
 
 class Scheduler:
     """Owns every request from arrival to its last token. Single-threaded: call `handle` and `step` in turn.
 
-    max_req_len: tokens of prompt and answer of one request together, at most.
+    max_req_len: tokens of prompt and answer of one request together, at most. device: where steps and slices of
+    encoding are computed, and how many are in flight.
     """
 
     def __init__(
@@ -61,8 +72,9 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         kv: KVCacheManager,
         worker: ModelWorker,
+        device: DeviceQueue,
         encoder: EncoderPool,
-        policy: SchedulePolicy[Req],
+        policy: SchedulePolicy,
         new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
         send: Callable[[SchedulerOutput], None],
@@ -71,18 +83,23 @@ class Scheduler:
         self._max_req_len = max_req_len
         self._eos_token_ids = eos_token_ids
         self.kv = kv
-        self.waiting_queue: list[Req] = []
-        self.running_batch = ScheduleBatch(kv)
-        self.chunked_reqs: list[Req] = []
+        self.waiting_queue = WaitingQueue(policy)
+        self.running_batch = RunningBatch(kv)
         self.encoder = encoder
         self.arrivals = 0  # requests that have come so far
+        self._reqs: dict[str, Req] = {}
         self._worker = worker
+        self._device = device
         self._policy = policy
         self._ratio = new_token_ratio
+        self._costs = StepCosts(slowdown=args.max_decode_slowdown, max_step_s=args.max_step_s, page_size=args.page_size)
         self._media_keys = media_keys
         self._send = send
+        self._in_flight: deque[StepHandle | Work[bool]] = deque()
+        self._must_drain = False
         self._steps = 0
         self._decode_is_due = False
+        self._slice_is_due = False
         self._urgent: bytes | None = None
         self._prompt_tokens = self._cached_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
@@ -99,7 +116,7 @@ class Scheduler:
             return
         refusal = self._refusal(message) or self.queue_is_full(also_waiting=also_waiting)
         if refusal is not None:
-            self._send(BatchTokenOutput(outputs=(_refused(message, refusal),)))
+            self._send(BatchTokenOutput(outputs=(refused(message, refusal),)))
             return
         room = self._max_req_len - len(message.input_ids)
         wanted = message.sampling_params.max_new_tokens
@@ -115,18 +132,28 @@ class Scheduler:
         if self._media_keys.is_large:
             self._trim_media_keys(req)
         self._prompt_tokens += req.prompt_len
-        req.media.hold_from(self.kv.matched_len(req))
-        self.waiting_queue.append(req)
+        if message.mm_inputs is not None:
+            req.media.hold_from(self.kv.matched_len(req))
+        self._reqs[req.rid] = req
+        self.waiting_queue.arrive(req)
 
     def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
         length, limit = len(message.input_ids), self._max_req_len
+        if message.rid in self._reqs:
+            return error(400, f"a request with the id {message.rid!r} is under way")
         if length == 0:
-            return _error(400, "the prompt is empty")
+            return error(400, "the prompt is empty")
         if length >= limit:
-            return _error(
+            return error(
                 400,
                 f"the prompt has {length} tokens and there is room for {limit} tokens of prompt and answer together "
                 "(settings: --max-model-len, --max-total-tokens)",
+            )
+        if message.priority and not self._policy.preempts:
+            return error(
+                400,
+                f"priority is {message.priority}, and priorities are for servers with --schedule-policy priority; this "
+                f"one has {self._args.schedule_policy}",
             )
         return None
 
@@ -135,69 +162,85 @@ class Scheduler:
         waiting = len(self.waiting_queue) + also_waiting
         if waiting < self._args.max_queued_requests:
             return None
-        return _error(429, f"{waiting} requests are waiting already (setting: --max-queued-requests)")
+        return error(429, f"{waiting} requests are waiting already (setting: --max-queued-requests)")
 
     def _abort(self, message: AbortReq) -> None:
-        req = next((req for req in self._requests() if req.rid == message.rid), None)
+        req = self._reqs.get(message.rid)
         if req is None:
             return
         if message.finished:
-            self._take_out(req, FinishReason(type="stop"))
+            self._end(req, FinishReason(type="stop"))
             self._finished += 1
         else:
             self._cut_off(req, FinishReason(type="abort"))
 
     def _cut_off(self, req: Req, reason: FinishReason) -> None:
         """End a request before its time, and say so."""
-        self._take_out(req, reason)
+        self._end(req, reason)
         self._aborted += 1
-        self._send(BatchTokenOutput(outputs=(self._output(req, (), None),)))
+        self._send(BatchTokenOutput(outputs=(token_output(req, ()),)))
 
-    def _take_out(self, req: Req, reason: FinishReason) -> None:
-        """Forget a request that ends before its time, and all that it holds."""
-        req.finish_reason = reason
+    def _end(self, req: Req, reason: FinishReason) -> None:
+        """Forget a request, wherever it is, and all that it holds. What steps in flight bring it is dropped."""
+        self.waiting_queue.leave(req)
+        if req.status is ReqStatus.DECODING:
+            self.running_batch.remove(req)
+        req.finish(reason)
         req.media.release()
-        if req in self.waiting_queue:
-            self.waiting_queue.remove(req)
-            return
-        self.kv.release(req)
-        self.running_batch.filter_batch()
-        if req in self.chunked_reqs:
-            self.chunked_reqs.remove(req)
+        if req.req_pool_idx is not None:
+            self.kv.release(req)
+        del self._reqs[req.rid]
 
-    # ------------------------------------------------------------ steps
+    # ------------------------------------------------------------ the loop
 
     def step(self, *, encoder_is_shared: bool = False) -> bool:
-        """Compute one step, of the encoder, the model or both; False if there is nothing to do now. When idle, that
-        comes after checking the pools; otherwise see `wait_handles`.
+        """One turn of the loop; False if there is nothing to do now. When idle, that comes after checking the pools;
+        otherwise see `wait_handles`.
 
         encoder_is_shared: others hold embeddings, too, so that those held say nothing of requests.
         """
-        encoded = self._encode()
+        encoded = self._advance_encoder()
         batch = self.get_next_batch_to_run()
-        if batch is None and not encoded:
-            if self.is_idle():
-                self._urgent = None
-                self._ratio.reset()
-                if self._args.check_pools_when_idle:
-                    self.check_pools(encoder_is_shared=encoder_is_shared)
-                return False
+        if batch is not None:
+            self._urgent = None
+            self._in_flight.append(self.run_batch(batch))
+        sliced = self._encode_slice(batch)
+        if self._in_flight and (batch is None or self._steps_in_flight >= self._device.depth):
+            self._take_oldest()
+        elif batch is None and not encoded and not sliced:
+            return self._nothing_to_do(encoder_is_shared)
+        return True
+
+    @property
+    def _steps_in_flight(self) -> int:
+        return sum(isinstance(work, StepHandle) for work in self._in_flight)
+
+    def _take_oldest(self) -> None:
+        """Wait for the oldest step and what was launched before it, and process its result."""
+        while self._in_flight:
+            oldest = self._in_flight[0]
+            try:
+                result = oldest.result()
+            except Exception as failure:
+                self._in_flight.popleft()
+                assert isinstance(oldest, StepHandle), "the encoder tells its failures by its results"
+                log.exception("step %d failed; its %d requests get an error", oldest.number, len(oldest.batch))
+                self._fail(oldest.batch, failure)
+                return
+            self._in_flight.popleft()  # not before: an interrupted wait leaves it to the next turn
+            if isinstance(oldest, StepHandle):
+                assert isinstance(result, ModelWorkerResult)
+                self.process_batch_result(oldest.batch, result)
+                return
+
+    def _nothing_to_do(self, encoder_is_shared: bool) -> bool:
+        if not self.is_idle():
             return self._resolve_stall()
         self._urgent = None
-        if batch is None:
-            return True
-        self._steps += 1
-        try:
-            result = self._worker.forward(batch.get_model_worker_batch(self._steps))
-        except Exception as error:
-            log.exception("step %d failed; its %d requests are answered with an error", self._steps, len(batch))
-            self._fail(batch, error)
-            return True
-        except BaseException as error:  # interrupted: nothing of the step may stay behind
-            self._fail(batch, error)
-            raise
-        self._process(batch, result)
-        return True
+        self._ratio.reset()
+        if self._args.check_pools_when_idle:
+            self.check_pools(encoder_is_shared=encoder_is_shared)
+        return False
 
     def wait_handles(self) -> list[int]:
         """After `step` said False: file descriptors one of which becomes readable when it has something to do again,
@@ -209,14 +252,183 @@ class Scheduler:
         if not self.step() and not self.is_idle():
             wait(self.wait_handles())
 
-    def _encode(self) -> bool:
-        """Let the encoder get on; whether it did. Inline it takes time, and does not come between two decode steps
-        more often than prompts do."""
-        if self.encoder.inline and self._decode_is_due and self.running_batch.reqs:
+    def is_idle(self) -> bool:
+        """Whether no request is waiting, being computed or decoding, and no step in flight."""
+        return not self._reqs and not self._in_flight
+
+    def close(self) -> None:
+        """End the device's thread and the encoder's workers."""
+        self._device.close()
+        self.encoder.close()
+
+    # ------------------------------------------------------------ deciding
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """Decide a step, and advance lengths as if it had been computed. None: nothing can be computed now, or what is
+        in flight has to come first.
+
+        Prompts and decoding share a step, or take turns. Where an encoder works in this process, it takes turns with
+        the prompts beside those who decode.
+        """
+        if self._must_drain and self._in_flight:
+            return None
+        self._must_drain = False
+        decoding = self.running_batch.decodable
+        prompts: list[Req] = []
+        if not (decoding and (self._decode_is_due or self._slice_is_due)):
+            prompts = self._add_prompts(decoding)
+            decoding = self.running_batch.decodable  # some may have been retracted
+        mixed = self._args.enable_mixed_chunk
+        self._decode_is_due = bool(prompts) and not mixed
+        if prompts and not mixed:
+            decoding = []
+        if decoding:
+            decoding = self._prepare_for_decode(decoding, alone=not prompts)
+        if not prompts and not decoding:
+            return None
+        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding)
+        for part in batch.prompts:
+            if part.output_index is not None:  # its last chunk: it decodes from here on
+                self.waiting_queue.set_in_progress(part.req, False)
+                part.req.move_to(ReqStatus.DECODING)
+                self.running_batch.merge(part.req)
+        return batch
+
+    def _add_prompts(self, decoding: Sequence[Req]) -> list[Req]:
+        """Chunks of prompts, with their slots: who gets them, and how much."""
+        queue = self.waiting_queue
+        in_progress = queue.in_progress
+        if not in_progress and not len(queue):
+            return []
+        running = self.running_batch.reqs
+        chunk_size, by_time = self._args.chunked_prefill_size, self._costs.chunk_tokens(decoding=bool(decoding))
+        if chunk_size > 0 and by_time is not None:
+            chunk_size = min(chunk_size, by_time)
+        adder = PrefillAdder(
+            self.kv,
+            running=running,
+            in_progress=in_progress,
+            new_token_ratio=self._ratio.value,
+            max_prefill_tokens=self._args.max_prefill_tokens,
+            chunk_size=chunk_size,
+            max_running=self._args.max_running_requests,
+            mixed_decode_tokens=len(decoding) if self._args.enable_mixed_chunk else 0,
+        )
+        leaders = self._prefix_leaders(in_progress)
+
+        def attempt(req: Req) -> bool:
+            if req.status is ReqStatus.PREFILLING:
+                result = self._continue_prompt(adder, req)
+            else:
+                result = self._admit(adder, req, leaders)
+            return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
+
+        queue.visit(attempt)
+        return adder.can_run
+
+    def _prefix_leaders(self, in_progress: Sequence[Req]) -> PrefixLeaders | None:
+        if self.kv.prefix_cache.disabled:
+            return None
+        leaders = PrefixLeaders(self.kv.matched_len, self.kv.key_of, page_size=self.kv.page_size)
+        for req in in_progress:
+            leaders.lead(req)
+        for work in self._in_flight:
+            if isinstance(work, StepHandle):
+                for part in work.batch.prompts:
+                    if not part.req.is_finished and part.output_index is not None:  # others are in progress
+                        leaders.lead(part.req)
+        return leaders
+
+    def _continue_prompt(self, adder: PrefillAdder, req: Req) -> AddReqResult:
+        """The next chunk of a prompt in progress; running requests are retracted if it has no slots otherwise."""
+        result = adder.add_chunked_req(req)
+        while result is AddReqResult.NO_TOKEN and len(self.running_batch) and self._may_retract():
+            self._retract(self.running_batch.retract_decode())
+            result = adder.add_chunked_req(req)
+        if result is AddReqResult.CONTINUE:
+            self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
+        return result
+
+    def _admit(self, adder: PrefillAdder, req: Req, leaders: PrefixLeaders | None) -> AddReqResult:
+        """A waiting request's first chunk; it may take the place of one that runs."""
+        if not adder.is_ready(req):
+            return self._wait_for_encoder(req)
+        if leaders is not None and leaders.must_wait(req):
+            return AddReqResult.NOT_READY
+        result = adder.add_one_req(req)
+        if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and self._preempt_for(req):
+            return AddReqResult.OTHER  # it comes next
+        if result is AddReqResult.NOT_READY:
+            return self._wait_for_encoder(req)
+        if result is AddReqResult.CONTINUE:
+            self.waiting_queue.remove(req)
+            req.move_to(ReqStatus.PREFILLING)
+            self.waiting_queue.set_in_progress(req, True)
+            self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
+        return result
+
+    def _wait_for_encoder(self, req: Req) -> AddReqResult:
+        if req.status is ReqStatus.WAITING:
+            req.move_to(ReqStatus.WAITING_FOR_ENCODER)
+        return AddReqResult.NOT_READY
+
+    def _prepare_for_decode(self, reqs: list[Req], *, alone: bool) -> list[Req]:
+        """Slots for the next token of each running request; who gets one. If slots are short, requests are retracted,
+        and, if there is nothing else in the step, prompts in progress wait again."""
+        running = self.running_batch
+        while not running.check_decode_mem(reqs):
+            if not alone:
+                return []
+            if not self._may_retract():
+                return []
+            in_progress = self.waiting_queue.in_progress
+            if len(running) > 1:
+                self._retract(running.retract_decode())
+            elif in_progress:
+                self._retract(in_progress[-1])
+            else:
+                raise EngineError(f"no KV slot is left for the only running request, {reqs[0].rid}")
+            reqs = running.decodable
+        if alone:
+            self._ratio.decay()
+        for req in reqs:
+            fits = self.kv.extend(req, req.extend_len)
+            assert fits, f"no slot for {req.rid} although check_decode_mem found room"
+        return reqs
+
+    # ------------------------------------------------------------ giving places up
+
+    def _may_retract(self) -> bool:
+        """Only what no step in flight computes for is taken back: before, these have to come."""
+        self._must_drain = bool(self._in_flight)
+        return not self._must_drain
+
+    def _preempt_for(self, req: Req) -> bool:
+        """Whether a running request gives its place up for one that waits, now or when no step is in flight."""
+        running = self.running_batch.reqs
+        if self._policy.preempts:
+            victim = less_urgent(req, running)
+        else:
+            victim = over_share(req, running, self._args.max_running_requests)
+        if victim is None:
             return False
-        changed = self.encoder.advance(urgent=self._urgent)
-        failures = self.encoder.take_failures()
-        return self._fail_unencodable(failures) or changed
+        if self._may_retract():
+            self.running_batch.remove(victim)
+            self._retract(victim)
+        return True
+
+    def _retract(self, req: Req) -> None:
+        """Let a request wait again, which is in no list of those that run any more. Its tokens stay known, its KV stays
+        cached until evicted, and it will go on as if nothing had happened."""
+        if req.status is ReqStatus.PREFILLING:
+            self.waiting_queue.set_in_progress(req, False)
+        else:
+            self._retracted += 1
+            self._ratio.raise_after_retraction(self.running_batch.reqs)
+            log.info("retracted %s: %d requests go on", req.rid, len(self.running_batch))
+        self.kv.release(req)
+        req.move_to(ReqStatus.RETRACTED)
+        self.waiting_queue.add(req)
 
     def _resolve_stall(self) -> bool:
         """When no request can be computed: the encoder is to wait for, or requests block each other. Whether another
@@ -225,183 +437,104 @@ class Scheduler:
         if self.encoder.working:
             return False
         # With nothing running, the first in line lacks either embeddings, for which there is no room, or KV slots.
-        first = min(self.chunked_reqs, key=lambda req: req.arrival) if self.chunked_reqs else self.waiting_queue[0]
+        in_progress = self.waiting_queue.in_progress
+        first = in_progress[0] if in_progress else self.waiting_queue.first()
         self._urgent = first.media.first_unready()
-        if self._urgent is None and self.chunked_reqs:
-            self._put_back(max(self.chunked_reqs, key=lambda req: req.arrival))
+        if self._urgent is None and in_progress:
+            self._retract(in_progress[-1])
         elif self._urgent is None or tried is not None:
             raise EngineError(f"{len(self.waiting_queue)} requests wait, and none can be computed")
         return True
 
-    def _put_back(self, req: Req) -> None:
-        """Let a prompt in progress wait again; what it computed stays cached."""
-        self.chunked_reqs.remove(req)
-        self.kv.release(req)
-        self.waiting_queue.insert(0, req)
+    # ------------------------------------------------------------ the encoder
 
-    def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
-        """End the requests of a step that raised; the others go on."""
-        for req in batch.reqs:
-            self._cut_off(req, _error(500, f"internal error: {type(error).__name__}"))
+    def _advance_encoder(self) -> bool:
+        """Take what has been encoded, and start what there is room for; whether anything changed."""
+        changed = self.encoder.advance(urgent=self._urgent)
+        failures = self.encoder.take_failures()
+        return self._fail_unencodable(failures) or changed
+
+    def _encode_slice(self, batch: ScheduleBatch | None) -> bool:
+        """Launch a slice of encoding where it is done in this process, but for beside a step of prompts and decoding:
+        then it is due after the next one."""
+        decoding = len(self.running_batch) > 0
+        self._slice_is_due = False
+        if not self.encoder.has_work:
+            return False
+        if batch is not None and batch.prompt_tokens and decoding:
+            self._slice_is_due = True
+            return False
+        self._in_flight.append(self._device.submit(self.encoder.work, self._costs.slice_s(decoding=decoding)))
+        return True
 
     def _fail_unencodable(self, failures: dict[bytes, str]) -> bool:
         """End the requests that need a picture which could not be encoded; whether there are any."""
         if not failures:
             return False
-        found = [(req, key) for req in self._requests() if (key := req.media.holds(failures.keys()))]
+        found = [(req, key) for req in self._reqs.values() if (key := req.media.holds(failures.keys()))]
         for req, key in found:
-            self._cut_off(req, _error(500, f"a picture or video could not be encoded: {failures[key]}"))
+            self._cut_off(req, error(500, f"a picture or video could not be encoded: {failures[key]}"))
         return bool(found)
 
-    def is_idle(self) -> bool:
-        """Whether no request is waiting, being computed or decoding."""
-        return not self._requests()
+    # ------------------------------------------------------------ running
 
-    def get_next_batch_to_run(self) -> ScheduleBatch | None:
-        """Decide the next step."""
-        if self._decode_is_due and self.running_batch.reqs:
-            self._decode_is_due = False
-            return self._decode_batch()
-        batch = self._prefill_batch()
-        if batch is not None:
-            self._decode_is_due = not self._args.enable_mixed_chunk
-            return batch
-        return self._decode_batch() if self.running_batch.reqs else None
+    def run_batch(self, batch: ScheduleBatch) -> StepHandle:
+        """Launch a step. It is sampled as soon as it is computed, unless that depends on tokens in flight."""
+        self._steps += 1
+        try:
+            return StepHandle(self._device, self._worker, batch, self._steps)
+        except BaseException as failure:  # interrupted: nothing of the step may stay behind
+            self._fail(batch, failure)
+            raise
 
-    def _prefill_batch(self) -> ScheduleBatch | None:
-        if not self.waiting_queue and not self.chunked_reqs:
-            return None
-        running = self.running_batch
-        mixed = self._args.enable_mixed_chunk and len(running) > 0
-        if mixed:
-            self._make_room_to_decode()
-        adder = PrefillAdder(
-            self.kv,
-            running=running.reqs,
-            new_token_ratio=self._ratio.value,
-            max_prefill_tokens=self._args.max_prefill_tokens,
-            chunk_size=self._args.chunked_prefill_size,
-            mixed_decode_tokens=len(running) if mixed else 0,
-        )
-        if self._continue_chunked(adder):
-            self._admit_waiting(adder)
-        self.chunked_reqs = [req for req in self.chunked_reqs if req not in adder.can_run] + adder.unfinished
-        if not adder.can_run:
-            return None
-        batch = ScheduleBatch(self.kv, adder.can_run, ForwardMode.EXTEND)
-        if mixed and len(running) and running.check_decode_mem():
-            batch.mix_with_running(running)
-        return batch
+    def _fail(self, batch: ScheduleBatch, failure: BaseException) -> None:
+        """End the requests of a step that raised; the others go on."""
+        for part in batch.reqs:
+            if not part.req.is_finished:
+                self._cut_off(part.req, error(500, f"internal error: {type(failure).__name__}"))
 
-    def _continue_chunked(self, adder: PrefillAdder) -> bool:
-        """The next chunks of prompts in progress, oldest first; running requests are retracted if one has no slots
-        otherwise. Whether waiting requests may follow: these have got all they can use."""
-        for req in sorted(self.chunked_reqs, key=lambda req: req.arrival):
-            result = adder.add_chunked_req(req)
-            while result is AddReqResult.NO_TOKEN and self.running_batch.reqs:
-                self._retract(self.running_batch)
-                result = adder.add_chunked_req(req)
-            if adder.full or result in (AddReqResult.NO_TOKEN, AddReqResult.OTHER):
-                return False
-        return True
-
-    def _admit_waiting(self, adder: PrefillAdder) -> None:
-        if not self.waiting_queue:
-            return
-        to_try = self._policy.calc_priority(self.waiting_queue)
-        for req in self.waiting_queue[:to_try]:
-            if adder.full or len(self.running_batch) + len(adder.can_run) >= self._args.max_running_requests:
-                break
-            result = adder.add_one_req(req)
-            if result is AddReqResult.CONTINUE:
-                self.waiting_queue.remove(req)
-            elif result is not AddReqResult.NOT_READY:
-                break
-
-    def _make_room_to_decode(self) -> None:
-        running = self.running_batch
-        while len(running) > 1 and not running.check_decode_mem():
-            self._retract(running)
-
-    def _decode_batch(self) -> ScheduleBatch | None:
-        running = self.running_batch
-        self._make_room_to_decode()
-        while not running.check_decode_mem():
-            # a single request, and the rest of the pool held by prompts in progress: these wait again
-            if not self.chunked_reqs:
-                raise EngineError(f"no KV slot is left for the only running request, {running.reqs[0].rid}")
-            self._put_back(max(self.chunked_reqs, key=lambda req: req.arrival))
-        self._ratio.decay()
-        running.prepare_for_decode()
-        return ScheduleBatch(self.kv, running.reqs)
-
-    def _retract(self, running: ScheduleBatch) -> None:
-        req = running.retract_decode()
-        self.waiting_queue.insert(0, req)
-        self._retracted += 1
-        self._ratio.raise_after_retraction(running.reqs)
-        log.info("retracted %s: the KV cache is full, %d requests go on", req.rid, len(running))
-
-    # ------------------------------------------------------------ results
-
-    def _process(self, batch: ScheduleBatch, result: ModelWorkerResult) -> None:
+    def process_batch_result(self, batch: ScheduleBatch, result: ModelWorkerResult) -> None:
+        """Take what a step brought: KV is committed, tokens are appended, prefixes shared, answers ended."""
+        self._costs.observe(prompt_tokens=batch.prompt_tokens, decoding=len(batch.decoding), seconds=result.compute_s)
         outputs: list[TokenOutput] = []
+        tokens = result.next_token_ids.tolist()
         sampled = 0
-        for req in batch.reqs:
-            completes = req.completes
-            req.kv_len += req.extend_input_len
-            req.extend_input_len = 0
-            req.media.hold_from(req.kv_len)
-            if not completes:
-                self.kv.share(req)
-                req.check()
+        for part in batch.reqs:
+            req, at = part.req, sampled
+            sampled += part.output_index is not None
+            if req.is_finished:  # while the step was in flight
                 continue
-            token = int(result.next_token_ids[sampled])
-            logprobs = req.logprobs_of(
-                token, result.logprobs[sampled], result.top_ids[sampled], result.top_logprobs[sampled]
-            )
-            sampled += 1
-            prompt_done = len(req.output_ids) == 0
-            req.append_output(token)
-            self._generated += 1
-            if req.finish_reason is not None:
-                self.kv.release(req)
-                self._finished += 1
-            elif prompt_done:
-                self._cached_tokens += req.cached_tokens
+            self.kv.commit(req, part.end)
+            if part.start < req.prompt_len:
+                req.media.hold_from(part.end)
                 self.kv.share(req)
-            outputs.append(self._output(req, (token,), logprobs))
-        # from here on a request is in exactly one of: waiting queue, chunked_reqs, running batch
-        self.running_batch.merge_batch(batch)
-        self.running_batch.filter_batch(gone=self.chunked_reqs)
+            if part.output_index is None:
+                continue
+            req.in_flight -= 1
+            token = tokens[at]
+            if not part.output_index:
+                self._cached_tokens += req.cached_tokens
+            reason = req.append_output(token)
+            self._generated += 1
+            self.waiting_queue.charge(req, _OUTPUT_COST)
+            if reason is not None:
+                self._end(req, reason)
+                self._finished += 1
+            logprobs = req.logprobs_of(token, result.logprobs[at], result.top_ids[at], result.top_logprobs[at])
+            outputs.append(token_output(req, (token,), None if logprobs is None else (logprobs,)))
         if outputs:
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
-
-    def _output(self, req: Req, tokens: tuple[int, ...], logprobs: TokenLogprobs | None) -> TokenOutput:
-        first, req.reported = not req.reported, True
-        return TokenOutput(
-            rid=req.rid,
-            token_ids=tokens,
-            finish_reason=req.finish_reason,
-            prompt_tokens=req.prompt_len,
-            completion_tokens=len(req.output_ids),
-            cached_tokens=req.cached_tokens,
-            logprobs=None if logprobs is None else (logprobs,),
-            first=first,
-            stop=req.sampling_params.stop if first else (),
-            skip_special_tokens=req.sampling_params.skip_special_tokens,
-        )
+        for work in self._in_flight:
+            if isinstance(work, StepHandle):  # the tokens that the next step is sampled by have come
+                work.sample()
+                break
 
     # ------------------------------------------------------------ state
-
-    def _requests(self) -> list[Req]:
-        """Everyone in the house, once each."""
-        return [*self.waiting_queue, *self.running_batch.reqs, *self.chunked_reqs]
 
     def _trim_media_keys(self, newcomer: Req) -> None:
         """Forget media that neither a cached prefix nor a request holds."""
         live = self.kv.prefix_cache.live_keys()
-        for req in [newcomer, *self._requests()]:
+        for req in [newcomer, *self._reqs.values()]:
             live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
         self._media_keys.retain(live)
 
@@ -431,7 +564,7 @@ class Scheduler:
         """Plain figures of this moment."""
         allocator, cache, req_pool = self.kv.allocator, self.kv.prefix_cache, self.kv.req_pool
         return SchedulerStats(
-            num_running_reqs=len(self.running_batch) + len(self.chunked_reqs),
+            num_running_reqs=len(self._reqs) - len(self.waiting_queue),
             num_waiting_reqs=len(self.waiting_queue),
             kv_total_tokens=allocator.size,
             kv_free_tokens=allocator.available_size(),
@@ -450,19 +583,7 @@ class Scheduler:
         )
 
 
-def _error(status: int, message: str) -> FinishReason:
-    return FinishReason(type="error", status=status, message=message)
-
-
-def _refused(message: TokenizedGenerateReqInput, reason: FinishReason) -> TokenOutput:
-    return TokenOutput(
-        rid=message.rid,
-        token_ids=(),
-        finish_reason=reason,
-        prompt_tokens=len(message.input_ids),
-        completion_tokens=0,
-        cached_tokens=0,
-        first=True,
-        stop=message.sampling_params.stop,
-        skip_special_tokens=message.sampling_params.skip_special_tokens,
-    )
+def _mode(prompts: Sequence[Req], decoding: Sequence[Req]) -> ForwardMode:
+    if not decoding:
+        return ForwardMode.EXTEND
+    return ForwardMode.MIXED if prompts else ForwardMode.DECODE

@@ -155,6 +155,9 @@ class RequestBuilder:
                 sampling_params=replace(params, seed=choice_seed(params.seed, index)),
                 mm_inputs=expanded.mm_inputs,
                 num_logprobs=request.num_logprobs,
+                client=request.client,
+                group=request.request_id,
+                choice=index,
             )
             for index in range(request.n)
         ]

@@ -10,18 +10,21 @@ from tests.vlmserve.reference import conversations
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.build import build_runner
-from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve_common.transport.wire import WireCodec
 
+TYPES = [ModelWorkerBatch, SamplingBatchInfo, ModelWorkerResult]
 SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=8, ignore_eos=True)
 
 
 def work(pipe, args: EngineArgs) -> None:
     """The other process: decodes a step, runs it, encodes the result."""
     runner, _ = build_runner(args)
-    codec = WireCodec([ModelWorkerBatch, ModelWorkerResult])
+    codec = WireCodec(TYPES)
     while (frames := receive(pipe)) is not None:
-        send(pipe, codec.encode(runner.forward(codec.decode(frames))))
+        forwarded = runner.forward(codec.decode(frames))
+        info = codec.decode(receive(pipe))
+        send(pipe, codec.encode(runner.sample(forwarded, info)))
 
 
 def send(pipe, frames) -> None:
@@ -44,11 +47,14 @@ class RemoteWorker:
         self.process = context.Process(target=work, args=(theirs, args))
         self.process.start()
         theirs.close()
-        self.codec = WireCodec([ModelWorkerBatch, ModelWorkerResult])
+        self.codec = WireCodec(TYPES)
         self.steps = 0
 
-    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
+    def forward(self, batch: ModelWorkerBatch) -> None:
         send(self.pipe, self.codec.encode(batch))
+
+    def sample(self, forwarded: None, info: SamplingBatchInfo) -> ModelWorkerResult:
+        send(self.pipe, self.codec.encode(info))
         frames = receive(self.pipe)
         assert frames is not None, "the worker process is gone"
         self.steps += 1
@@ -88,9 +94,12 @@ class WithoutIds:
     def __init__(self, worker: RemoteWorker) -> None:
         self.worker = worker
 
-    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
+    def sample(self, forwarded: None, info: SamplingBatchInfo) -> ModelWorkerResult:
+        return self.worker.sample(forwarded, info)
+
+    def forward(self, batch: ModelWorkerBatch) -> None:
         from vlmserve.attention.base import ForwardMode
 
         if batch.forward_mode == ForwardMode.DECODE:
             batch.input_ids[:] = -1
-        return self.worker.forward(batch)
+        self.worker.forward(batch)

@@ -8,7 +8,7 @@ import hashlib
 
 import numpy as np
 
-from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 
 VOCAB = 50
 
@@ -30,14 +30,17 @@ class FakeWorker:
     def __init__(self, num_slots: int, rows: int, context: int) -> None:
         self.kv: list[tuple | None] = [None] * num_slots
         self.table = np.zeros((rows, context), np.int64)
+        self.last = np.zeros(rows, np.int64)
         self.batches: list[ModelWorkerBatch] = []
         self.fail_at: int | None = None
 
-    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerResult:
+    def forward(self, batch: ModelWorkerBatch) -> tuple[ModelWorkerBatch, list[list]]:
         self.batches.append(batch)
         if self.fail_at == batch.step:
             raise RuntimeError("broken on purpose")
-        what = [("id", int(i)) for i in batch.input_ids]
+        owners = np.repeat(batch.req_pool_indices, batch.seq_lens - batch.prefix_lens)
+        ids = np.where(batch.input_ids < 0, self.last[owners], batch.input_ids)
+        what = [("id", int(i)) for i in ids]
         for part in batch.mm_embeds:
             for k, row in enumerate(part.embeds.tolist()):
                 what[part.token + k] = ("media", *row)
@@ -53,10 +56,16 @@ class FakeWorker:
                 self.kv[slot] = (what[at], tuple(batch.positions[:, at].tolist()))
                 at += 1
             histories.append([self.kv[slot] for slot in self.table[row, :end]])
-        tokens = [next_token(histories[row]) for row in batch.sampling.batch_indices]
+        return batch, histories
+
+    def sample(self, forwarded: tuple[ModelWorkerBatch, list[list]], info: SamplingBatchInfo) -> ModelWorkerResult:
+        batch, histories = forwarded
+        tokens = [next_token(histories[row]) for row in info.batch_indices]
+        self.last[batch.req_pool_indices[info.batch_indices]] = tokens
         none = np.zeros((len(tokens), 0))
         return ModelWorkerResult(
             step=batch.step,
+            compute_s=0.001 * len(batch.input_ids),
             next_token_ids=np.array(tokens, dtype=np.int64),
             logprobs=np.full(len(tokens), np.nan, np.float32),
             top_ids=none.astype(np.int64),

@@ -24,9 +24,10 @@ def test_a_part_is_that_of_the_whole(with_media):
     req = Req(message, key_ids=PROMPT, media=None, max_new_tokens=9, eos_token_ids=frozenset(), arrival=0)
     for token in ANSWER:
         req.append_output(token)
-    ids = [*PROMPT, *ANSWER]
+    req.in_flight = 1
+    ids = [*PROMPT, *ANSWER, -1]
     prompt = GRID if with_media else np.tile(np.arange(5), (3, 1))
-    places = np.concatenate([prompt, np.tile(np.arange(5, 8) + DELTA * with_media, (3, 1))], axis=1)
+    places = np.concatenate([prompt, np.tile(np.arange(5, 9) + DELTA * with_media, (3, 1))], axis=1)
     for start in range(len(ids)):
         for end in range(start + 1, len(ids) + 1):
             assert req.fill_ids(start, end).tolist() == ids[start:end]

@@ -12,8 +12,10 @@ from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from tests.vision.fake_backend import ROW_BYTES, FakeBackend, make_pool, mark
 from tests.vision.fake_disk import FakeDisk
 from tests.vlmserve.scheduler import fake_worker as fake
+from tests.vlmserve.scheduler.lazy_queue import LazyQueue
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
@@ -21,7 +23,7 @@ from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.messages import AbortReq, SamplingParams, TokenizedGenerateReqInput
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
-from vlmserve.scheduler.policy import InBatchPrefixes, SchedulePolicy
+from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import EngineError
 
@@ -34,6 +36,7 @@ class Knobs:
     mixed: bool = False
     radix: bool = True
     policy: str = "fcfs"
+    depth: int = 1
     rows: int = 6
     queue: int = 100
     context: int = 128
@@ -67,17 +70,16 @@ class Rig:
                 chunked_prefill_size=knobs.chunk or -1,
                 enable_mixed_chunk=knobs.mixed,
                 check_pools_when_idle=True,
+                page_size=knobs.page,
+                schedule_policy=knobs.policy,
             ),
             max_req_len=max_req_len,
             eos_token_ids=frozenset({fake.VOCAB + 1}),
             kv=self.kv,
             worker=self.worker,
             encoder=self.pool,
-            policy=SchedulePolicy(
-                knobs.policy,
-                self.kv.matched_len,
-                in_batch=InBatchPrefixes(self.kv.key_of, knobs.page, min_shared=8) if knobs.radix else None,
-            ),
+            device=LazyQueue(knobs.depth) if knobs.depth > 1 else InlineQueue(),
+            policy=make_policy(knobs.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(knobs.conservativeness),
             media_keys=MediaKeyTable(),
             send=self.take,
@@ -183,7 +185,8 @@ def requests(draw):
     chunk=st.sampled_from([None, 5, 16, 64]),
     mixed=st.booleans(),
     radix=st.booleans(),
-    policy=st.sampled_from(["fcfs", "lpm"]),
+    policy=st.sampled_from(["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"]),
+    depth=st.sampled_from([1, 2, 2, 3]),
     rows=st.integers(1, 6),
     conservativeness=st.sampled_from([0.0, 1.0]),
     gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
@@ -205,6 +208,7 @@ def test_answers_do_not_depend_on_the_schedule(
     mixed,
     radix,
     policy,
+    depth,
     rows,
     conservativeness,
     gaps,
@@ -227,6 +231,7 @@ def test_answers_do_not_depend_on_the_schedule(
             mixed=mixed,
             radix=radix,
             policy=policy,
+            depth=depth,
             rows=rows,
             conservativeness=conservativeness,
             encoders=encoders,
@@ -384,7 +389,7 @@ def test_a_prompt_in_progress_that_waits_for_its_second_picture_lets_others_pass
     rig.scheduler.step()
     rig.backend.finish()
     rig.scheduler.step()
-    assert len(rig.scheduler.chunked_reqs) == 1
+    assert len(rig.scheduler.waiting_queue.in_progress) == 1
     text = request("text", [2] * 50)
     rig.scheduler.handle(text)
     while rig.scheduler.step():

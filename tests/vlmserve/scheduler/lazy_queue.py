@@ -1,0 +1,36 @@
+"""A device that is as late as can be: nothing is computed before its result is waited for, and then in order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from vlmserve.executor.device_queue import InlineQueue
+
+
+class _Lazy:
+    def __init__(self, owner: LazyQueue, run, args) -> None:
+        self._owner, self._run, self._args = owner, run, args
+        self.done = None
+
+    def compute(self) -> None:
+        self.done = InlineQueue().submit(self._run, *self._args)
+
+    def result(self):
+        while self.done is None:
+            self._owner.waiting.popleft().compute()
+        return self.done.result()
+
+
+class LazyQueue:
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.waiting: deque[_Lazy] = deque()
+
+    def submit(self, run, *args) -> _Lazy:
+        work = _Lazy(self, run, args)
+        self.waiting.append(work)
+        return work
+
+    def close(self) -> None:
+        while self.waiting:
+            self.waiting.popleft().compute()

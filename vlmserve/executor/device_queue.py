@@ -1,0 +1,120 @@
+"""Where work for the device is done: in the order in which it was submitted, whoever waits for it.
+
+That order is what makes steps in flight safe: a step may read what the one before it writes, and slots that are given
+to somebody else are written by a later step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from vlmserve_common.errors import EngineError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Work(Protocol[T_co]):
+    """Something that was submitted."""
+
+    def result(self) -> T_co:
+        """What it returned, or raises what it raised. Waits for it."""
+        ...
+
+
+class DeviceQueue(Protocol):
+    """depth: how many steps are worth having in flight."""
+
+    depth: int
+
+    def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
+        """Have `run(*args)` done, after all that was submitted before."""
+        ...
+
+    def close(self) -> None:
+        """Do what was submitted, and nothing more."""
+        ...
+
+
+class _Done(Generic[T]):
+    def __init__(self, run: Callable[..., T], args: tuple[Any, ...]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._value = run(*args)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class InlineQueue:
+    """Does everything at once, in the caller's thread."""
+
+    depth = 1
+
+    def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
+        """See `DeviceQueue`."""
+        return _Done(run, args)
+
+    def close(self) -> None:
+        """See `DeviceQueue`."""
+
+
+class _Later(Generic[T]):
+    def __init__(self, run: Callable[..., T], args: tuple[Any, ...]) -> None:
+        self._call: tuple[Callable[..., T], tuple[Any, ...]] | None = (run, args)
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        assert self._call is not None
+        (run, args), self._call = self._call, None  # what it was called with is not needed any more
+        try:
+            self._value = run(*args)
+        except Exception as error:
+            self._error = error
+        except BaseException as error:  # which would seem to be meant for the thread that waits
+            self._error = EngineError(f"{type(error).__name__} in the device's thread")
+        self._done.release()
+
+    def result(self) -> T:
+        with self._done:
+            if self._error is not None:
+                raise self._error
+            return self._value
+
+
+class ThreadQueue:
+    """Does everything in a thread of its own, while the caller prepares the next step. started: called there first."""
+
+    depth = 2
+
+    def __init__(self, started: Callable[[], None] | None = None) -> None:
+        self._queue: queue.SimpleQueue[_Later[Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="device", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
+        """See `DeviceQueue`."""
+        work = _Later(run, args)
+        self._queue.put(work)
+        return work
+
+    def close(self) -> None:
+        """See `DeviceQueue`."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self, started: Callable[[], None] | None) -> None:
+        if started is not None:
+            started()
+        while (work := self._queue.get()) is not None:
+            work.run()
+            del work  # and its result

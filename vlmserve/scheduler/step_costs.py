@@ -1,0 +1,64 @@
+"""How much fits into a step, by what steps were measured to take.
+
+Between two tokens of running requests there is time for a chunk of a prompt or a slice of a picture's encoding, and as
+much of it as --max-decode-slowdown says. Where nothing decodes, a newcomer waits for one of them at the most, so they
+take no longer than --max-step-s.
+"""
+
+from __future__ import annotations
+
+_SMOOTH = 0.2
+_MIN_SLICE_S = 0.002
+_LEAST_CHANGE, _MOST_CHANGE = 0.5, 1.25
+_MARGIN = 0.9
+
+
+class _ChunkSize:
+    """Prompt tokens of a step that is to take a given time: as many more or fewer as the last one was too short or too
+    long. That follows the length of prompts, batch mates, and a busy machine."""
+
+    def __init__(self, tokens: float, least: int) -> None:
+        self.tokens = tokens
+        self._least = least
+
+    def observe(self, tokens: int, seconds: float, target_s: float) -> None:
+        """A step of so many prompt tokens took so long."""
+        change = min(max(_MARGIN * target_s / max(seconds, 1e-9), _LEAST_CHANGE), _MOST_CHANGE)
+        if change < 1 or tokens >= self.tokens - self._least:  # a smaller chunk says nothing of a larger one
+            self.tokens = max(min(self.tokens, tokens) * change, self._least)
+
+
+class StepCosts:
+    """slowdown: --max-decode-slowdown, 0 for no limit. max_step_s: 0 for no limit. page_size: the least chunk."""
+
+    def __init__(self, *, slowdown: float, max_step_s: float, page_size: int) -> None:
+        self._slowdown = slowdown
+        self._max_step_s = max_step_s
+        self._decode_s: float | None = None
+        self._beside = _ChunkSize(4 * page_size, page_size)
+        self._alone = _ChunkSize(32 * page_size, page_size)
+
+    def observe(self, *, prompt_tokens: int, decoding: int, seconds: float) -> None:
+        """A step is done."""
+        if not prompt_tokens:
+            before = seconds if self._decode_s is None else self._decode_s
+            self._decode_s = before + _SMOOTH * (seconds - before)
+        elif decoding:
+            if self._decode_s is not None:
+                self._beside.observe(prompt_tokens, seconds, self._slowdown * self._decode_s)
+        elif self._max_step_s:
+            self._alone.observe(prompt_tokens, seconds, self._max_step_s)
+
+    def chunk_tokens(self, *, decoding: bool) -> int | None:
+        """Most prompt tokens of the next step; None for no limit of this kind."""
+        if decoding:
+            return None if not self._slowdown else int(self._beside.tokens)
+        return None if not self._max_step_s else int(self._alone.tokens)
+
+    def slice_s(self, *, decoding: bool) -> float:
+        """Seconds of encoding before the next step."""
+        if not decoding:
+            return self._max_step_s or float("inf")
+        if not self._slowdown:
+            return float("inf")
+        return max(_MARGIN * (self._slowdown - 1) * (self._decode_s or 0.0), _MIN_SLICE_S)

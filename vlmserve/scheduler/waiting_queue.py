@@ -1,0 +1,189 @@
+"""Who waits, and in which order they are tried: flows in turns, and inside a flow as the policy says.
+
+A flow is a client's requests with media, or those without. Flows are served by virtual token counters (Sheng et al.,
+"Fairness in Serving Large Language Models", 2024): what a flow was given is added to its counter, and the least served
+flow goes first. A flow that was idle begins where the least served one is: nobody saves up. So a client is not made to
+wait by another that sends much, and text is not made to wait by pictures.
+
+Trying costs the same however many wait: a sorted list for each flow, a heap of flows, and a bounded number of tries.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush, heapreplace
+from itertools import count
+
+from vlmserve.scheduler.policy import HEAD, Key, SchedulePolicy
+from vlmserve.scheduler.req import Req
+
+LOOKAHEAD = 128
+"""Requests that are tried in one step, at the most."""
+_REMEMBERED = 4096
+"""Counters that are kept of flows without requests."""
+
+
+class _Flow:
+    """waiting: (key, arrival, request), sorted; by turn if the policy's keys are not static. size: requests of the flow
+    anywhere. queued: it is in the heap of flows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counter = 0.0
+        self.in_progress: list[Req] = []
+        self.waiting: list[tuple[Key, int, Req]] = []
+        self.size = 0
+        self.queued = False
+
+
+class WaitingQueue:
+    """Requests that wait, and those whose prompts are in progress: these are tried first within their flow."""
+
+    def __init__(self, policy: SchedulePolicy) -> None:
+        self._policy = policy
+        self._flows: dict[str, _Flow] = {}
+        self._heap: list[tuple[float, int, _Flow]] = []
+        self._tickets = count()
+        self._counters: dict[str, float] = {}  # of flows without requests
+        self._least = 0.0  # the counter of the flow that was served last, when it was the least
+        self._waiting = 0
+        self._in_progress = 0
+
+    def __len__(self) -> int:
+        """Requests that wait; those in progress do not."""
+        return self._waiting
+
+    def __iter__(self) -> Iterator[Req]:
+        return (req for flow in self._flows.values() for _, _, req in flow.waiting)
+
+    @property
+    def in_progress(self) -> list[Req]:
+        """Requests whose prompts are computed in part, oldest first."""
+        if not self._in_progress:
+            return []
+        return sorted((req for flow in self._flows.values() for req in flow.in_progress), key=lambda req: req.arrival)
+
+    def first(self) -> Req:
+        """The oldest that waits. IndexError if nobody does."""
+        return min((flow.waiting[0] for flow in self._flows.values() if flow.waiting), key=lambda entry: entry[1])[2]
+
+    # ------------------------------------------------------------ coming and going
+
+    def arrive(self, req: Req) -> None:
+        """A new request: it waits, and its flow is active until `leave`."""
+        flow = self._flows.get(req.flow)
+        if flow is None:
+            flow = self._flows[req.flow] = _Flow(req.flow)
+            flow.counter = max(self._counters.pop(req.flow, 0.0), self._least)
+        flow.size += 1
+        self.add(req)
+
+    def leave(self, req: Req) -> None:
+        """A request has ended, wherever it was."""
+        flow = self._flows[req.flow]
+        if req.status.is_queued:
+            self.remove(req)
+        elif req in flow.in_progress:
+            self.set_in_progress(req, False)
+        flow.size -= 1
+        if not flow.size:
+            del self._flows[req.flow]
+            self._remember(flow)
+
+    def add(self, req: Req) -> None:
+        """A request waits, for the first time or again."""
+        flow = self._flows[req.flow]
+        insort(flow.waiting, (*self._place(req), req), key=lambda entry: entry[:2])
+        self._waiting += 1
+        self._enqueue(flow)
+
+    def remove(self, req: Req) -> None:
+        """A request waits no longer."""
+        flow = self._flows[req.flow]
+        at = bisect_left(flow.waiting, self._place(req), key=lambda entry: entry[:2])
+        assert flow.waiting[at][2] is req, req.rid
+        del flow.waiting[at]
+        self._waiting -= 1
+
+    def set_in_progress(self, req: Req, on: bool) -> None:
+        """The prompt of a request goes on with another step, or not any more."""
+        flow = self._flows[req.flow]
+        if on:
+            insort(flow.in_progress, req, key=lambda other: other.arrival)
+            self._in_progress += 1
+            self._enqueue(flow)
+        else:
+            flow.in_progress.remove(req)
+            self._in_progress -= 1
+
+    def charge(self, req: Req, cost: float) -> None:
+        """A request's flow was given so much."""
+        self._flows[req.flow].counter += cost
+
+    def _place(self, req: Req) -> tuple[Key, int]:
+        return (self._policy.keys([req])[0] if self._policy.static else (req.turn,)), req.arrival
+
+    def _enqueue(self, flow: _Flow) -> None:
+        if not flow.queued:
+            flow.queued = True
+            heappush(self._heap, (flow.counter, next(self._tickets), flow))
+
+    def _remember(self, flow: _Flow) -> None:
+        self._counters[flow.name] = flow.counter
+        if len(self._counters) > _REMEMBERED:
+            del self._counters[next(iter(self._counters))]
+
+    # ------------------------------------------------------------ trying
+
+    def visit(self, attempt: Callable[[Req], bool]) -> None:
+        """Try requests in order until `attempt` says False, all were tried, or `LOOKAHEAD` were.
+
+        `attempt` may take the request out of the queue, put it in progress, or charge its flow.
+        """
+        tried_up: list[_Flow] = []
+        candidates: dict[str, Iterator[Req]] = {}
+        for _ in range(LOOKAHEAD):
+            flow = self._least_served()
+            if flow is None:
+                break
+            tries = candidates.get(flow.name)
+            if tries is None:
+                tries = candidates[flow.name] = iter(self._candidates(flow))
+            req = next(tries, None)
+            if req is None:  # all of this flow's were tried
+                heappop(self._heap)
+                tried_up.append(flow)
+            elif not attempt(req):
+                break
+        for flow in tried_up:
+            flow.queued = False
+            if flow.waiting or flow.in_progress:
+                self._enqueue(flow)
+
+    def _least_served(self) -> _Flow | None:
+        """Counters only grow, so one that is stale in the heap is at worst too low."""
+        while self._heap:
+            counter, _, flow = self._heap[0]
+            if not flow.waiting and not flow.in_progress:
+                heappop(self._heap)
+                flow.queued = False
+            elif counter < flow.counter:
+                heapreplace(self._heap, (flow.counter, next(self._tickets), flow))
+            else:
+                self._least = max(self._least, counter)
+                return flow
+        return None
+
+    def _candidates(self, flow: _Flow) -> list[Req]:
+        head = [req for _, _, req in flow.waiting[: LOOKAHEAD if self._policy.static else HEAD]]
+        if not self._policy.static:
+            keys = self._policy.keys(head)
+            head = [head[at] for at in sorted(range(len(head)), key=keys.__getitem__)]
+        return [*flow.in_progress, *head]
+
+    def check(self) -> None:
+        """Assert that counts are right; for tests."""
+        assert self._waiting == sum(len(flow.waiting) for flow in self._flows.values())
+        assert self._in_progress == sum(len(flow.in_progress) for flow in self._flows.values())
+        assert all(flow.queued for flow in self._flows.values() if flow.waiting or flow.in_progress)
