@@ -35,6 +35,7 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
+from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.outputs import error, refused, token_output
@@ -43,7 +44,7 @@ from vlmserve.scheduler.preemption import less_urgent, over_share
 from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
 from vlmserve.scheduler.prefix_leaders import PrefixLeaders
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_media import ReqMedia
+from vlmserve.scheduler.req_media import ReqMedia, num_patches
 from vlmserve.scheduler.req_status import ReqStatus
 from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.step import ModelWorker, StepHandle
@@ -86,6 +87,7 @@ class Scheduler:
         self.waiting_queue = WaitingQueue(policy)
         self.running_batch = RunningBatch(kv)
         self.encoder = encoder
+        self.encoder_order = FairOrder()
         self.arrivals = 0  # requests that have come so far
         self._reqs: dict[str, Req] = {}
         self._worker = worker
@@ -120,10 +122,14 @@ class Scheduler:
             return
         room = self._max_req_len - len(message.input_ids)
         wanted = message.sampling_params.max_new_tokens
+        order = 0
+        if message.mm_inputs is not None:
+            patches = 0 if message.choice else num_patches(message.mm_inputs)  # the other choices have the same ones
+            order = self.encoder_order.tag(message.client, patches, self.arrivals)
         req = Req(
             message,
             key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys),
-            media=ReqMedia(message.mm_inputs, self.encoder, order=self.arrivals),
+            media=ReqMedia(message.mm_inputs, self.encoder, order=order),
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self._eos_token_ids,
             arrival=self.arrivals,
@@ -362,6 +368,8 @@ class Scheduler:
             return self._wait_for_encoder(req)
         if result is AddReqResult.CONTINUE:
             self.waiting_queue.remove(req)
+            if req.status is ReqStatus.WAITING_FOR_ENCODER:
+                self.encoder_order.encoded(req.media.order)
             req.move_to(ReqStatus.PREFILLING)
             self.waiting_queue.set_in_progress(req, True)
             self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
