@@ -46,8 +46,9 @@ class TokenizedGenerateReqInput:
     """One answer to make. input_ids: int64 [L], real ids (image pad tokens included), already expanded.
 
     num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: who
-    asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. priority: lower goes
-    first, where the policy says so.
+    asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. session_id: of the
+    conversation whose KV is kept for its next turn when this one has ended; "" is none. priority: lower goes first,
+    where the policy says so.
     """
 
     rid: str
@@ -58,6 +59,7 @@ class TokenizedGenerateReqInput:
     client: str = ""
     group: str = ""
     choice: int = 0
+    session_id: str = ""
     priority: int = 0
 
 

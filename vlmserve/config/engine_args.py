@@ -174,6 +174,10 @@ class EngineArgs:
         2048, "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts"
     )
     enable_mixed_chunk: bool = _scheduling(False, "let prompt chunks and decoding share a step")
+    max_sessions: int = _scheduling(
+        256, "most conversations (session_id) whose KV is kept between turns; 0: none", _NOT_NEGATIVE
+    )
+    session_timeout_s: float = _scheduling(600.0, "seconds that a conversation's KV is kept after a turn", _POSITIVE)
     disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the one before has ended")
     max_decode_slowdown: float = _scheduling(
         2.0, "most times that prompts and pictures may lengthen the time between tokens; 0: no limit", _NOT_NEGATIVE

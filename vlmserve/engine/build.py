@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.sessions import Sessions
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
@@ -199,5 +201,8 @@ def build_scheduler(
         policy=make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
         media_keys=MediaKeyTable(),
+        sessions=Sessions(
+            cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=time.monotonic
+        ),
         send=send,
     )

@@ -49,6 +49,7 @@ class Req:
         self.priority = message.priority
         self.flow = f"{message.client} {'media' if message.mm_inputs is not None else 'text'}"
         self.client = message.client
+        self.session_id = message.session_id
         self.group = message.group or message.rid
         self.key_ids = key_ids
         self.media = media

@@ -47,6 +47,7 @@ from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia, num_patches
 from vlmserve.scheduler.req_status import ReqStatus
 from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
+from vlmserve.scheduler.sessions import Sessions
 from vlmserve.scheduler.step import ModelWorker, StepHandle
 from vlmserve.scheduler.step_costs import StepCosts
 from vlmserve.scheduler.waiting_queue import WaitingQueue
@@ -78,6 +79,7 @@ class Scheduler:
         policy: SchedulePolicy,
         new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
+        sessions: Sessions,
         send: Callable[[SchedulerOutput], None],
     ) -> None:
         self._args = args
@@ -87,6 +89,7 @@ class Scheduler:
         self.waiting_queue = WaitingQueue(policy)
         self.running_batch = RunningBatch(kv)
         self.encoder = encoder
+        self.sessions = sessions
         self.encoder_order = FairOrder()
         self.arrivals = 0  # requests that have come so far
         self._reqs: dict[str, Req] = {}
@@ -194,7 +197,10 @@ class Scheduler:
         req.finish(reason)
         req.media.release()
         if req.req_pool_idx is not None:
+            key = req.radix_key(req.kv_committed_len)
             self.kv.release(req)
+            if req.session_id and reason.type in ("stop", "length"):
+                self.sessions.keep(req.session_id, key)
         del self._reqs[req.rid]
 
     # ------------------------------------------------------------ the loop
@@ -206,6 +212,7 @@ class Scheduler:
         encoder_is_shared: others hold embeddings, too, so that those held say nothing of requests.
         """
         encoded = self._advance_encoder()
+        self.sessions.expire()
         batch = self.get_next_batch_to_run()
         if batch is not None:
             self._urgent = None
@@ -348,8 +355,11 @@ class Scheduler:
     def _continue_prompt(self, adder: PrefillAdder, req: Req) -> AddReqResult:
         """The next chunk of a prompt in progress; running requests are retracted if it has no slots otherwise."""
         result = adder.add_chunked_req(req)
-        while result is AddReqResult.NO_TOKEN and len(self.running_batch) and self._may_retract():
-            self._retract(self.running_batch.retract_decode())
+        while result is AddReqResult.NO_TOKEN:
+            if not self.sessions.release_oldest():
+                if not len(self.running_batch) or not self._may_retract():
+                    break
+                self._retract(self.running_batch.retract_decode())
             result = adder.add_chunked_req(req)
         if result is AddReqResult.CONTINUE:
             self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
@@ -362,6 +372,8 @@ class Scheduler:
         if leaders is not None and leaders.must_wait(req):
             return AddReqResult.NOT_READY
         result = adder.add_one_req(req)
+        while result is AddReqResult.NO_TOKEN and self.sessions.release_oldest():
+            result = adder.add_one_req(req)
         if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and self._preempt_for(req):
             return AddReqResult.OTHER  # it comes next
         if result is AddReqResult.NOT_READY:
@@ -385,6 +397,8 @@ class Scheduler:
         and, if there is nothing else in the step, prompts in progress wait again."""
         running = self.running_batch
         while not running.check_decode_mem(reqs):
+            if self.sessions.release_oldest():
+                continue
             if not alone:
                 return []
             if not self._may_retract():
@@ -547,7 +561,8 @@ class Scheduler:
         self._media_keys.retain(live)
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix that no request uses."""
+        """Forget every cached prefix that no request uses, those of sessions, too."""
+        self.sessions.release_all()
         self.kv.prefix_cache.reset()
 
     def check_pools(self, *, encoder_is_shared: bool = False) -> None:
@@ -555,9 +570,10 @@ class Scheduler:
         encoder's memory; else EngineError."""
         stats = self.stats()
         problems = []
-        if stats.kv_locked_tokens:
+        if stats.kv_locked_tokens and not len(self.sessions):
             problems.append(f"{stats.kv_locked_tokens} KV slots are locked")
-        free, cached, total = stats.kv_free_tokens, stats.kv_cached_tokens, stats.kv_total_tokens
+        free, total = stats.kv_free_tokens, stats.kv_total_tokens
+        cached = stats.kv_cached_tokens + stats.kv_locked_tokens
         if free + cached != total:
             problems.append(f"{free} free + {cached} cached KV slots are not {total}")
         if stats.req_pool_free != stats.req_pool_total:

@@ -27,7 +27,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     served.check_name(chat.model)
     head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
     find_file = served.files.for_owner(owner_of(request))
-    wanted = to_generate_request(chat, head.id, find_file=find_file, client=client_of(request))
+    wanted = to_generate_request(chat, head.id, find_file=find_file, client=client_of(request), owner=owner_of(request))
     writer = AnswerWriter(
         head,
         served.manager.builder.tokenizer,

@@ -17,12 +17,18 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def to_generate_request(
-    request: ChatCompletionRequest, request_id: str, *, max_n: int = 128, find_file: FindFile, client: str = ""
+    request: ChatCompletionRequest,
+    request_id: str,
+    *,
+    max_n: int = 128,
+    find_file: FindFile,
+    client: str = "",
+    owner: str = "",
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
-    max_n: most choices of a request. find_file: finds the uploaded files that the client may use. client: who
-    it is.
+    max_n: most choices of a request. find_file: finds the uploaded files that the client may use. client, owner:
+    who it is, and whose sessions are its own.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -46,6 +52,8 @@ def to_generate_request(
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         client=client,
+        session_id="" if request.session_id is None else f"{owner} {request.session_id}",
+        priority=request.priority or 0,
     )
 
 

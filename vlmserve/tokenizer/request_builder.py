@@ -55,7 +55,8 @@ class GenerateReqInput:
     """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
-    client: who asks; clients take turns where media are processed.
+    client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of the
+    first answer); "" is none. priority: see `TokenizedGenerateReqInput`.
     """
 
     request_id: str
@@ -65,6 +66,8 @@ class GenerateReqInput:
     num_logprobs: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     client: str = ""
+    session_id: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +161,8 @@ class RequestBuilder:
                 client=request.client,
                 group=request.request_id,
                 choice=index,
+                session_id="" if index else request.session_id,
+                priority=request.priority,
             )
             for index in range(request.n)
         ]

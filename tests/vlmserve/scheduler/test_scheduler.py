@@ -25,6 +25,7 @@ from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.sessions import Sessions
 from vlmserve_common.errors import EngineError
 
 
@@ -37,6 +38,7 @@ class Knobs:
     radix: bool = True
     policy: str = "fcfs"
     depth: int = 1
+    sessions: int = 4
     rows: int = 6
     queue: int = 100
     context: int = 128
@@ -58,6 +60,7 @@ class Rig:
         self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
         self.disk = FakeDisk() if knobs.disk else None
         self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows, disk=self.disk)
+        self.now = 0.0
         self.tokens = defaultdict(list)
         self.finish = {}
         self.cached = {}
@@ -82,6 +85,7 @@ class Rig:
             policy=make_policy(knobs.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(knobs.conservativeness),
             media_keys=MediaKeyTable(),
+            sessions=Sessions(cache, max_sessions=knobs.sessions, timeout_s=100, clock=lambda: self.now),
             send=self.take,
         )
 
@@ -290,6 +294,44 @@ def test_a_full_cache_retracts_and_the_answers_stay():
     assert rig.scheduler.stats().retracted_total > 0
     for message in messages:
         assert rig.tokens[message.rid] == expected(message)
+
+
+def evict_all(rig: Rig) -> None:
+    rig.kv.prefix_cache.evict(rig.kv.allocator.size)
+
+
+def test_a_session_keeps_its_kv_until_it_is_idle_for_too_long():
+    rig = Rig(Knobs(chunk=None))
+    first = request("a", [1] * 30)
+    rig.scheduler.handle(replace(first, session_id="s"))
+    rig.run()
+    evict_all(rig)
+    turn = [1] * 30 + rig.tokens["a"] + [2] * 5
+    rig.scheduler.handle(replace(request("b", turn), session_id="s"))
+    rig.run()
+    assert rig.cached["b"] == 36, "whole pages of prompt and answer, but for its last token"
+    evict_all(rig)
+    rig.now = 101.0
+    rig.step()
+    assert len(rig.scheduler.sessions) == 0
+    evict_all(rig)
+    rig.scheduler.handle(request("c", turn))
+    rig.run()
+    assert rig.cached["c"] == 0
+
+
+def test_sessions_give_way_when_slots_are_short():
+    rig = Rig(Knobs(chunk=None, pool=96, rows=4, context=90))
+    for name in "abc":
+        rig.scheduler.handle(replace(request(name, [ord(name)] * 20), session_id=name))
+        rig.run()
+    assert len(rig.scheduler.sessions) == 3
+    large = request("large", [9] * 60, new=20)
+    rig.scheduler.handle(large)
+    rig.run()
+    assert rig.tokens["large"] == expected(large)
+    assert len(rig.scheduler.sessions) == 0
+    rig.scheduler.check_pools()
 
 
 def test_pictures_that_differ_share_nothing_from_there_on():
