@@ -299,7 +299,8 @@ class Scheduler:
             decoding = self._prepare_for_decode(decoding, alone=not prompts)
         if not prompts and not decoding:
             return None
-        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding)
+        beside = len(self.running_batch) > 0
+        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, beside=beside)
         for part in batch.prompts:
             if part.output_index is not None:  # its last chunk: it decodes from here on
                 self.waiting_queue.set_in_progress(part.req, False)
@@ -517,7 +518,12 @@ class Scheduler:
 
     def process_batch_result(self, batch: ScheduleBatch, result: ModelWorkerResult) -> None:
         """Take what a step brought: KV is committed, tokens are appended, prefixes shared, answers ended."""
-        self._costs.observe(prompt_tokens=batch.prompt_tokens, decoding=len(batch.decoding), seconds=result.compute_s)
+        self._costs.observe(
+            prompt_tokens=batch.prompt_tokens,
+            decoding=len(batch.decoding),
+            beside=batch.beside,
+            seconds=result.compute_s,
+        )
         outputs: list[TokenOutput] = []
         tokens = result.next_token_ids.tolist()
         sampled = 0

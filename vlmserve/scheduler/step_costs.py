@@ -38,14 +38,15 @@ class StepCosts:
         self._beside = _ChunkSize(4 * page_size, page_size)
         self._alone = _ChunkSize(32 * page_size, page_size)
 
-    def observe(self, *, prompt_tokens: int, decoding: int, seconds: float) -> None:
-        """A step is done."""
+    def observe(self, *, prompt_tokens: int, decoding: int, beside: bool, seconds: float) -> None:
+        """A step is done. decoding: requests that got a token of it. beside: there were some, in it or waiting."""
         if not prompt_tokens:
             before = seconds if self._decode_s is None else self._decode_s
             self._decode_s = before + _SMOOTH * (seconds - before)
-        elif decoding:
-            if self._decode_s is not None:
-                self._beside.observe(prompt_tokens, seconds, self._slowdown * self._decode_s)
+        elif beside:
+            if self._slowdown and self._decode_s is not None:
+                times = self._slowdown if decoding else self._slowdown - 1
+                self._beside.observe(prompt_tokens, seconds, times * self._decode_s)
         elif self._max_step_s:
             self._alone.observe(prompt_tokens, seconds, self._max_step_s)
 

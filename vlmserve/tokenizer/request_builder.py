@@ -55,8 +55,8 @@ class GenerateReqInput:
     """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
-    client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of the
-    first answer); "" is none. priority: see `TokenizedGenerateReqInput`.
+    client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
+    the first answer); "" is none. priority: see `TokenizedGenerateReqInput`.
     """
 
     request_id: str
