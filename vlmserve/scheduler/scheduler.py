@@ -237,7 +237,9 @@ class Scheduler:
             except Exception as failure:
                 self._in_flight.popleft()
                 assert isinstance(oldest, StepHandle), "the encoder tells its failures by its results"
-                log.exception("step %d failed; its %d requests get an error", oldest.number, len(oldest.batch))
+                log.exception(
+                    "step %d failed; its %d requests are answered with an error", oldest.number, len(oldest.batch)
+                )
                 self._fail(oldest.batch, failure)
                 return
             self._in_flight.popleft()  # not before: an interrupted wait leaves it to the next turn
