@@ -160,6 +160,11 @@ class EngineArgs:
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
     disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = _memory(
+        "lru",
+        "which cached prefix goes first: the least recently used one, the one with the fewest hits, the oldest one, or "
+        "the one of the lowest priority",
+    )
     max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
     max_queued_requests: int = _scheduling(
         1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1

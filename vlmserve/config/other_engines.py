@@ -160,7 +160,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("there is no overlap to turn off yet", sglang="disable_overlap_schedule", fine=ANY, switch=True),
     _answered("there is none at the start", sglang="skip_server_warmup", fine=ANY, switch=True),
     _answered("requests that lose their KV cache are computed again", "swap_space", fine=ANY),
-    _answered("the least recently used prefix goes first", sglang="radix_eviction_policy", fine="lru"),
     _answered("weights are read from safetensors", both="load_format", fine="auto safetensors"),
     _answered("the checkpoint's fast tokenizer is used", both="tokenizer_mode", fine="auto"),
     _answered("every token is sent as it comes", both="stream_interval", fine="1"),

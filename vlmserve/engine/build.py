@@ -18,7 +18,7 @@ from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
-from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.prefix_caches import build_prefix_cache
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
@@ -180,7 +180,7 @@ def build_scheduler(
     start: needed where `args` asks for encoder processes.
     """
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
-    cache = RadixCache(allocator, disabled=args.disable_radix_cache)
+    cache = build_prefix_cache(args, allocator)
     req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
     kv = KVCacheManager(allocator, cache, req_pool)
     return Scheduler(
@@ -195,7 +195,7 @@ def build_scheduler(
         policy=SchedulePolicy(
             args.schedule_policy,
             kv.matched_len,
-            in_batch=None if cache.disabled else InBatchPrefixes(kv.key_of, args.page_size),
+            in_batch=InBatchPrefixes(kv.key_of, args.page_size) if cache.shares else None,
         ),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
         media_keys=MediaKeyTable(),
