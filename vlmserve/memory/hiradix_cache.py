@@ -123,7 +123,6 @@ class HiRadixCache(RadixCache):
             self._forget(node)
             return
         self._free_device(node)
-        self._host_queue.add(node)
         assert node.parent is not None
         self._queue.add(node.parent)
 

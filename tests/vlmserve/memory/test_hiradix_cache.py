@@ -16,6 +16,7 @@ from vlmserve.memory.radix_tree import RadixNode
 from vlmserve_common.errors import EngineError
 
 NUM_PAGES = 12
+SYMBOLS = st.lists(st.integers(0, 1), min_size=1, max_size=5)
 
 
 class Slots:
@@ -80,8 +81,12 @@ class HiRadixMachine(RuleBasedStateMachine):
         size = self.page_size
         return max(end for end in range(0, len(key) + 1, size) if not end or key[:end] in self.inserted)
 
-    @rule(symbols=st.lists(st.integers(0, 2), min_size=1, max_size=7), tail=st.booleans())
-    def start(self, symbols: list[int], tail: bool) -> None:
+    @rule(symbols=SYMBOLS, tail=st.booleans(), loads=st.booleans())
+    def start(self, symbols: list[int], tail: bool, loads: bool) -> None:
+        self.begin(symbols, tail, loads)
+
+    def begin(self, symbols: list[int], tail: bool, loads: bool) -> int | None:
+        """A request's name, if it fits."""
         key = tuple(token for symbol in symbols for token in (-5, symbol)) + (7,) * tail
         array = np.array(key, dtype=np.int64)
         expected = self.cache.match_len(array)
@@ -90,7 +95,7 @@ class HiRadixMachine(RuleBasedStateMachine):
         assert expected <= self.known(key)
         if self.host_pages > 1000:
             assert expected == self.known(key)
-        match = self.cache.load_back(found)
+        match = self.cache.load_back(found) if loads else found
         assert len(found.indices) <= len(match.indices) <= expected
         assert match.indices[: len(found.indices)].tolist() == found.indices.tolist()
         assert len(match.indices) + match.host_len == expected
@@ -103,17 +108,27 @@ class HiRadixMachine(RuleBasedStateMachine):
             own = self.allocator.alloc_extend(cached, len(key), int(match.indices[-1]) if cached else -1)
             if own is None:
                 self.cache.dec_lock_ref(match.last_node)
-                return
+                return None
         slots = np.concatenate([match.indices, own])
         computed = list(zip(own.tolist(), self.contents(key, cached, len(key)), strict=True))
         self.slots.send(self.cache.take_copy_jobs(), computed)
-        self.requests[next(self.names)] = Request(key, slots, cached, match.last_node)
+        name = next(self.names)
+        self.requests[name] = Request(key, slots, cached, match.last_node)
+        return name
+
+    @rule(symbols=SYMBOLS, loads=st.booleans())
+    def serve(self, symbols: list[int], loads: bool) -> None:
+        name = self.begin(symbols, tail=False, loads=loads)
+        if name is not None:
+            self.share(name, ends=True, priority=0)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), ends=st.booleans(), priority=st.integers(0, 1))
     def insert(self, data: st.DataObject, ends: bool, priority: int) -> None:
         """A request whose step was sent is shared, and ends or goes on."""
-        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.share(data.draw(st.sampled_from(sorted(self.requests))), ends, priority)
+
+    def share(self, name: int, ends: bool, priority: int) -> None:
         request = self.requests[name]
         key = np.array(request.key, dtype=np.int64)
         full = len(key) // self.page_size * self.page_size
@@ -131,7 +146,7 @@ class HiRadixMachine(RuleBasedStateMachine):
             self.cache.dec_lock_ref(request.node)
             del self.requests[name]
 
-    @rule(pages=st.integers(1, 6))
+    @rule(pages=st.integers(1, 12))
     def evict(self, pages: int) -> None:
         before = self.cache.evictable_size()
         assert self.cache.evict(pages * self.page_size) >= min(before, pages * self.page_size)
@@ -289,6 +304,42 @@ def test_a_full_host_forgets_in_the_order_of_the_policy():
     harness.cache.evict(8)
     assert harness.where([7, 8, 9, 10, 11]) == (0, 0)
     assert harness.where([5, 6]) == (0, 2)
+
+
+def test_what_is_loaded_back_is_not_given_up_for_what_goes():
+    harness = Harness(device=4, host=4)
+    harness.add([1, 2, 3])
+    harness.cache.evict(4)
+    harness.add([5, 6, 7, 8])  # the host has no room for it, unless it forgets what is to be loaded
+    match = harness.cache.load_back(harness.cache.match_prefix(np.array([1, 2, 3])))
+    assert (len(match.indices), match.host_len) == (3, 0)
+    assert harness.where([5, 6, 7, 8]) == (0, 0)
+
+
+def test_write_through_keeps_what_the_match_found_on_the_host():
+    harness = Harness(device=8, host=3, write_policy="write_through_selective")
+    harness.add([1, 2])
+    for _ in range(2):
+        harness.cache.match_prefix(np.array([1, 2]))
+    harness.cache.evict(8)
+    slots = harness.allocator.alloc_extend(0, 1, -1)
+    harness.cache.insert(np.array([1]), slots)  # only the first token, again
+    found = harness.cache.match_prefix(np.array([1, 2]))
+    assert (len(found.indices), found.host_len) == (1, 1)
+    assert len(harness.cache.load_back(found).indices) == 2
+
+
+def test_what_is_computed_again_is_on_both_tiers():
+    harness = Harness()
+    harness.add([1, 2, 3])
+    harness.cache.evict(8)
+    harness.add([1, 2, 3, 4])
+    assert harness.where([1, 2, 3, 4]) == (4, 0)
+    assert harness.cache.host_cached_size() == 3
+    harness.cache.take_copy_jobs()
+    assert harness.cache.evict(8) == 4
+    (job,) = harness.cache.take_copy_jobs()
+    assert len(job.device_slots) == 1
 
 
 def test_write_through_copies_what_was_hit():

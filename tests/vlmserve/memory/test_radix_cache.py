@@ -298,6 +298,15 @@ def test_a_prefix_has_the_highest_priority_of_those_who_inserted_it():
     assert harness.cached([1, 2]) == 2
 
 
+def test_both_parts_of_a_split_prefix_have_its_priority():
+    harness = Harness(policy="priority")
+    harness.add([1, 2, 3], priority=5)
+    harness.cache.match_prefix(np.array([1, 2]))
+    assert harness.cache.evict(1) == 1
+    harness.add([4, 5], priority=1)
+    assert harness.order([1, 2], [4, 5]) == [[4, 5], [1, 2]]
+
+
 def test_namespaces_share_nothing_and_leave_nothing():
     harness = Harness()
     assert harness.add([1, 2, 3], b"a") == 0
