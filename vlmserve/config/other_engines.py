@@ -133,6 +133,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("chunked_prefill_size", vllm="max_num_batched_tokens", answer="of prompts; decoding comes on top"),
     _same("page_size", vllm="block_size"),
     _same("quantization", vllm="q"),
+    _same("hicache_size_gib", sglang="hicache_size"),
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
     _same("chunked_prefill_size", vllm="enable_chunked_prefill", switch=True, convert=_whole_prompts, answer="off: -1"),
     _same("random_seed", vllm="seed"),
@@ -224,9 +225,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         "kv_transfer_config",
         "disaggregation_mode",
         fine="null",
-    ),
-    _answered(
-        "a host tier of the KV cache is not there yet", sglang="enable_hierarchical_cache", switch=True, fine="false"
     ),
 )
 """One thing a row, in the order of the documentation."""

@@ -23,8 +23,7 @@ class HiRadixCache(RadixCache):
     are. Each tier gives up its own leaves, by the same policy.
 
     write_policy: "write_back" copies a node to the host when the device gives it up; "write_through_selective" when it
-    was hit `write_through_hits` times, and what was not by the time it is evicted is gone, unless more of its prefix
-    lies on the host.
+    was hit `write_through_hits` times, and what was not by the time it is evicted is gone.
 
     It only plans. Copies are handed out as jobs (`take_copy_jobs`), to be done on the model's thread before the next
     forward pass, in their order. That order makes everything else safe that happens at once here: slots of the device
@@ -115,7 +114,7 @@ class HiRadixCache(RadixCache):
     def _let_go(self, node: RadixNode) -> None:
         """The device gives up a node: it goes on on the host if it is there, or comes to be there; else it is gone, and
         what lay below it on the host with it."""
-        if not node.on_host and (self._write_back or node.host_children):
+        if not node.on_host and self._write_back:
             self._copy_to_host(node)
         if not node.on_host:
             for lower in reversed(self._tree.below(node)[1:]):

@@ -130,6 +130,23 @@ def kv_cache_size(
     return tokens
 
 
+def host_pool_size(args: EngineArgs, *, bytes_per_token: int, device: torch.device) -> int:
+    """Host slots of the hierarchical cache, a multiple of the page size; 0 without one. Call it when weights are
+    loaded and the KV cache is there. EngineError if that much memory is not free, or not even a page fits."""
+    if not args.enable_hierarchical_cache or args.disable_radix_cache:
+        return 0
+    size = int(args.hicache_size_gib * _GIB)
+    tokens = size // bytes_per_token // args.page_size * args.page_size - args.page_size  # a dummy page comes on top
+    host = torch.device("cpu")
+    free, _ = free_memory(host)
+    if tokens < args.page_size or size > free * _USABLE:
+        raise EngineError(
+            f"--hicache-size-gib is {args.hicache_size_gib:g}, room for {max(0, tokens)} tokens of {bytes_per_token} "
+            f"bytes; {_free(free, host)}, and the model is on {device}"
+        )
+    return tokens
+
+
 def _free(free: int, device: torch.device) -> str:
     where = f"on {device}" if device.type == "cuda" else "here (limits of a container included)"
     return f"{show_gib(free)} of memory are free {where}"
