@@ -1,21 +1,37 @@
-"""The prefix cache with a second tier in host memory."""
+"""The prefix cache with a second tier in host memory, and a third one on disk."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
+import torch
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.eviction import EvictionQueue
+from vlmserve.memory.kv_storage import KVStorage
 from vlmserve.memory.kv_transfer import KVCopyJob
+from vlmserve.memory.page_digests import MediaIdentity, namespace_digest, page_digests
 from vlmserve.memory.prefix_cache import MatchResult
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.radix_tree import NO_SLOTS, RadixNode
 
+
 WritePolicy: TypeAlias = Literal["write_back", "write_through_selective"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Fetch:
+    """Reading how `key` goes on from `start`, a page's end: rows uint8 [tokens, bytes_per_token]."""
+
+    key: np.ndarray
+    namespace: bytes
+    start: int
+    rows: Future[torch.Tensor]
 
 
 class HiRadixCache(RadixCache):
@@ -33,7 +49,9 @@ class HiRadixCache(RadixCache):
     brings its job along. So jobs that were taken must be done, even if their step is not, and what is inserted must
     have been computed by a step that was sent before the next jobs are.
 
-    host: the allocator of slots in the `HostKVPool`, of the same page size.
+    host: the allocator of slots in the `HostKVPool`, of the same page size. storage: where the host's evicted prefixes
+    go, and `prefetch` finds them again; its files are read and written by threads. identity: what media pad values
+    stand for in any process; needed with storage.
     """
 
     def __init__(
@@ -44,6 +62,8 @@ class HiRadixCache(RadixCache):
         policy: str = "lru",
         write_policy: WritePolicy = "write_back",
         write_through_hits: int = 2,
+        storage: KVStorage | None = None,
+        identity: MediaIdentity | None = None,
     ) -> None:
         if host.page_size != allocator.page_size:
             raise ValueError(f"pages of {host.page_size} tokens on the host, of {allocator.page_size} on the device")
@@ -54,6 +74,9 @@ class HiRadixCache(RadixCache):
         self._write_through_hits = write_through_hits
         self._kept: set[RadixNode] = set()
         self._jobs: list[KVCopyJob] = []
+        self._storage = storage
+        self._identity = identity
+        self._fetches: list[_Fetch] = []
 
     def match_prefix(self, key: np.ndarray, namespace: bytes = b"", *, count_hit: bool = True) -> MatchResult:
         match = super().match_prefix(key, namespace, count_hit=count_hit)
@@ -90,6 +113,32 @@ class HiRadixCache(RadixCache):
         self.dec_lock_ref(last)
         return self._result(nodes)
 
+    def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
+        """Begin to read from storage how `key` goes on behind what is cached; None if it does not there. When the
+        result is done, `take_fetched` puts it on the host."""
+        length = self._tree.whole_pages(len(key))
+        if self._storage is None:
+            return None
+        nodes = [node for node, common in self._tree.walk(key, namespace) if common == len(node.key)]
+        start = sum(len(node.key) for node in nodes)
+        try:
+            before = self._digests(nodes[-1])[-1] if nodes else namespace_digest(namespace)
+            first = next(self._page_digests(key[start : start + self.page_size], before), None)
+            if first is None or first not in self._storage:
+                return None
+            pages = list(self._page_digests(key[start:length], before))
+        except KeyError:  # a medium that is not known any more
+            return None
+        future = self._storage.load(pages)
+        self._fetches.append(_Fetch(key=key[:length].copy(), namespace=namespace, start=start, rows=future))
+        return future
+
+    def take_fetched(self) -> int:
+        """Put what was read since on the host; returns how many tokens that were."""
+        done = [fetch for fetch in self._fetches if fetch.rows.done()]
+        self._fetches = [fetch for fetch in self._fetches if fetch not in done]
+        return sum(self._take(fetch, fetch.rows.result()) for fetch in done if not fetch.rows.exception())
+
     def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
@@ -99,6 +148,7 @@ class HiRadixCache(RadixCache):
         return self._host.size - self._host.available_size()
 
     def reset(self) -> int:
+        self._fetches.clear()
         while (node := self._host_queue.pop()) is not None:
             self._forget_host(node)
         return super().reset()
@@ -127,16 +177,63 @@ class HiRadixCache(RadixCache):
 
     def _copy_to_host(self, node: RadixNode) -> None:
         """Give a node of the device slots on the host, too, and plan the copy; nothing happens if there is no room."""
-        length = len(node.key)
-        if length > self._host.size:
-            return
-        while self._host.available_size() < length and (victim := self._host_queue.pop()) is not None:
-            self._forget_host(victim)
-        slots = self._host.alloc_extend(0, length, -1)
+        slots = self._allocate_host(len(node.key))
         if slots is not None:
             self._jobs.append(KVCopyJob(direction="to_host", device_slots=node.values, host_slots=slots))
             self._tree.set_host_values(node, slots)
             self._host_queue.add(node)
+
+    def _allocate_host(self, length: int) -> np.ndarray | None:
+        """Host slots for so many tokens, evicting if need be."""
+        if length > self._host.size:
+            return None
+        while self._host.available_size() < length and (victim := self._host_queue.pop()) is not None:
+            self._store(victim)
+            self._forget_host(victim)
+        return self._host.alloc_extend(0, length, -1)
+
+    def _store(self, node: RadixNode) -> None:
+        """Plan to write what the host has of a node to storage, if there is one."""
+        if self._storage is not None:
+            with contextlib.suppress(KeyError):
+                pages = self._digests(node)
+                if pages[0] not in self._storage:
+                    job = KVCopyJob(direction="to_storage", host_slots=node.host_values, pages=tuple(pages))
+                    self._jobs.append(job)
+
+    def _take(self, fetch: _Fetch, rows: torch.Tensor) -> int:
+        """Put what was read on the host, as far as it still goes on from what is cached and is new."""
+        end = fetch.start + len(rows)
+        nodes = self._tree.descend(fetch.key[:end], fetch.namespace)
+        start = sum(len(node.key) for node in nodes)
+        if not fetch.start <= start < end:
+            return 0
+        with self._keeping(nodes):
+            slots = self._allocate_host(end - start)
+        if slots is None:
+            return 0
+        parent = nodes[-1] if nodes else self._tree.root
+        node = self._tree.add(parent, fetch.key, start, end, fetch.namespace)
+        self._jobs.append(KVCopyJob(direction="from_storage", host_slots=slots, rows=rows[start - fetch.start :]))
+        self._tree.set_host_values(node, slots)
+        self._host_queue.add(node)
+        return end - start
+
+    def _digests(self, node: RadixNode) -> list[bytes]:
+        """Of a node's pages. KeyError for a medium that is not known any more."""
+        path = self._tree.path(node)[::-1]
+        before = namespace_digest(self._tree.namespace(path[0]))
+        for part in path[:-1]:
+            if part.digest is None:
+                *_, part.digest = self._page_digests(part.key, before)
+            before = part.digest
+        pages = list(self._page_digests(node.key, before))
+        node.digest = pages[-1]
+        return pages
+
+    def _page_digests(self, key: np.ndarray, before: bytes) -> Iterator[bytes]:
+        assert self._identity is not None
+        return page_digests(key, before, page_size=self.page_size, identity=self._identity)
 
     @contextlib.contextmanager
     def _keeping(self, nodes: Sequence[RadixNode]) -> Iterator[None]:

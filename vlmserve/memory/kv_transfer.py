@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.kv_storage import KVStorage
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.attention import CacheLayer
 
@@ -19,11 +20,17 @@ _STAGED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCopyJob:
-    """Copy the KV of n tokens, over all layers. device_slots, host_slots: int64 [n]."""
+    """Copy the KV of n tokens, over all layers. host_slots: int64 [n].
 
-    direction: Literal["to_host", "to_device"]
-    device_slots: np.ndarray
+    to_host, to_device: between these and device_slots, int64 [n]. to_storage: from these to the file of `pages`, their
+    digests. from_storage: `rows`, which were read, uint8 [n, bytes_per_token], to these.
+    """
+
+    direction: Literal["to_host", "to_device", "to_storage", "from_storage"]
     host_slots: np.ndarray
+    device_slots: np.ndarray | None = None
+    pages: tuple[bytes, ...] = ()
+    rows: torch.Tensor | None = None
 
 
 class HostKVPool:
@@ -44,7 +51,8 @@ class KVTransfer:
     """Does copy jobs, on the thread and the stream of the model: what was launched before a job is seen by it, and what
     is launched after it sees what it did. Nobody needs to wait for anything."""
 
-    def __init__(self, kv_cache: KVCache, host: HostKVPool) -> None:
+    def __init__(self, kv_cache: KVCache, host: HostKVPool, storage: KVStorage | None = None) -> None:
+        self._storage = storage
         self._parts = _parts(kv_cache.layers)
         self._device = self._parts[0].device
         self._rows = host.rows
@@ -54,12 +62,24 @@ class KVTransfer:
     def run(self, jobs: Iterable[KVCopyJob]) -> None:
         """Do jobs in their order. EngineError for one whose sides differ in length."""
         for job in jobs:
+            if job.device_slots is None:
+                self._host_only(job)
+                continue
             if len(job.device_slots) != len(job.host_slots):
                 raise EngineError(f"a copy of {len(job.device_slots)} KV slots to {len(job.host_slots)}")
             copy = self._to_host if job.direction == "to_host" else self._to_device
             for start in range(0, len(job.host_slots), self._staged):
                 piece = slice(start, start + self._staged)
                 copy(torch.tensor(job.device_slots[piece], device=self._device), job.host_slots[piece])
+
+    def _host_only(self, job: KVCopyJob) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # what was copied before is there, or was read
+        slots = torch.from_numpy(job.host_slots.copy())
+        if job.rows is not None:
+            self._rows.index_copy_(0, slots, job.rows)
+        elif self._storage is not None:
+            self._storage.save(list(job.pages), self._rows.index_select(0, slots))
 
     def _to_host(self, device_slots: torch.Tensor, host_slots: np.ndarray) -> None:
         staged = torch.cat([part.index_select(0, device_slots) for part in self._parts], dim=1)

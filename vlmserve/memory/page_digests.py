@@ -12,12 +12,10 @@ MediaIdentity: TypeAlias = Callable[[int], bytes]
 """What a media pad value stands for, in bytes that are the same in every process. KeyError for one unknown."""
 
 
-def page_digests(
-    key: np.ndarray, start: int, before: bytes, *, page_size: int, identity: MediaIdentity
-) -> Iterator[bytes]:
-    """Digests (32 bytes) of the whole pages of key[start:]. before: the digest of key[:start], a page's end; where
-    start is 0, that of the namespace."""
-    for at in range(start, len(key) - page_size + 1, page_size):
+def page_digests(key: np.ndarray, before: bytes, *, page_size: int, identity: MediaIdentity) -> Iterator[bytes]:
+    """Digests (32 bytes) of the whole pages of a key, which goes on from a prefix of whole pages. before: the digest
+    of that, or of the namespace."""
+    for at in range(0, len(key) - page_size + 1, page_size):
         page = np.array(key[at : at + page_size], dtype="<i8")
         digest = blake3(before)
         pads, places = np.unique(page[page < 0], return_index=True)

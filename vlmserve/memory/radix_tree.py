@@ -149,6 +149,10 @@ class RadixTree:
             found.extend(one.children.values())
         return found
 
+    def namespace(self, node: RadixNode) -> bytes:
+        """The namespace of a node at the top."""
+        return node.edge[: -np.dtype(np.int64).itemsize * self.page_size]
+
     def live_keys(self) -> set[int]:
         """The media pad values (negative ids) in all keys. O(tokens)."""
         found: set[int] = set()

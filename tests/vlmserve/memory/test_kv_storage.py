@@ -17,7 +17,7 @@ OTHER = {-7: b"cat", -1: b"dog"}
 
 def digests(tokens, media=MEDIA, namespace=b"", page_size=2):
     key = np.array(tokens, dtype=np.int64)
-    return list(page_digests(key, 0, namespace_digest(namespace), page_size=page_size, identity=media.__getitem__))
+    return list(page_digests(key, namespace_digest(namespace), page_size=page_size, identity=media.__getitem__))
 
 
 def test_digests_name_a_whole_prefix():
@@ -26,7 +26,7 @@ def test_digests_name_a_whole_prefix():
     assert digests([1, 2, 3, 4]) == [first, second]
     assert digests([9, 2, 3, 4])[1] != second
     assert digests(key, namespace=b"x")[0] != first
-    rest = page_digests(np.array(key), 2, first, page_size=2, identity=MEDIA.__getitem__)
+    rest = page_digests(np.array(key[2:]), first, page_size=2, identity=MEDIA.__getitem__)
     assert list(rest) == [second, third]
 
 

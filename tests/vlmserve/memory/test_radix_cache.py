@@ -296,6 +296,10 @@ def test_a_prefix_has_the_highest_priority_of_those_who_inserted_it():
     harness.add([1, 2, 7], priority=-1)
     assert harness.order([1, 2, 3], [4, 5, 6], [1, 2, 7]) == [[1, 2, 3], [4, 5, 6], [1, 2, 7]]
     assert harness.cached([1, 2]) == 2
+    harness.add([1, 2, 8], priority=-1)
+    harness.add([4, 5], priority=1)
+    assert harness.order([1, 2, 8]) == [[1, 2, 8]]
+    assert harness.order([1, 2], [4, 5]) == [[4, 5], [1, 2]]
 
 
 def test_both_parts_of_a_split_prefix_have_its_priority():
