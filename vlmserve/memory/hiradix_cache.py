@@ -20,7 +20,6 @@ from vlmserve.memory.prefix_cache import MatchResult
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.radix_tree import NO_SLOTS, RadixNode
 
-
 WritePolicy: TypeAlias = Literal["write_back", "write_through_selective"]
 
 
