@@ -161,6 +161,23 @@ class EngineArgs:
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
     disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = _memory(
+        "lru",
+        "which cached prefix goes first: the least recently used one, the one with the fewest hits, the oldest one, or "
+        "the one of the lowest priority",
+    )
+    enable_hierarchical_cache: bool = _memory(
+        False, "keep cached prefixes that the KV cache has no room for in host memory, and bring them back"
+    )
+    hicache_size_gib: float = _memory(4.0, "host memory for --enable-hierarchical-cache, in GiB", ABOVE_0)
+    hicache_write_policy: Literal["write_back", "write_through_selective"] = _memory(
+        "write_back",
+        "what goes to host memory: every prefix that is given up, or those that were used twice, at that time",
+    )
+    hicache_storage_dir: str | None = _memory(
+        None, "folder that keeps prefixes which host memory has no room for, also across restarts; default: none"
+    )
+    hicache_storage_gib: float = _memory(32.0, "limit of --hicache-storage-dir, in GiB", ABOVE_0)
     max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
     max_queued_requests: int = _scheduling(
         1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1

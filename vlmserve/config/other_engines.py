@@ -133,6 +133,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("chunked_prefill_size", vllm="max_num_batched_tokens", answer="of prompts; decoding comes on top"),
     _same("page_size", vllm="block_size"),
     _same("quantization", vllm="q"),
+    _same("hicache_size_gib", sglang="hicache_size"),
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
     _same("chunked_prefill_size", vllm="enable_chunked_prefill", switch=True, convert=_whole_prompts, answer="off: -1"),
     _same("random_seed", vllm="seed"),
@@ -160,7 +161,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(_NO_GRAPHS, "enforce_eager", "disable_cuda_graph", fine=ANY, switch=True),
     _answered("there is none at the start", sglang="skip_server_warmup", fine=ANY, switch=True),
     _answered("requests that lose their KV cache are computed again", "swap_space", fine=ANY),
-    _answered("the least recently used prefix goes first", sglang="radix_eviction_policy", fine="lru"),
     _answered("weights are read from safetensors", both="load_format", fine="auto safetensors"),
     _answered("the checkpoint's fast tokenizer is used", both="tokenizer_mode", fine="auto"),
     _answered("every token is sent as it comes", both="stream_interval", fine="1"),
@@ -231,9 +231,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         "kv_transfer_config",
         "disaggregation_mode",
         fine="null",
-    ),
-    _answered(
-        "a host tier of the KV cache is not there yet", sglang="enable_hierarchical_cache", switch=True, fine="false"
     ),
 )
 """One thing a row, in the order of the documentation."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.prefix_cache import PrefixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.req import Req
 
@@ -24,7 +24,9 @@ MAX_ROOM = 1024
 class KVCacheManager:
     """The scheduler's one place for KV slots and the request pool."""
 
-    def __init__(self, allocator: TokenToKVPoolAllocator, prefix_cache: RadixCache, req_pool: ReqPoolAllocator) -> None:
+    def __init__(
+        self, allocator: TokenToKVPoolAllocator, prefix_cache: PrefixCache, req_pool: ReqPoolAllocator
+    ) -> None:
         self.allocator = allocator
         self.prefix_cache = prefix_cache
         self.req_pool = req_pool
@@ -98,7 +100,7 @@ class KVCacheManager:
     def share(self, req: Req) -> None:
         """Put the computed full pages of a request that goes on into the prefix cache, and lock them there."""
         cache = self.prefix_cache
-        if cache.disabled:
+        if not cache.shares:
             return
         assert req.req_pool_idx is not None
         full = req.kv_committed_len // self.page_size * self.page_size
@@ -106,7 +108,7 @@ class KVCacheManager:
             return
         key, slots = req.radix_key(full), self.slots(req, 0, full)
         already = cache.insert(key, slots)
-        match = cache.match_prefix(key)
+        match = cache.match_prefix(key, count_hit=False)
         assert len(match.indices) == full, (req.rid, len(match.indices), full)
         if already > req.protected_len:
             self.allocator.free(slots[req.protected_len : already])  # ours, computed twice; the tree's replace them
@@ -124,7 +126,7 @@ class KVCacheManager:
         """
         slots = self.slots(req, 0, req.kv_allocated_len)
         kept = req.protected_len
-        if not self.prefix_cache.disabled:
+        if self.prefix_cache.shares:
             full = req.kv_committed_len // self.page_size * self.page_size
             if full > req.protected_len:
                 already = self.prefix_cache.insert(req.radix_key(full), slots[:full])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmserve.memory.radix_cache import RadixNode
+from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.req_status import MOVES, ReqStatus

@@ -343,7 +343,7 @@ class Scheduler:
         return adder.can_run
 
     def _prefix_leaders(self, in_progress: Sequence[Req]) -> PrefixLeaders | None:
-        if self.kv.prefix_cache.disabled:
+        if not self.kv.prefix_cache.shares:
             return None
         leaders = PrefixLeaders(self.kv.matched_len, self.kv.key_of, page_size=self.kv.page_size)
         for req in in_progress:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlmserve.memory.radix_cache import RadixCache, RadixNode
+from vlmserve.memory.prefix_cache import PrefixCache
+from vlmserve.memory.radix_tree import RadixNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Sessions:
     """Least recently used first. timeout_s: how long an idle one is kept. clock: seconds."""
 
     def __init__(
-        self, prefix_cache: RadixCache, *, max_sessions: int, timeout_s: float, clock: Callable[[], float]
+        self, prefix_cache: PrefixCache, *, max_sessions: int, timeout_s: float, clock: Callable[[], float]
     ) -> None:
         self._cache = prefix_cache
         self._max = max_sessions
@@ -38,7 +39,7 @@ class Sessions:
 
     def keep(self, name: str, key: np.ndarray) -> None:
         """A turn has ended: keep what is cached of this prefix cache key, and let go of what the turn before left."""
-        if not self._max or self._cache.disabled:
+        if not self._max or not self._cache.shares:
             return
         match = self._cache.match_prefix(key)
         before = self._sessions.pop(name, None)

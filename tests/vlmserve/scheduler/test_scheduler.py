@@ -18,6 +18,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.messages import AbortReq, SamplingParams, TokenizedGenerateReqInput
@@ -52,7 +53,7 @@ class Knobs:
 class Rig:
     def __init__(self, knobs: Knobs) -> None:
         allocator = TokenToKVPoolAllocator(knobs.pool, knobs.page)
-        cache = RadixCache(allocator, disabled=not knobs.radix)
+        cache = RadixCache(allocator) if knobs.radix else ChunkCache(knobs.page)
         max_req_len = min(knobs.context, knobs.pool - knobs.page)
         req_pool = ReqPoolAllocator(knobs.rows, max_req_len + knobs.page)
         self.kv = KVCacheManager(allocator, cache, req_pool)
