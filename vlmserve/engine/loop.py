@@ -61,6 +61,10 @@ class EngineLoop:
             raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
         return busy
 
+    def flush_cache(self) -> int:
+        """See `Scheduler.flush_cache`."""
+        return self.scheduler.flush_cache()
+
     def is_idle(self) -> bool:
         """Whether there is neither a request nor anything to be encoded ahead of time."""
         return self.scheduler.is_idle() and not len(self._warmups)

@@ -405,9 +405,9 @@ class Scheduler:
             live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
         self._media_keys.retain(live)
 
-    def flush_cache(self) -> None:
-        """Forget every cached prefix that no request uses."""
-        self.kv.prefix_cache.reset()
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no request uses; returns how many tokens these had."""
+        return self.kv.prefix_cache.reset()
 
     def check_pools(self, *, encoder_is_shared: bool = False) -> None:
         """When idle: free + cached-and-unlocked = total, for KV slots, the request pool and, unless it is shared, the

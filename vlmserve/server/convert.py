@@ -46,6 +46,8 @@ def to_generate_request(
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         client=client,
+        rid=request.rid,
+        timeout_s=request.timeout,
     )
 
 

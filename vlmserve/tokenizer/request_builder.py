@@ -55,7 +55,9 @@ class GenerateReqInput:
     """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
-    client: who asks; clients take turns where media are processed.
+    client: who asks; clients take turns where media are processed. request_id: of its own among all requests ever.
+    rid: what the client calls it, of its own among those at a time; None: the same. timeout_s: seconds that it may
+    take; None: as long as it takes.
     """
 
     request_id: str
@@ -65,6 +67,8 @@ class GenerateReqInput:
     num_logprobs: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     client: str = ""
+    rid: str | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
