@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from vlmserve.config.settings import ServerSettings
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.chat import complete_chat
-from vlmserve.server.control import AskEngine, ControlApi
+from vlmserve.server.control import AskEngine, ControlApi, no_engine
 from vlmserve.server.errors import error_body, install_error_handlers
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.files import FilesApi
@@ -31,14 +31,14 @@ def build_app(
     model_name: str,
     settings: ServerSettings,
     files: FileStore,
-    control: AskEngine,
+    control: AskEngine | None = None,
 ) -> FastAPI:
-    """The application. model_name: what clients call the model. control: asks the engine what operators want."""
+    """The application. model_name: what clients call the model. control: asks the engine what operators want; None: there is none."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
     metrics = ServerMetrics(model_name)
     manager.observe = metrics.observe_request
-    operators = ControlApi(manager, control, settings, model_name)
+    operators = ControlApi(manager, control or no_engine, settings, model_name)
     served = ServedModel(name=model_name, manager=manager, files=files, settings=settings)
     model = {
         "id": model_name,

@@ -42,6 +42,13 @@ from vlmserve_common.version import __version__
 AskEngine: TypeAlias = Callable[[ControlRequest], Awaitable[ControlResult]]
 """Sends a control message to the engine, and brings its answer."""
 
+
+
+async def no_engine(_: ControlRequest) -> ControlResult:
+    """What answers where no engine takes control messages."""
+    return ControlRefused(message="this server's engine takes no control messages", status=501)
+
+
 # A message is taken between two steps; on a CPU one may take long, and so does writing a profile.
 ANSWER_S = 60.0
 _SECRETS = frozenset(("api_key", "admin_api_key"))

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.control_messages import ControlRefused, ControlRequest, ControlResult
 from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import build_app
@@ -91,12 +90,8 @@ def make_frontend(
             max_pending=engine.max_running_requests + engine.max_queued_requests,
             request_timeout_s=settings.request_timeout_s,
         )
-        app = build_app(manager, model_name, settings, files, control or _no_engine)
+        app = build_app(manager, model_name, settings, files, control)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
-
-
-async def _no_engine(_: ControlRequest) -> ControlResult:
-    return ControlRefused(message="this server's engine takes no control messages", status=501)
 
 
 def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
