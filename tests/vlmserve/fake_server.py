@@ -1,7 +1,8 @@
 """A server of the real launcher with fake insides: `python -m tests.vlmserve.fake_server MODEL_FOLDER [FLAGS]`.
 
 GET /PROMPT answers PROMPT's bytes after a round trip through both child processes. Prompts that start with:
-hang: are answered never, freeze: nor does the scheduler do anything else any more, slow: on SIGUSR1 to the scheduler, die: kill the scheduler.
+hang: are answered never, freeze: nor does the scheduler do anything else any more, slow: on SIGUSR1 to the scheduler,
+die: kill the scheduler.
 How the scheduler starts is told by $FAKE_START: ok, error, crash, exit, hang,
 late: what it waits for itself is not there in time. What child processes are forks of imports $FAKE_IMPORTS.
 """

@@ -104,8 +104,9 @@ class Watchdog:
         seen.stopped_s = seen.stopped_s + passed if self._is_stopped(one.pid) else 0.0
 
     def _reason(self, one: Watched, seen: _Seen) -> str:
-        what = "was stopped" if seen.stopped_s >= self._timeout_s else "was at one step"
-        return f"{one.title} {what} for {self._timeout_s:g} s (setting --watchdog-timeout-s)"
+        if seen.stopped_s >= self._timeout_s:
+            return f"{one.title} was stopped for {self._timeout_s:g} s (setting --watchdog-timeout-s)"
+        return f"{one.title} was at one step for {self._timeout_s:g} s (setting --watchdog-timeout-s)"
 
 
 def is_stopped_by_a_signal(pid: int) -> bool:

@@ -33,7 +33,7 @@ def build_app(
     files: FileStore,
     control: AskEngine | None = None,
 ) -> FastAPI:
-    """The application. model_name: what clients call the model. control: asks the engine what operators want; None: there is none."""
+    """The application. model_name: what clients call the model. control: asks the engine what operators want."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
     metrics = ServerMetrics(model_name)
