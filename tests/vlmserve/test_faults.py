@@ -203,7 +203,9 @@ def test_media_processes_are_replaced(start, number: signal.Signals) -> None:
     refused = [text for status, text in answers if status != 200]
     assert len(refused) <= 1
     assert all('"media_t' in text or '"media_c' in text for text in refused), refused
-    assert [status for status, _ in Load(server, tokens=4, pictures=True).results(30.0)] == [200] * 8
+    # which is not tried again, but the others are all answered
+    again = [status for status, _ in Load(server, tokens=4, pictures=True).results(30.0)]
+    assert again.count(200) >= 8 - len(refused), again
 
 
 @pytest.mark.slow

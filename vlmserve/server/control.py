@@ -43,7 +43,6 @@ AskEngine: TypeAlias = Callable[[ControlRequest], Awaitable[ControlResult]]
 """Sends a control message to the engine, and brings its answer."""
 
 
-
 async def no_engine(_: ControlRequest) -> ControlResult:
     """What answers where no engine takes control messages."""
     return ControlRefused(message="this server's engine takes no control messages", status=501)
