@@ -1,4 +1,4 @@
-"""Every process of a server killed, stopped or hung, under load: each client has a clear answer within a stated time."""
+"""Every process of a server killed, stopped or hung under load: each client has a clear answer in a stated time."""
 
 from __future__ import annotations
 

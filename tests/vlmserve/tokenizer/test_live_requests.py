@@ -183,4 +183,5 @@ def test_rates() -> None:
     assert rate.seconds_for(100, 1020.0) == 11, "the last 64 took 6.4 s and one"
     rate.begin(5000.0)
     assert rate.seconds_for(1, 5000.0) == 1, "a time with nothing to do is no slow one"
+    assert rate.seconds_for(1, 5010.0) == 10, "and nothing has ended since"
     assert rate.seconds_for(1, 1e9) == 3600
