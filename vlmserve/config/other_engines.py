@@ -139,6 +139,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("random_seed", vllm="seed"),
     _same("disable_overlap_schedule", vllm="async_scheduling", switch=True, negated=True),
     _same("schedule_policy", vllm="scheduling_policy"),
+    _same("watchdog_timeout_s", sglang="watchdog_timeout"),
     _same("log_level", vllm="uvicorn_log_level", sglang="log_level_http"),
     _same("max_images_per_request max_videos_per_request", vllm="limit_mm_per_prompt", convert=_media_counts),
     _same("max_images_per_request", vllm="limit_mm_per_prompt.image"),

@@ -98,6 +98,25 @@ class ServerSettings:
         SECONDS,
     )
     shutdown_timeout_s: float = _http(30.0, "seconds that running requests get when the server is stopped", _PATIENCE)
+    watchdog_timeout_s: float = _http(
+        300.0,
+        "seconds that the scheduler or the detokenizer may take for one step, or be stopped, before its stacks are "
+        "logged and the server ends with an error; 0: for ever",
+        _PATIENCE,
+    )
+    request_timeout_s: float = _http(
+        0.0,
+        "seconds from a request's arrival to its whole answer, after which it is answered 504; 0: no limit",
+        _PATIENCE,
+    )
+    admin_api_key: str | None = _http(
+        None,
+        "key for the endpoints that control the server (docs/api.md), in place of --api-key; set it by its variable",
+        _KEY,
+    )
+    profile_dir: str | None = _http(
+        None, "folder for the traces of POST /start_profile; default: profiling is refused", _WRITABLE
+    )
     max_images_per_request: int = _pictures(64, "most pictures in one request", AT_LEAST_0)
     max_image_pixels: int = _pictures(64_000_000, "largest picture, in pixels; checked before decoding", AT_LEAST_1)
     max_image_decode_s: float = _pictures(

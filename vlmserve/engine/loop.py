@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.encoder_warmups import EncoderWarmups
@@ -18,6 +19,7 @@ from vlmserve.messages import (
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import EngineError
 
+_T = TypeVar("_T")
 # An encoder in this process takes its time from requests: beside them, media that are encoded ahead of time come in at
 # every so many turns.
 _TURNS_PER_WARMUP = 16
@@ -60,6 +62,18 @@ class EngineLoop:
         if alone and not busy and len(self._warmups) and not self._encoder.busy:
             raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
         return busy
+
+    def drain(self) -> None:
+        """See `Scheduler.drain`."""
+        self.scheduler.drain()
+
+    def on_device(self, run: Callable[[], _T]) -> _T:
+        """See `Scheduler.on_device`."""
+        return self.scheduler.on_device(run)
+
+    def flush_cache(self) -> int:
+        """See `Scheduler.flush_cache`."""
+        return self.scheduler.flush_cache()
 
     def is_idle(self) -> bool:
         """Whether there is neither a request nor anything to be encoded ahead of time."""

@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
+from typing import TypeVar
 
 import numpy as np
 
@@ -55,6 +56,7 @@ from vlmserve_common.errors import EngineError
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _OUTPUT_COST = 2.0
 """What a generated token counts in a flow's turns, where a prompt token counts 1 (as in the paper; see there)."""
 
@@ -270,6 +272,15 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether no request is waiting, being computed or decoding, and no step in flight."""
         return not self._reqs and not self._in_flight
+
+    def on_device(self, run: Callable[[], _T]) -> _T:
+        """Have something done where steps are computed, after those in flight."""
+        return self._device.submit(run).result()
+
+    def drain(self) -> None:
+        """Take what is in flight, and launch nothing."""
+        while self._in_flight:
+            self._take_oldest()
 
     def close(self) -> None:
         """End the device's thread and the encoder's workers."""
@@ -568,10 +579,10 @@ class Scheduler:
             live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
         self._media_keys.retain(live)
 
-    def flush_cache(self) -> None:
-        """Forget every cached prefix that no request uses, those of sessions, too."""
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no request uses, those of sessions, too; returns how many tokens they had."""
         self.sessions.release_all()
-        self.kv.prefix_cache.reset()
+        return self.kv.prefix_cache.reset()
 
     def check_pools(self, *, encoder_is_shared: bool = False) -> None:
         """When idle: free + cached-and-unlocked = total, for KV slots, the request pool and, unless it is shared, the

@@ -25,9 +25,11 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
     chat = await read_body(request, ChatCompletionRequest, served.settings)
     served.check_name(chat.model)
-    head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
+    own_id = f"chatcmpl-{uuid.uuid4().hex}"
+    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=chat.model)
     find_file = served.files.for_owner(owner_of(request))
-    wanted = to_generate_request(chat, head.id, find_file=find_file, client=client_of(request), owner=owner_of(request))
+    client, owner = client_of(request), owner_of(request)
+    wanted = to_generate_request(chat, own_id, find_file=find_file, client=client, owner=owner)
     writer = AnswerWriter(
         head,
         served.manager.builder.tokenizer,

@@ -54,6 +54,8 @@ def to_generate_request(
         client=client,
         session_id="" if request.session_id is None else f"{owner} {request.session_id}",
         priority=request.priority or 0,
+        rid=request.rid,
+        timeout_s=request.timeout,
     )
 
 

@@ -16,6 +16,7 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import build_app
+from vlmserve.server.control import AskEngine
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.outermost import access
 from vlmserve.tokenizer.media import RequestMedia
@@ -40,6 +41,10 @@ class ApiFrontend:
         """Answer every pending and every later request with 503 and the message."""
         self.manager.fail(message)
 
+    def suspend(self, message: str | None) -> None:
+        """Answer later requests with 503 and the message, until it is None."""
+        self.manager.suspend(message)
+
     async def close(self) -> None:
         """Free threads and connections."""
         self.manager.close()
@@ -55,10 +60,12 @@ def make_frontend(
     model_name: str,
     send: Callable[[SchedulerInput], None],
     prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
+    control: AskEngine | None = None,
     start: StartSettings | None = None,
 ) -> ApiFrontend:
     """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
-    auto_pixels: what `--max-pixels auto` comes to. start: what media processes need.
+    auto_pixels: what `--max-pixels auto` comes to. control: asks the engine what operators want. start: what media
+    processes need.
 
     Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
     of uploaded files that another server uses.
@@ -81,8 +88,9 @@ def make_frontend(
             send=send,
             prepare=prepare,
             max_pending=engine.max_running_requests + engine.max_queued_requests,
+            request_timeout_s=settings.request_timeout_s,
         )
-        app = build_app(manager, model_name, settings, files)
+        app = build_app(manager, model_name, settings, files, control)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 

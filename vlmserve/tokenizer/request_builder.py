@@ -56,7 +56,9 @@ class GenerateReqInput:
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
     client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
-    the first answer); "" is none. priority: see `TokenizedGenerateReqInput`.
+    the first answer); "" is none. priority: see `TokenizedGenerateReqInput`. request_id: of its own among all requests
+    ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s: seconds that it
+    may take; None: as long as it takes.
     """
 
     request_id: str
@@ -68,6 +70,8 @@ class GenerateReqInput:
     client: str = ""
     session_id: str = ""
     priority: int = 0
+    rid: str | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

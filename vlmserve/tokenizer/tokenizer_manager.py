@@ -3,7 +3,7 @@
 Order of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
 -> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever
 iterates. Closing the iterator early, at any of these points, takes everything back; what the scheduler already has is
-aborted.
+aborted. So do its time when it is over (504), and operators (499).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from processors.families.base import data_item
 from processors.families.report import MediumReport
@@ -37,6 +37,7 @@ from vlmserve.messages import (
 )
 from vlmserve.tokenizer.chat_messages import Message
 from vlmserve.tokenizer.file_parts import FindFile
+from vlmserve.tokenizer.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.outbox import Outbox
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
@@ -114,8 +115,8 @@ class ChoiceOutput:
 class RequestStats:
     """What became of one choice, in tokens and seconds; for metrics and logs.
 
-    finish: "stop", "length", "abort" or "error". ttft_s: until the first output. prompt_tokens and cached_tokens are
-    given for choice 0 only, so that sums count a prompt once.
+    finish: "stop", "length", "abort", "timeout" or "error". ttft_s: until the first output. prompt_tokens and
+    cached_tokens are given for choice 0 only, so that sums count a prompt once.
     """
 
     finish: str
@@ -146,11 +147,7 @@ class _Choice:
     last: TextOutput | None = None
 
 
-@dataclass(slots=True)
-class _Request:
-    started: float
-    outputs: Outbox[ChoiceOutput | Exception] = field(default_factory=Outbox)
-    rids: list[str] = field(default_factory=list)
+_Request: TypeAlias = LiveRequest[ChoiceOutput]
 
 
 class TokenizerManager:
@@ -159,7 +156,8 @@ class TokenizerManager:
     send: hands a message to the scheduler. prepare: does so in two halves, the first of which copies arrays, in any
     thread; without it `send` does all. max_pending: choices in the house (waiting, running or being prepared) above
     which requests are refused with 429; max_pending_setting is what the message names.
-    observe: is told what became of each choice.
+    observe: is told what became of each choice. request_timeout_s: that a request may take, whatever it asks for; 0:
+    as long as it takes.
     """
 
     def __init__(
@@ -172,6 +170,7 @@ class TokenizerManager:
         max_pending: int,
         max_pending_setting: str = "--max-queued-requests",
         observe: Callable[[RequestStats], None] | None = None,
+        request_timeout_s: float = 0.0,
         num_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -179,13 +178,14 @@ class TokenizerManager:
         self._media = media
         self._send = send
         self._prepare = prepare
-        self._max_pending = max_pending
-        self._max_pending_setting = max_pending_setting
         self.observe = observe
         self._clock = clock
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="vlmserve-tokenize")
         self._unavailable: str | None = None
-        self._pending = 0
+        self._suspended: str | None = None
+        self._live: LiveRequests[ChoiceOutput] = LiveRequests(
+            Admission(max_pending=max_pending, setting=max_pending_setting, timeout_s=request_timeout_s), clock
+        )
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
@@ -193,12 +193,27 @@ class TokenizerManager:
     @property
     def num_pending(self) -> int:
         """Choices in the house: zero when idle."""
-        return self._pending
+        return self._live.num_pending
 
     @property
     def unavailable(self) -> str | None:
         """Why the engine cannot answer now, or None when it can."""
-        return self._unavailable
+        return self._unavailable or self._suspended
+
+    def retry_after_s(self) -> int:
+        """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
+        return self._live.retry_after_s()
+
+    def suspend(self, reason: str | None) -> None:
+        """Refuse requests with 503 for the time being; those under way go on waiting. None: take them again."""
+        self._suspended = reason
+
+    def abort(self, request_id: str | None) -> list[LiveRequest[ChoiceOutput]]:
+        """End a request, wherever it is, or all of them (None); returns those that there were."""
+        found = self._live.find(request_id)
+        for request in found:
+            self._end(request, RequestAbortedError("the request was aborted by an operator"), "abort")
+        return found
 
     def fail(self, reason: str) -> None:
         """The engine is gone: requests under way fail now, later ones are refused, all with 503. May be repeated."""
@@ -233,11 +248,10 @@ class TokenizerManager:
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
         """
         self._check_available()
-        self._check_room(request.n)
-        self._pending += request.n
-        state = _Request(started=self._clock())
+        state = self._live.enter(request.rid or request.request_id, request.n)
+        self._live.limit_time(state, request.timeout_s, lambda error: self._end(state, error, "timeout"))
         try:
-            await self._submit(request, state)
+            await state.interruptible(self._submit(request, state))
             left = request.n
             while left:
                 items, failure = _until_failure(await state.outputs.take())
@@ -247,12 +261,8 @@ class TokenizerManager:
                 if failure is not None:
                     raise failure
         finally:
-            self._pending -= request.n
-            for rid in state.rids:
-                choice = self._choices.pop(rid, None)
-                if choice is not None:
-                    self._report(choice, "abort")
-                    self._send(AbortReq(rid=rid))
+            self._live.leave(state)
+            self._take_back(state, "abort")
 
     async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         """What became of each medium, when all of them are encoded and, where there is a disk, saved.
@@ -260,8 +270,13 @@ class TokenizerManager:
         Cancel it to call that off. Raises as `generate` does.
         """
         self._check_available()
-        self._check_room(1)
-        self._pending += 1
+        state = self._live.enter(request.request_id, 1)
+        try:
+            return await state.interruptible(self._warm_up(request))
+        finally:
+            self._live.leave(state)
+
+    async def _warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         rid = request.request_id
         try:
             named = await self._in_thread(
@@ -284,7 +299,6 @@ class TokenizerManager:
                 raise _error_of(output.error)
             return output.items
         finally:
-            self._pending -= 1
             if self._warmups.pop(rid, None) is not None:
                 self._send(AbortReq(rid=rid))
 
@@ -323,6 +337,18 @@ class TokenizerManager:
             if waiter in self._stats_waiters:
                 self._stats_waiters.remove(waiter)
 
+    def _end(self, state: _Request, error: Exception, finish: str) -> None:
+        """End a request before its time; its slots do not wait for its client to read the error."""
+        self._take_back(state, finish)
+        state.end(error)
+
+    def _take_back(self, state: _Request, finish: str) -> None:
+        for rid in state.rids:
+            choice = self._choices.pop(rid, None)
+            if choice is not None:
+                self._report(choice, finish)
+                self._send(AbortReq(rid=rid))
+
     async def _submit(self, request: GenerateReqInput, state: _Request) -> None:
         seed = secrets.randbits(63)
         prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
@@ -354,7 +380,7 @@ class TokenizerManager:
         except asyncio.CancelledError:
             made.add_done_callback(_discard)
             raise
-        if self._unavailable is not None:
+        if self.unavailable is not None:
             prepared.discard()
         self._check_available()
         register(rids)
@@ -421,17 +447,8 @@ class TokenizerManager:
         )
 
     def _check_available(self) -> None:
-        if self._unavailable is not None:
-            raise EngineUnavailableError(self._unavailable)
-
-    def _check_room(self, n: int) -> None:
-        if self._pending + n > self._max_pending:
-            raise BadRequestError(
-                f"{self._pending} answers are waiting or running and this request asks for {n}, the limit is "
-                f"{self._max_pending} (setting {self._max_pending_setting}); try again later",
-                status=429,
-                code="rate_limit_exceeded",
-            )
+        if self.unavailable is not None:
+            raise EngineUnavailableError(self.unavailable)
 
 
 def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOutput], Exception | None]:

@@ -23,6 +23,9 @@ from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
 from vision.cache.stats import PoolStats, TierStats
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
+from vlmserve.control_messages import ControlRequest, ControlResult
+from vlmserve.engine.control import EngineControl
+from vlmserve.engine.profiling import Profiler
 from vlmserve.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -72,6 +75,7 @@ class FakeScheduler:
         self._detokenizer = DetokenizerManager(tokenizer)
         self._changed = threading.Condition()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.control = EngineControl(self, Profiler(), device="cpu", dtype="float32")
 
     @property
     def num_active(self) -> int:
@@ -114,6 +118,23 @@ class FakeScheduler:
             self._note(self.aborts, message)
         elif isinstance(message, GetStatsReq) and self.answers_stats:
             loop.call_soon(self.frontend.handle, make_stats(num_running_reqs=len(self._tasks)))
+
+    # what operators ask: the real control of a fake engine
+
+    def handle(self, message: AbortReq) -> None:
+        self.send(message)
+
+    def step(self) -> bool:
+        return False
+
+    def stats(self) -> SchedulerStats:
+        return make_stats(num_running_reqs=len(self._tasks))
+
+    def flush_cache(self) -> int:
+        return 32
+
+    async def ask(self, question: ControlRequest) -> ControlResult:
+        return self.control.handle(question)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait in another thread for something about `requests` or `aborts`."""
@@ -210,7 +231,11 @@ def make_served(folder: Path, engine: dict[str, Any] | None = None, **settings: 
     args = EngineArgs(model=str(folder), **{"media_processes": 0, **(engine or {})})
     scheduler = FakeScheduler(load_text_tokenizer(folder))
     frontend = make_frontend(
-        ServerSettings(engine=args, **settings), max_model_len=CONTEXT, model_name=MODEL, send=scheduler.send
+        ServerSettings(engine=args, **settings),
+        max_model_len=CONTEXT,
+        model_name=MODEL,
+        send=scheduler.send,
+        control=scheduler.ask,
     )
     scheduler.frontend = frontend
     return Served(frontend, scheduler)
