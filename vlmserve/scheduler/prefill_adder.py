@@ -134,6 +134,7 @@ class PrefillAdder:
         return max(0, (req.kv_len + length) // size * size - req.kv_len)
 
     def _take(self, req: Req, length: int) -> None:
+        req.times.prefill_began()
         self.can_run.append(req)
         if not req.completes:
             self.unfinished.append(req)

@@ -7,6 +7,7 @@ import numpy as np
 from vlmserve.memory.radix_cache import RadixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.scheduler.req_media import ReqMedia
+from vlmserve.scheduler.req_times import ReqTimes
 
 
 class Req:
@@ -31,6 +32,7 @@ class Req:
         max_new_tokens: int,
         eos_token_ids: frozenset[int],
         arrival: int,
+        times: ReqTimes | None = None,
     ) -> None:
         params = message.sampling_params
         self.rid = message.rid
@@ -43,6 +45,7 @@ class Req:
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.arrival = arrival
+        self.times = times or ReqTimes()
 
         self.output_ids: list[int] = []
         self.req_pool_idx: int | None = None

@@ -8,6 +8,7 @@ prompt delays nobody for longer than one chunk.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Protocol
@@ -30,11 +31,13 @@ from vlmserve.messages import (
     TokenOutput,
 )
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.meter import SchedulerMeter
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import SchedulePolicy
 from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia
+from vlmserve.scheduler.req_times import ReqTimes
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 from vlmserve_common.errors import EngineError
 
@@ -66,8 +69,11 @@ class Scheduler:
         new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
         send: Callable[[SchedulerOutput], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
+        self._clock = clock
+        self.meter = SchedulerMeter()
         self._max_req_len = max_req_len
         self._eos_token_ids = eos_token_ids
         self.kv = kv
@@ -110,6 +116,7 @@ class Scheduler:
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self._eos_token_ids,
             arrival=self.arrivals,
+            times=ReqTimes(self._clock),
         )
         self.arrivals += 1
         if self._media_keys.is_large:
@@ -117,6 +124,7 @@ class Scheduler:
         self._prompt_tokens += req.prompt_len
         req.media.hold_from(self.kv.matched_len(req))
         self.waiting_queue.append(req)
+        self.meter.arrived(req)
 
     def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
         length, limit = len(message.input_ids), self._max_req_len
@@ -174,6 +182,8 @@ class Scheduler:
         encoder_is_shared: others hold embeddings, too, so that those held say nothing of requests.
         """
         encoded = self._encode()
+        if encoded:
+            self.meter.encoder_moved()
         batch = self.get_next_batch_to_run()
         if batch is None and not encoded:
             if self.is_idle():
@@ -187,10 +197,14 @@ class Scheduler:
         if batch is None:
             return True
         self._steps += 1
+        self.meter.step(batch.reqs)
         try:
             result = self._worker.forward(batch.get_model_worker_batch(self._steps))
         except Exception as error:
-            log.exception("step %d failed; its %d requests are answered with an error", self._steps, len(batch))
+            rids = ", ".join(req.rid for req in batch.reqs)
+            log.exception(
+                "step %d failed; its %d requests are answered with an error: %s", self._steps, len(batch), rids
+            )
             self._fail(batch, error)
             return True
         except BaseException as error:  # interrupted: nothing of the step may stay behind
@@ -237,6 +251,7 @@ class Scheduler:
         """Let a prompt in progress wait again; what it computed stays cached."""
         self.chunked_reqs.remove(req)
         self.kv.release(req)
+        self.meter.preempted(req)
         self.waiting_queue.insert(0, req)
 
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
@@ -250,6 +265,7 @@ class Scheduler:
             return False
         found = [(req, key) for req in self._requests() if (key := req.media.holds(failures.keys()))]
         for req, key in found:
+            log.warning("%s fails: a picture or video of it could not be encoded", req.rid)
             self._cut_off(req, _error(500, f"a picture or video could not be encoded: {failures[key]}"))
         return bool(found)
 
@@ -337,6 +353,7 @@ class Scheduler:
 
     def _retract(self, running: ScheduleBatch) -> None:
         req = running.retract_decode()
+        self.meter.preempted(req)
         self.waiting_queue.insert(0, req)
         self._retracted += 1
         self._ratio.raise_after_retraction(running.reqs)
@@ -362,6 +379,8 @@ class Scheduler:
             )
             sampled += 1
             prompt_done = len(req.output_ids) == 0
+            if prompt_done:
+                self.meter.first_token(req)
             req.append_output(token)
             self._generated += 1
             if req.finish_reason is not None:
@@ -390,6 +409,7 @@ class Scheduler:
             first=first,
             stop=req.sampling_params.stop if first else (),
             skip_special_tokens=req.sampling_params.skip_special_tokens,
+            stages=req.times.so_far() if first or req.finish_reason is not None else None,
         )
 
     # ------------------------------------------------------------ state
@@ -447,6 +467,7 @@ class Scheduler:
             aborted_total=self._aborted,
             retracted_total=self._retracted,
             forward_steps_total=self._steps,
+            steps=self.meter.stats(),
         )
 
 

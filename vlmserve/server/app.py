@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,20 +18,31 @@ from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, WarmupRequest
+from vlmserve.server.request_log import log_request
 from vlmserve.server.served_model import ServedModel
+from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 from vlmserve_common.version import __version__
 
 _STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
 
 
-def build_app(manager: TokenizerManager, model_name: str, settings: ServerSettings, files: FileStore) -> FastAPI:
-    """The application. model_name: what clients call the model."""
+def build_app(
+    manager: TokenizerManager,
+    model_name: str,
+    settings: ServerSettings,
+    files: FileStore,
+    tracer: RequestTracer | None = None,
+) -> FastAPI:
+    """The application. model_name: what clients call the model. tracer: gets ended chat requests."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app)
-    metrics = ServerMetrics(model_name)
-    manager.observe = metrics.observe_request
+    prefixes = settings.metrics_prefixes
+    metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else ())
+    manager.observe = _observer(metrics, settings)
+    manager.observe_tokens = metrics.observe_tokens
     served = ServedModel(name=model_name, manager=manager, files=files, settings=settings)
     model = {
         "id": model_name,
@@ -80,5 +92,14 @@ def build_app(manager: TokenizerManager, model_name: str, settings: ServerSettin
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     if settings.api_key:
         app.add_middleware(ApiKeyMiddleware, key=settings.api_key)
-    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log)
+    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log, tracer=tracer)
     return app
+
+
+def _observer(metrics: ServerMetrics, settings: ServerSettings) -> Callable[[RequestStats], None]:
+    def observe(stats: RequestStats) -> None:
+        metrics.observe_request(stats)
+        if settings.log_requests:
+            log_request(stats)
+
+    return observe

@@ -82,6 +82,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
     async def on_error(request: Request, error: Exception) -> Response:
+        request.state.error_code = getattr(error, "code", None)
         return error_response(error)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:

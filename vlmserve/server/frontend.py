@@ -18,6 +18,8 @@ from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import build_app
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.outermost import access
+from vlmserve.server.request_log import requests
+from vlmserve.server.tracing import RequestTracer, otlp_processor
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
@@ -66,6 +68,8 @@ def make_frontend(
     engine = settings.engine
     if settings.access_log:
         access.setLevel(logging.INFO)  # whatever --log-level is: it was asked for
+    if settings.log_requests:
+        requests.setLevel(logging.INFO)
     with ExitStack() as stack:
         files = _open_files(settings, stack)
         stage = make_tokenizer_stage(
@@ -82,7 +86,11 @@ def make_frontend(
             prepare=prepare,
             max_pending=engine.max_running_requests + engine.max_queued_requests,
         )
-        app = build_app(manager, model_name, settings, files)
+        tracer = None
+        if settings.otlp_traces_endpoint is not None:
+            tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
+            stack.callback(tracer.close)
+        app = build_app(manager, model_name, settings, files, tracer)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 

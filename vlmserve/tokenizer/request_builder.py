@@ -6,7 +6,7 @@ media), `expand` (media into the prompt), `build` (one message per choice). All 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from vlmserve.tokenizer.chat_messages import MediaCounts, MediaRef, settle_media
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
 from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
@@ -55,7 +56,7 @@ class GenerateReqInput:
     """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
-    client: who asks; clients take turns where media are processed.
+    client: who asks; clients take turns where media are processed. ended: is told what became of each choice.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class GenerateReqInput:
     num_logprobs: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     client: str = ""
+    ended: Callable[[RequestStats], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

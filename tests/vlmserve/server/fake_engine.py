@@ -34,6 +34,7 @@ from vlmserve.messages import (
     GetStatsReq,
     SchedulerInput,
     SchedulerStats,
+    StepStats,
     TokenizedGenerateReqInput,
     TokenLogprobs,
     TokenOutput,
@@ -241,7 +242,11 @@ def write_checkpoint_folder(folder: Path) -> Path:
 
 
 def make_stats(**fields: int) -> SchedulerStats:
-    zero = {**dict.fromkeys(SchedulerStats.__dataclass_fields__, 0), "encoder": PoolStats(disk=TierStats(hits=3))}
+    zero = {
+        **dict.fromkeys(SchedulerStats.__dataclass_fields__, 0),
+        "encoder": PoolStats(disk=TierStats(hits=3)),
+        "steps": StepStats(),
+    }
     return SchedulerStats(**{**zero, "kv_total_tokens": 100, "kv_free_tokens": 60, "kv_cached_tokens": 10, **fields})
 
 
