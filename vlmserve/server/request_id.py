@@ -15,7 +15,7 @@ from fastapi import Request
 from vlmserve_common.logs import request_id
 
 HEADER = "X-Request-Id"
-_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def given_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
