@@ -108,6 +108,10 @@ def launch_server(
     does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
     """
     configure_logging(settings.log_level, "api")
+    if settings.otlp_traces_endpoint is not None:
+        from vlmserve.server.tracing import check_extra
+
+        check_extra()  # before minutes go by with the model
     if settings.port_file:
         Path(settings.port_file).unlink(missing_ok=True)  # whoever waits for it must not read an older server's
     with ExitStack() as stack:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vlmserve.config.fields import ABOVE_0, AT_LEAST_1, CACHE_SIZE, SECONDS, Allowed, settings_of
+from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CACHE_SIZE, SECONDS, Allowed, settings_of
 
 _model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
 _memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))
@@ -212,6 +212,11 @@ class EngineArgs:
     )
     random_seed: int = _other(
         0, "LLM only: seed of the first request without one; the server draws a seed for each", _SEED
+    )
+    log_interval_s: float = _other(
+        10.0,
+        "seconds of work after which the scheduler logs a line: requests, KV cache, hits, tokens a second; 0: never",
+        AT_LEAST_0,
     )
     check_pools_when_idle: bool = _other(True, "when idle, check that every KV slot and request row is accounted for")
 

@@ -140,6 +140,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("disable_overlap_schedule", vllm="async_scheduling", switch=True, negated=True),
     _same("schedule_policy", vllm="scheduling_policy"),
     _same("watchdog_timeout_s", sglang="watchdog_timeout"),
+    _same("log_requests", vllm="enable_log_requests", switch=True, answer="without their contents"),
     _same("log_level", vllm="uvicorn_log_level", sglang="log_level_http"),
     _same("max_images_per_request max_videos_per_request", vllm="limit_mm_per_prompt", convert=_media_counts),
     _same("max_images_per_request", vllm="limit_mm_per_prompt.image"),
@@ -151,7 +152,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     ),
     # what is so anyway
     _answered(
-        "requests are logged with --access-log only",
+        "requests are logged with --access-log and --log-requests only",
         "disable_log_requests disable_uvicorn_access_log",
         fine=ANY,
         switch=True,
@@ -168,12 +169,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("models are our own, see the README for the families", both="model_impl", fine="auto"),
     _answered("a request may ask for 20 at the most", "max_logprobs", convert=_twenty_at_the_most),
     # said in another way here
-    _answered(
-        "requests' contents are not logged; --access-log prints a line for each",
-        "enable_log_requests",
-        "log_requests",
-        switch=True,
-    ),
     _answered(
         "--max-total-tokens says how many tokens it holds, --cpu-kv-cache-gib how large it may get on a CPU",
         "kv_cache_memory_bytes",

@@ -64,6 +64,11 @@ _WRITABLE = Allowed(
     words="an existing folder that can be written to",
     holds=lambda path: os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK),
 )
+_PREFIXES = Allowed(
+    words="vllm, sglang, or both with a comma between them",
+    holds=lambda names: {"vllm", "sglang"}.issuperset(names.split(",")),
+)
+_URL = Allowed(words="an http: or https: URL", holds=lambda url: re.fullmatch(r"https?://\S+", url))
 _DOMAINS = Allowed(
     words="host names such as example.com or .example.com, with commas between them",
     holds=lambda names: all(map(_DOMAIN.fullmatch, names.split(","))),
@@ -91,6 +96,19 @@ class ServerSettings:
     log_level: Literal["debug", "info", "warning", "error"] = _http("info", "log messages of this severity and above")
     access_log: bool = _http(
         False, "log a line for each HTTP request: client, method, path, status, duration, X-Request-Id"
+    )
+    log_requests: bool = _http(
+        False, "log a line for each answer: id, tokens, how it ended, and the seconds of each stage; no contents"
+    )
+    metrics_prefixes: str | None = _http(
+        None,
+        "show metrics under the names of other engines, too: vllm, sglang, or both with a comma; default: ours only",
+        _PREFIXES,
+    )
+    otlp_traces_endpoint: str | None = _http(
+        None,
+        "URL that gets a trace of each request, by OTLP over HTTP (http://HOST:4318/v1/traces); needs vlmserve[otel]",
+        _URL,
     )
     startup_timeout_s: float = _http(
         1800.0,

@@ -16,6 +16,7 @@ from vlmserve.messages import (
     SchedulerStats,
     TokenizedGenerateReqInput,
 )
+from vlmserve.scheduler.batch_log import BatchLog
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import EngineError
 
@@ -28,17 +29,24 @@ _TURNS_PER_WARMUP = 16
 class EngineLoop:
     """A scheduler and the warmups that share its encoder. Single-threaded: call `handle` and `step` in turn.
 
-    max_patches: see `EncoderWarmups`. send: gets the warmups' answers.
+    max_patches: see `EncoderWarmups`. send: gets the warmups' answers. batch_log: none by default.
     """
 
     def __init__(
-        self, scheduler: Scheduler, encoder: EncoderPool, send: Callable[[SchedulerOutput], None], *, max_patches: int
+        self,
+        scheduler: Scheduler,
+        encoder: EncoderPool,
+        send: Callable[[SchedulerOutput], None],
+        *,
+        max_patches: int,
+        batch_log: BatchLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._encoder = encoder
         self._send = send
         self._warmups = EncoderWarmups(encoder, send=send, max_patches=max_patches)
         self._turns = 0
+        self._batch_log = batch_log or BatchLog(0.0)
 
     def handle(self, message: TokenizedGenerateReqInput | EncodeReqInput | AbortReq) -> None:
         """Take one message. One that can never be answered is refused at once."""
@@ -59,6 +67,7 @@ class EngineLoop:
         self._turns += 1
         # behind the requests that are there, and before those to come
         busy |= self._warmups.advance(order=self.scheduler.encoder_order.latest if may_ask else None)
+        self._batch_log.step(self.stats, idle=alone)
         if alone and not busy and len(self._warmups) and not self._encoder.busy:
             raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
         return busy

@@ -31,6 +31,7 @@ from vlmserve.messages import (
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
+from vlmserve.scheduler.batch_log import BatchLog
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,11 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
     scheduler = build_scheduler(args, runner, info, to_detokenizer.send, start=start)
     loop = EngineLoop(
-        scheduler, scheduler.encoder, to_detokenizer.send, max_patches=resolve_warmup_patches(args, runner.device)
+        scheduler,
+        scheduler.encoder,
+        to_detokenizer.send,
+        max_patches=resolve_warmup_patches(args, runner.device),
+        batch_log=BatchLog(args.log_interval_s),
     )
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     operators = ControlServer(channels.control)

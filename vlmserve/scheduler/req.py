@@ -8,6 +8,7 @@ from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.req_status import MOVES, ReqStatus
+from vlmserve.scheduler.req_times import ReqTimes
 
 TURNS_PER_CHOICE = 8
 """The second of several answers to a prompt waits as if so many other requests had come before it, and so on."""
@@ -39,6 +40,7 @@ class Req:
         max_new_tokens: int,
         eos_token_ids: frozenset[int],
         arrival: int,
+        times: ReqTimes | None = None,
     ) -> None:
         params = message.sampling_params
         self.rid = message.rid
@@ -61,6 +63,7 @@ class Req:
         self.samples_by_history = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
+        self.times = times or ReqTimes()
 
         self.status = ReqStatus.WAITING
         self.output_ids: list[int] = []

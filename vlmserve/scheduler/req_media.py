@@ -97,6 +97,10 @@ class ReqMedia:
         """One of `keys` that is held, or None."""
         return next((key for _, key in self._held() if key in keys), None)
 
+    def was_encoded(self) -> bool:
+        """Whether some of the embeddings that are held were computed while they were, and not found."""
+        return any(self._pool.was_encoded(key) for _, key in self._held())
+
     def embeds(self, start: int, end: int, *, at: int) -> list[MMEmbeds]:
         """What tokens [start, end) take, where `start` is token number `at` of a batch. They must be ready."""
         found = []

@@ -14,6 +14,7 @@ in this process works in slices between steps, on the same queue of the device.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
@@ -38,6 +39,7 @@ from vlmserve.messages import (
 )
 from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.meter import SchedulerMeter
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.outputs import error, refused, token_output
 from vlmserve.scheduler.policy import SchedulePolicy
@@ -47,6 +49,7 @@ from vlmserve.scheduler.prefix_leaders import PrefixLeaders
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia, num_patches
 from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.req_times import ReqTimes
 from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.sessions import Sessions
 from vlmserve.scheduler.step import ModelWorker, StepHandle
@@ -83,8 +86,11 @@ class Scheduler:
         media_keys: MediaKeyTable,
         sessions: Sessions,
         send: Callable[[SchedulerOutput], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
+        self._clock = clock
+        self.meter = SchedulerMeter()
         self._max_req_len = max_req_len
         self._eos_token_ids = eos_token_ids
         self.kv = kv
@@ -138,6 +144,7 @@ class Scheduler:
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self._eos_token_ids,
             arrival=self.arrivals,
+            times=ReqTimes(self._clock),
         )
         self.arrivals += 1
         if self._media_keys.is_large:
@@ -147,6 +154,7 @@ class Scheduler:
             req.media.hold_from(self.kv.matched_len(req))
         self._reqs[req.rid] = req
         self.waiting_queue.arrive(req)
+        self.meter.arrived(req)
 
     def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
         length, limit = len(message.input_ids), self._max_req_len
@@ -239,8 +247,12 @@ class Scheduler:
             except Exception as failure:
                 self._in_flight.popleft()
                 assert isinstance(oldest, StepHandle), "the encoder tells its failures by its results"
+                rids = ", ".join(part.req.rid for part in oldest.batch.reqs)
                 log.exception(
-                    "step %d failed; its %d requests are answered with an error", oldest.number, len(oldest.batch)
+                    "step %d failed; its %d requests are answered with an error: %s",
+                    oldest.number,
+                    len(oldest.batch),
+                    rids,
                 )
                 self._fail(oldest.batch, failure)
                 return
@@ -463,6 +475,7 @@ class Scheduler:
             self._ratio.raise_after_retraction(self.running_batch.reqs)
             log.info("retracted %s: %d requests go on", req.rid, len(self.running_batch))
         self.kv.release(req)
+        self.meter.preempted(req)
         req.move_to(ReqStatus.RETRACTED)
         self.waiting_queue.add(req)
 
@@ -487,6 +500,8 @@ class Scheduler:
     def _advance_encoder(self) -> bool:
         """Take what has been encoded, and start what there is room for; whether anything changed."""
         changed = self.encoder.advance(urgent=self._urgent)
+        if changed:
+            self.meter.encoder_moved()
         failures = self.encoder.take_failures()
         return self._fail_unencodable(failures) or changed
 
@@ -509,6 +524,7 @@ class Scheduler:
             return False
         found = [(req, key) for req in self._reqs.values() if (key := req.media.holds(failures.keys()))]
         for req, key in found:
+            log.warning("%s fails: a picture or video of it could not be encoded", req.rid)
             self._cut_off(req, error(500, f"a picture or video could not be encoded: {failures[key]}"))
         return bool(found)
 
@@ -517,6 +533,7 @@ class Scheduler:
     def run_batch(self, batch: ScheduleBatch) -> StepHandle:
         """Launch a step. It is sampled as soon as it is computed, unless that depends on tokens in flight."""
         self._steps += 1
+        self.meter.step(batch)
         try:
             return StepHandle(self._device, self._worker, batch, self._steps)
         except BaseException as failure:  # interrupted: nothing of the step may stay behind
@@ -555,6 +572,7 @@ class Scheduler:
             token = tokens[at]
             if not part.output_index:
                 self._cached_tokens += req.cached_tokens
+                self.meter.first_token(req)
             reason = req.append_output(token)
             self._generated += 1
             self.waiting_queue.charge(req, _OUTPUT_COST)
@@ -623,6 +641,7 @@ class Scheduler:
             aborted_total=self._aborted,
             retracted_total=self._retracted,
             forward_steps_total=self._steps,
+            steps=self.meter.stats(),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,8 +19,11 @@ from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, WarmupRequest
+from vlmserve.server.request_log import log_request
 from vlmserve.server.served_model import ServedModel
+from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 from vlmserve_common.version import __version__
 
@@ -32,12 +36,16 @@ def build_app(
     settings: ServerSettings,
     files: FileStore,
     control: AskEngine | None = None,
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
-    """The application. model_name: what clients call the model. control: asks the engine what operators want."""
+    """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
+    gets ended chat requests."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
-    metrics = ServerMetrics(model_name)
-    manager.observe = metrics.observe_request
+    prefixes = settings.metrics_prefixes
+    metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else ())
+    manager.observe = _observer(metrics, settings)
+    manager.observe_tokens = metrics.observe_tokens
     operators = ControlApi(manager, control or no_engine, settings, model_name)
     served = ServedModel(name=model_name, manager=manager, files=files, settings=settings)
     model = {
@@ -89,5 +97,14 @@ def build_app(
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     if settings.api_key or settings.admin_api_key:
         app.add_middleware(ApiKeyMiddleware, key=settings.api_key, admin_key=settings.admin_api_key)
-    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log)
+    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log, tracer=tracer)
     return app
+
+
+def _observer(metrics: ServerMetrics, settings: ServerSettings) -> Callable[[RequestStats], None]:
+    def observe(stats: RequestStats) -> None:
+        metrics.observe_request(stats)
+        if settings.log_requests:
+            log_request(stats)
+
+    return observe

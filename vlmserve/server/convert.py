@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve_common.errors import BadRequestError
 
@@ -24,11 +26,12 @@ def to_generate_request(
     find_file: FindFile,
     client: str = "",
     owner: str = "",
+    ended: Callable[[RequestStats], None] | None = None,
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
     max_n: most choices of a request. find_file: finds the uploaded files that the client may use. client, owner:
-    who it is, and whose sessions are its own.
+    who it is, and whose sessions are its own. ended: is told what became of each choice.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -56,6 +59,7 @@ def to_generate_request(
         priority=request.priority or 0,
         rid=request.rid,
         timeout_s=request.timeout,
+        ended=ended,
     )
 
 

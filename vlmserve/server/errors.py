@@ -90,6 +90,7 @@ def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> No
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
     async def on_error(request: Request, error: Exception) -> Response:
+        request.state.error_code = getattr(error, "code", None)
         return error_response(error, retry_after_s=retry_after_s)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:

@@ -19,6 +19,8 @@ from vlmserve.server.app import build_app
 from vlmserve.server.control import AskEngine
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.outermost import access
+from vlmserve.server.request_log import requests
+from vlmserve.server.tracing import RequestTracer, otlp_processor
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
@@ -73,6 +75,8 @@ def make_frontend(
     engine = settings.engine
     if settings.access_log:
         access.setLevel(logging.INFO)  # whatever --log-level is: it was asked for
+    if settings.log_requests:
+        requests.setLevel(logging.INFO)
     with ExitStack() as stack:
         files = _open_files(settings, stack)
         stage = make_tokenizer_stage(
@@ -90,7 +94,11 @@ def make_frontend(
             max_pending=engine.max_running_requests + engine.max_queued_requests,
             request_timeout_s=settings.request_timeout_s,
         )
-        app = build_app(manager, model_name, settings, files, control)
+        tracer = None
+        if settings.otlp_traces_endpoint is not None:
+            tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
+            stack.callback(tracer.close)
+        app = build_app(manager, model_name, settings, files, control, tracer)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 

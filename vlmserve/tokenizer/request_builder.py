@@ -6,7 +6,7 @@ media), `expand` (media into the prompt), `build` (one message per choice). All 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from vlmserve.tokenizer.chat_messages import MediaCounts, MediaRef, settle_media
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
 from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
@@ -58,7 +59,7 @@ class GenerateReqInput:
     client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
     the first answer); "" is none. priority: see `TokenizedGenerateReqInput`. request_id: of its own among all requests
     ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s: seconds that it
-    may take; None: as long as it takes.
+    may take; None: as long as it takes. ended: is told what became of each choice.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class GenerateReqInput:
     priority: int = 0
     rid: str | None = None
     timeout_s: float | None = None
+    ended: Callable[[RequestStats], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

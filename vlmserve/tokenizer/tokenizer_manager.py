@@ -41,6 +41,8 @@ from vlmserve.tokenizer.live_requests import Admission, LiveRequest, LiveRequest
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.outbox import Outbox
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
+from vlmserve.tokenizer.request_stats import MediaTotals, RequestStats, count_media
+from vlmserve.tokenizer.timings import AnswerTimes, Moments, Timings
 from vlmserve_common.errors import BadRequestError, EngineError
 
 _P = ParamSpec("_P")
@@ -91,19 +93,11 @@ class _Plain:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timings:
-    """Seconds since a request came in. prepare_s: until it went to the scheduler, its media decoded and resized.
-
-    first_token_s: until the first output, the encoder's work and the prefill done.
-    """
-
-    prepare_s: float
-    first_token_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceOutput:
-    """New text of choice `index` of a request. media: what became of the request's media, in prompt order."""
+    """New text of choice `index` of a request. media: what became of the request's media, in prompt order.
+
+    timings: as of the choice's first output; of all of it in its last.
+    """
 
     index: int
     output: TextOutput
@@ -111,37 +105,15 @@ class ChoiceOutput:
     timings: Timings | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestStats:
-    """What became of one choice, in tokens and seconds; for metrics and logs.
-
-    finish: "stop", "length", "abort", "timeout" or "error". ttft_s: until the first output. prompt_tokens and
-    cached_tokens are given for choice 0 only, so that sums count a prompt once.
-    """
-
-    finish: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    ttft_s: float | None
-    e2e_s: float
-
-    @property
-    def seconds_per_output_token(self) -> float | None:
-        """Mean time between tokens after the first."""
-        if self.ttft_s is None or self.completion_tokens < 2:
-            return None
-        return (self.e2e_s - self.ttft_s) / (self.completion_tokens - 1)
-
-
 @dataclass(slots=True)
 class _Choice:
     """One answer under way at the scheduler."""
 
+    rid: str
     index: int
     outputs: Outbox[ChoiceOutput | Exception]
-    started: float
-    prepared: float
+    times: AnswerTimes
+    ended: Callable[[RequestStats], None] | None = None
     media: tuple[MediumReport, ...] = ()
     timings: Timings | None = None
     last: TextOutput | None = None
@@ -156,8 +128,9 @@ class TokenizerManager:
     send: hands a message to the scheduler. prepare: does so in two halves, the first of which copies arrays, in any
     thread; without it `send` does all. max_pending: choices in the house (waiting, running or being prepared) above
     which requests are refused with 429; max_pending_setting is what the message names.
-    observe: is told what became of each choice. request_timeout_s: that a request may take, whatever it asks for; 0:
-    as long as it takes.
+    observe: is told what became of each choice. observe_tokens: of each output with tokens how many they are, and the
+    seconds since those before (None: a choice's first). request_timeout_s: that a request may take, whatever it asks
+    for; 0: as long as it takes.
     """
 
     def __init__(
@@ -170,6 +143,7 @@ class TokenizerManager:
         max_pending: int,
         max_pending_setting: str = "--max-queued-requests",
         observe: Callable[[RequestStats], None] | None = None,
+        observe_tokens: Callable[[int, float | None], None] | None = None,
         request_timeout_s: float = 0.0,
         num_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
@@ -179,6 +153,7 @@ class TokenizerManager:
         self._send = send
         self._prepare = prepare
         self.observe = observe
+        self.observe_tokens = observe_tokens
         self._clock = clock
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="vlmserve-tokenize")
         self._unavailable: str | None = None
@@ -352,7 +327,12 @@ class TokenizerManager:
     async def _submit(self, request: GenerateReqInput, state: _Request) -> None:
         seed = secrets.randbits(63)
         prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
-        media = await self._media.load(prompt.media, client=request.client) if prompt.media else []
+        moments, media = Moments(started=state.started), []
+        if prompt.media:
+            moments.load_began = self._clock()
+            media = await self._media.load(
+                prompt.media, client=request.client, fetched=lambda: setattr(moments, "fetched", self._clock())
+            )
         report = self._media.report(prompt.media, media)
 
         def make() -> SchedulerInput:
@@ -360,10 +340,15 @@ class TokenizerManager:
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register(rids: Sequence[str]) -> None:
-            prepared = self._clock()
+            moments.prepared = self._clock()
             for index, rid in enumerate(rids):
                 self._choices[rid] = _Choice(
-                    index=index, outputs=state.outputs, started=state.started, prepared=prepared, media=report
+                    rid=rid,
+                    index=index,
+                    outputs=state.outputs,
+                    times=AnswerTimes(moments),
+                    ended=request.ended,
+                    media=report,
                 )
                 state.rids.append(rid)
 
@@ -402,14 +387,15 @@ class TokenizerManager:
         if choice is None:  # its client is gone
             return
         choice.last = output
-        if choice.timings is None:
-            choice.timings = Timings(
-                prepare_s=choice.prepared - choice.started, first_token_s=self._clock() - choice.started
-            )
-        finish = output.finish_reason
+        now, finish = self._clock(), output.finish_reason
+        gap = choice.times.output(now, output.stages, tokens=len(output.token_ids))
+        if output.token_ids and self.observe_tokens is not None:
+            self.observe_tokens(len(output.token_ids), gap)
+        if choice.timings is None or finish is not None:
+            choice.timings = choice.times.timings(now, ended_here=output.stages is None)
         if finish is not None:
             del self._choices[output.rid]
-            self._report(choice, finish.type)
+            self._report(choice, finish.type, choice.timings, status=finish.status if finish.type == "error" else None)
         if finish is not None and finish.type == "error":
             choice.outputs.put(_error_of(finish))
         elif finish is not None and finish.type == "abort":
@@ -431,20 +417,26 @@ class TokenizerManager:
             return
         self._send(AbortReq(rid=rid))
 
-    def _report(self, choice: _Choice, finish: str) -> None:
-        if self.observe is None:
+    def _report(
+        self, choice: _Choice, finish: str, timings: Timings | None = None, *, status: int | None = None
+    ) -> None:
+        """timings: None where it was this process that ended it."""
+        tell = [one for one in (self.observe, choice.ended) if one is not None]
+        if not tell:
             return
         last, first = choice.last, choice.index == 0
-        self.observe(
-            RequestStats(
-                finish=finish,
-                prompt_tokens=last.prompt_tokens if last and first else 0,
-                cached_tokens=last.cached_tokens if last and first else 0,
-                completion_tokens=last.completion_tokens if last else 0,
-                ttft_s=None if choice.timings is None else choice.timings.first_token_s,
-                e2e_s=self._clock() - choice.started,
-            )
+        stats = RequestStats(
+            rid=choice.rid,
+            finish=finish,
+            status=status,
+            prompt_tokens=last.prompt_tokens if last and first else 0,
+            cached_tokens=last.cached_tokens if last and first else 0,
+            completion_tokens=last.completion_tokens if last else 0,
+            timings=timings or choice.times.timings(self._clock(), ended_here=True),
+            media=count_media(choice.media) if first else MediaTotals(),
         )
+        for one in tell:
+            one(stats)
 
     def _check_available(self) -> None:
         if self.unavailable is not None:

@@ -37,6 +37,8 @@ from vlmserve.messages import (
     GetStatsReq,
     SchedulerInput,
     SchedulerStats,
+    StageTimes,
+    StepStats,
     TokenizedGenerateReqInput,
     TokenLogprobs,
     TokenOutput,
@@ -56,8 +58,9 @@ Script = Callable[[TokenizedGenerateReqInput, int], int]
 class FakeScheduler:
     """Answers each request token by token, as `script(request, index)` says, one event loop turn a token.
 
-    pause_after: requests stop before the token of that index until they are aborted. encodes: media to be encoded ahead
-    of time, which are answered at once unless pause_encodes.
+    encodes_pictures: says in its stages that pictures were encoded. pause_after: requests stop before the token of that
+    index until they are aborted. encodes: media to be encoded ahead of time, which are answered at once unless
+    pause_encodes.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -69,6 +72,7 @@ class FakeScheduler:
         self.aborts: list[AbortReq] = []
         self.pause_after: int | None = None
         self.fail_with: FinishReason | None = None
+        self.encodes_pictures = False
         self.answers_stats = True
         self.script: Script = self.random_word
         self.frontend: ApiFrontend | None = None
@@ -174,11 +178,24 @@ class FakeScheduler:
                     top_logprobs=tuple(-0.5 - i for i in range(request.num_logprobs)),
                 )
                 output = replace(output, logprobs=(entry,))
+            if index == 0 or finish is not None:
+                output = replace(output, stages=self._stages(request, index))
             if finish is not None:
                 del self._tasks[request.rid]
             self._deliver(output)
             if finish is not None or request.rid not in self._tasks:
                 return
+
+    def _stages(self, request: TokenizedGenerateReqInput, index: int) -> StageTimes:
+        encoded = self.encodes_pictures and request.mm_inputs is not None
+        return StageTimes(
+            queue_s=0.25,
+            encode_s=0.5 if encoded else None,
+            encode_cached=False if encoded else None,
+            prefill_s=1.0,
+            decode_s=float(index),
+            total_s=1.75 + index,
+        )
 
     def _encoded(self, message: EncodeReqInput) -> EncodeOutput:
         if self.fail_with is not None:
@@ -266,7 +283,11 @@ def write_checkpoint_folder(folder: Path) -> Path:
 
 
 def make_stats(**fields: int) -> SchedulerStats:
-    zero = {**dict.fromkeys(SchedulerStats.__dataclass_fields__, 0), "encoder": PoolStats(disk=TierStats(hits=3))}
+    zero = {
+        **dict.fromkeys(SchedulerStats.__dataclass_fields__, 0),
+        "encoder": PoolStats(disk=TierStats(hits=3)),
+        "steps": StepStats(),
+    }
     return SchedulerStats(**{**zero, "kv_total_tokens": 100, "kv_free_tokens": 60, "kv_cached_tokens": 10, **fields})
 
 
