@@ -15,7 +15,7 @@ class FairOrder:
     def __init__(self) -> None:
         self._now = 0
         self._ends: dict[str, int] = {}  # of clients' work, in patches
-        self.latest = 0
+        self._latest = 0
 
     def tag(self, client: str, patches: int, arrival: int) -> int:
         """The tag of a new request; no two are equal. arrival: counts requests as they come."""
@@ -23,9 +23,13 @@ class FairOrder:
         self._ends[client] = start + patches
         if len(self._ends) > _REMEMBERED:
             del self._ends[next(iter(self._ends))]
-        tag = start << _ARRIVAL_BITS | arrival
-        self.latest = max(self.latest, tag)
+        tag = start << _ARRIVAL_BITS | arrival << 1
+        self._latest = max(self._latest, tag)
         return tag
+
+    def behind_all(self) -> int:
+        """A tag behind those of all requests so far, and of no request."""
+        return self._latest | 1
 
     def encoded(self, tag: int) -> None:
         """The media of a request are encoded."""

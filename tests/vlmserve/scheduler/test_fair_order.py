@@ -37,4 +37,5 @@ def test_tags_are_those_of_one_order_and_a_client_s_rise(requests):
         waiting.append(tag)
         if served:
             order.encoded(waiting.pop(waiting.index(min(waiting))))
-    assert order.latest == max(tags, default=0)
+    assert order.behind_all() > max(tags, default=0)
+    assert order.behind_all() not in tags
