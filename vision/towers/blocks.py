@@ -94,9 +94,7 @@ class VisionTower(nn.Module):
         """
         return finish(self.steps(pixel_values, grid_thw, UNLIMITED))
 
-    def steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
-    ) -> Steps[torch.Tensor]:
+    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
         """`forward` in pieces; the same bits, whatever the limits."""
         raise NotImplementedError
 

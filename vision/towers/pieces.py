@@ -22,7 +22,7 @@ T = TypeVar("T")
 TORCH_ROWS = 512
 """Rows of a tile at the most, where torch computes on a CPU."""
 _ROUND_ROWS = 48  # of our operators' tiles: they go through rows by 6 and by 16
-_FEWEST_ROWS = 96  # each tile reads all of a weight
+_FEWEST_ROWS = 48  # each tile reads all of a weight
 
 
 class Kind(enum.Enum):

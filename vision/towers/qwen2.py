@@ -56,9 +56,7 @@ class Qwen2VisionTower(VisionTower):
         """See `VisionTower`."""
         return [self.merger]
 
-    def steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
-    ) -> Steps[torch.Tensor]:
+    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
         """See `VisionTower`."""
         check_grids(grid_thw, len(pixel_values), self.spatial_merge_size)
         x = yield from self.patch_embed.steps(pixel_values, limits)

@@ -62,9 +62,7 @@ class Qwen2_5VisionTower(VisionTower):
         """See `VisionTower`."""
         return [self.merger]
 
-    def steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
-    ) -> Steps[torch.Tensor]:
+    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
         """See `VisionTower`. Between the first and the last layer, patches lie window by window."""
         merge = self.spatial_merge_size
         check_grids(grid_thw, len(pixel_values), merge)

@@ -98,9 +98,7 @@ class Qwen3VisionTower(VisionTower):
     def _deepstack_mergers(self) -> list[Qwen3PatchMerger]:
         return [merger for merger in self.deepstack_merger_list if isinstance(merger, Qwen3PatchMerger)]
 
-    def steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
-    ) -> Steps[torch.Tensor]:
+    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
         """See `VisionTower`. DeepStack embeddings follow the main ones in layer order."""
         merge = self.spatial_merge_size
         check_grids(grid_thw, len(pixel_values), merge)

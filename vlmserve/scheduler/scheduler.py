@@ -8,6 +8,7 @@ prompt delays nobody for longer than one chunk.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Protocol
@@ -215,6 +216,7 @@ class Scheduler:
         if self.encoder.inline and self._decode_is_due and self.running_batch.reqs:
             return False
         changed = self.encoder.advance(urgent=self._urgent)
+        changed |= self.encoder.work(math.inf) and self.encoder.advance()
         failures = self.encoder.take_failures()
         return self._fail_unencodable(failures) or changed
 

@@ -25,8 +25,8 @@ class SegmentAttention:
     own segment only, bit for bit.
 
     qkv [P, 3, heads, dim]; cos and signed sin (`compute.rotary.rotation`) float32 [P, 1, dim]; bounds int64 [segments +
-    1] on the CPU: where segments begin among the P patches, and the end of the last. out [P, heads, dim] in the dtype of
-    qkv: what is written.
+    1] on the CPU: where segments begin among the P patches, and the end of the last. out [P, heads, dim] in the dtype
+    of qkv: what is written.
     """
 
     def __init__(
