@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from vision.towers.pieces import Kind, Piece
 
-# Before anything was measured: a few cores of a server.
-_GUESSED_S = {Kind.PRODUCT: 1 / 400e9, Kind.ATTENTION: 1 / 200e9, Kind.ELEMENTS: 1 / 400e6}
+# Before anything was measured: a slow machine, so that the first pieces are not too long on any.
+_GUESSED_S = {Kind.PRODUCT: 1 / 100e9, Kind.ATTENTION: 1 / 100e9, Kind.ELEMENTS: 1 / 400e6}
 # Of what was measured before, with each piece; about the last fifty count.
 _KEPT = 0.98
 
