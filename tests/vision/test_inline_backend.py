@@ -123,11 +123,14 @@ def test_a_call_computes_one_piece_at_least_and_never_much_longer_than_allowed(s
     rig.learn()
     for number, size in enumerate(sizes):
         rig.start("abcde"[number], size)
+    most = 0.0
     for budget in budgets:
         began, computed = rig.tower.now, len(rig.tower.log)
         worked = rig.backend.work(budget)
         assert worked == (len(rig.tower.log) > computed)
-        assert rig.tower.now - began <= max(budget, PIECE_S) * 1.001
+        # a piece that was left for want of time may be as large as there was time for then
+        most = max(most, budget)
+        assert rig.tower.now - began <= max(budget, PIECE_S, min(0.1, most * 0.25)) * 1.001
     rig.backend.work(math.inf)
     results = rig.backend.collect()
     assert sorted(result.number for result in results) == list(range(2, len(sizes) + 2))
@@ -138,22 +141,36 @@ def test_pieces_take_as_long_as_they_should_on_any_machine():
     for speed in (2e9, 100e9, 3e12):
         rig = Rig(speed)
         rig.start("a", 400)
-        rig.backend.work(math.inf)
+        while rig.backend.work(0.03):
+            pass
         assert all(seconds <= PIECE_S * 1.001 for _, seconds in rig.tower.log[2:])
         assert sorted(seconds for _, seconds in rig.tower.log)[len(rig.tower.log) // 2] == pytest.approx(PIECE_S)
+
+
+def test_pieces_are_larger_where_there_is_time_and_at_once_small_again():
+    rig = Rig()
+    rig.learn()
+    rig.start("a", 300)
+    rig.backend.work(1.0)
+    assert max(seconds for _, seconds in rig.tower.log[1:]) == pytest.approx(0.1)
+    rig.backend.work(0.03)
+    rig.tower.log.clear()
+    rig.backend.work(0.031)
+    assert [seconds for _, seconds in rig.tower.log] == [pytest.approx(PIECE_S)] * 3
 
 
 def test_a_small_picture_does_not_wait_for_a_large_one_that_gets_on_all_the_same():
     rig = Rig()
     large = rig.start("l", 1000)  # ten seconds
-    rig.backend.work(1.0)
+    while rig.tower.now < 1.0:
+        rig.backend.work(0.04)
     small = rig.start("s", 30)  # 0.3 s
     began = rig.tower.now
     while not (results := rig.backend.collect()):
         rig.backend.work(0.05)
     assert [result.number for result in results] == [small]
     assert rig.tower.now - began <= 0.3 * 4 / 3 + 0.06
-    assert rig.spent()["l"] - 1.0 >= 0.3 / 3 - 0.02
+    assert rig.spent()["l"] - began >= 0.3 / 3 - 0.02
     rig.backend.work(math.inf)
     assert [result.number for result in rig.backend.collect()] == [large]
 

@@ -139,9 +139,17 @@ def test_torchs_tiles_do_not_depend_on_the_limit(folder):
 @pytest.mark.parametrize("count", [1, 47, 48, 49, 100, 1000, 7400])
 @pytest.mark.parametrize("limit", [0.0, 48.0, 100.0, 1e4, math.inf])
 def test_tiles_cover_all_rows_once_and_are_no_larger_than_allowed(count, limit):
-    tiles = limited_tiles(count, 1.0, limit, most=2048)
+    tiles = list(limited_tiles(count, 1.0, Limit(limit), Kind.PRODUCT, most=2048))
     assert [row for tile in tiles for row in range(count)[tile]] == list(range(count))
     assert all(tile.stop - tile.start <= min(2064, max(48, limit)) for tile in tiles)
+
+
+def test_a_limit_that_changes_holds_from_the_next_tile_on():
+    limit = Limit(96.0)
+    tiles = limited_tiles(1000, 1.0, limit, Kind.PRODUCT)
+    assert next(tiles) == slice(0, 96)
+    limit.most_cost = math.inf
+    assert list(tiles) == [slice(96, 1000)]
 
 
 def test_finish_gives_the_result():

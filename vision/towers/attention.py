@@ -14,7 +14,6 @@ from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAtte
 
 # Turning and laying out a patch for attention takes as long as attending to so many others.
 _PACK_KEYS = 64
-_MOST_ROWS = 1 << 20
 
 
 def attention_cost(rows: float, length: float, width: int) -> float:
@@ -60,16 +59,18 @@ def _by_operators(
             attention.attend(begin, end)
         else:
             attention = SegmentAttention(qkv, *rotary, bounds, out)
-            yield from _one_by_operators(attention, begin, end - begin, width, limit)
+            yield from _one_by_operators(attention, begin, end - begin, width, limits)
         first = last
 
 
-def _one_by_operators(attention: SegmentAttention, begin: int, length: int, width: int, limit: float) -> Steps[None]:
+def _one_by_operators(
+    attention: SegmentAttention, begin: int, length: int, width: int, limits: PieceLimits
+) -> Steps[None]:
     packing, attending = attention_cost(1, 0, width), attention_cost(1, length, width) - attention_cost(1, 0, width)
-    for tile in limited_tiles(length, packing, limit, most=_MOST_ROWS, multiple=BLOCK_PATCHES):
+    for tile in limited_tiles(length, packing, limits, Kind.ATTENTION, multiple=BLOCK_PATCHES):
         yield Piece(Kind.ATTENTION, packing * (tile.stop - tile.start))
         attention.pack(begin + tile.start, begin + tile.stop)
-    for tile in limited_tiles(length, attending, limit, most=_MOST_ROWS):
+    for tile in limited_tiles(length, attending, limits, Kind.ATTENTION):
         yield Piece(Kind.ATTENTION, attending * (tile.stop - tile.start))
         attention.attend(begin + tile.start, begin + tile.stop)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -52,14 +52,15 @@ def product_rows(
     module: has the products. flops: of these, for a row.
     """
     plain = [linear.weight for linear in _linears(module) if linear.weight is not None]
+    tiles: Iterable[slice]
     if not plain:
-        tiles = limited_tiles(count, flops, limits.most(Kind.PRODUCT), most=_MOST_ROWS)
+        tiles = limited_tiles(count, flops, limits, Kind.PRODUCT, most=_MOST_ROWS)
     else:
         tiles = even_tiles(count, -(-count // -(-count // TORCH_ROWS)) if plain[0].is_cpu else count)
     for rows in tiles:
         yield Piece(Kind.PRODUCT, flops * (rows.stop - rows.start))
         part = compute(rows)
-        if out is None and len(tiles) == 1:
+        if out is None and rows.stop - rows.start == count:
             return part
         if out is None:
             out = part.new_empty(count, *part.shape[1:])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -73,15 +73,23 @@ def finish(steps: Steps[T]) -> T:
             return result
 
 
-def limited_tiles(count: int, cost: float, limit: float, *, most: int, multiple: int = _ROUND_ROWS) -> list[slice]:
-    """Cut `count` rows, of that cost each, into tiles of about the same size, which cost no more than `limit`.
+def limited_tiles(
+    count: int, cost: float, limits: PieceLimits, kind: Kind, *, most: int = 1 << 20, multiple: int = _ROUND_ROWS
+) -> Iterator[slice]:
+    """Cut `count` rows, of that cost each, into tiles that cost no more than the limit is when their turn comes, and
+    are of about the same size while it stays.
 
-    most: rows of a tile, at the most. multiple: of rows, but in the last tile; and least. A limit below
-    the cost of the smallest tile is exceeded.
+    most: rows of a tile, at the most. multiple: of rows, but in the last tile. Where a limit is below the cost of the
+    smallest tile, it is exceeded.
     """
-    rows = max(_FEWEST_ROWS, int(min(most, limit / cost)) // multiple * multiple)
-    parts = -(-count // rows)
-    return even_tiles(count, -(-count // max(1, parts) // multiple) * multiple)
+    first = 0
+    while first < count:
+        left = count - first
+        rows = max(_FEWEST_ROWS, int(min(most, limits.most(kind) / cost)) // multiple * multiple)
+        even = -(-left // -(-left // rows))
+        stop = min(count, first + -(-even // multiple) * multiple)
+        yield slice(first, stop)
+        first = stop
 
 
 def even_tiles(count: int, rows: int) -> list[slice]:

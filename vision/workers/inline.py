@@ -21,6 +21,8 @@ from vision.workers.pace import Pace
 
 PIECE_S = 0.01
 """Seconds that a piece is to take."""
+# ... where `work` has more time: that part of it, and so many at the most.
+_PIECE_SHARE, _LONGEST_PIECE_S = 0.25, 0.1
 BATCHES_IN_WORK = 3
 # While a later batch goes before it, the first one gets one second of so many.
 _FIRST_SHARE = 4
@@ -64,8 +66,8 @@ class InlineBackend:
     Batches in work take turns, so that a small picture need not wait for all of a large one: the one with the least
     left to do goes first, but the one that was started first gets a quarter of the time at least.
 
-    piece_s: seconds that a piece is to take. most_batches: in work at a time, which bounds the memory of what is half
-    done. clock: in seconds.
+    piece_s: seconds that a piece is to take, unless there is plenty of time. most_batches: in work at a time, which
+    bounds the memory of what is half done. clock: in seconds.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class InlineBackend:
         self._runner = runner
         self._most_batches = most_batches
         self._clock = clock
+        self._piece_s = piece_s
         self._pace = Pace(piece_s)
         self._inbox: deque[EncodeBatch | _Cancel] = deque()
         self._results: deque[EncodeResult] = deque()
@@ -131,6 +134,8 @@ class InlineBackend:
     def work(self, budget_s: float) -> bool:
         """See `EncoderBackend`."""
         began, worked = self._clock(), False
+        # cutting costs a little: where there is time, less of it
+        self._pace.piece_s = max(self._piece_s, min(budget_s * _PIECE_SHARE, _LONGEST_PIECE_S))
         while (job := self._next_job()) is not None:
             expected_s = self._pace.seconds(job.next.kind, job.next.cost)
             if worked and self._clock() - began + expected_s > budget_s:

@@ -13,13 +13,14 @@ _KEPT = 0.98
 
 
 class Pace:
-    """Seconds per cost of each kind of piece: a running mean. Also `PieceLimits`: pieces that take `piece_s` seconds.
+    """Seconds per cost of each kind of piece: a running mean. Also `PieceLimits`: pieces that take `piece_s` seconds,
+    which may be changed.
 
     One thread tells what pieces took; any may ask.
     """
 
     def __init__(self, piece_s: float) -> None:
-        self._piece_s = piece_s
+        self.piece_s = piece_s
         self._sums: dict[Kind, tuple[float, float]] = {}  # kind -> cost, seconds
 
     def took(self, piece: Piece, seconds: float) -> None:
@@ -34,7 +35,7 @@ class Pace:
 
     def most(self, kind: Kind) -> float:
         """See `PieceLimits`."""
-        return self._piece_s / self.seconds(kind, 1.0)
+        return self.piece_s / self.seconds(kind, 1.0)
 
     def estimate_s(self, costs: Mapping[Kind, float]) -> float | None:
         """What pieces of those costs are going to take; None before any were measured."""
