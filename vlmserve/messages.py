@@ -48,7 +48,7 @@ class TokenizedGenerateReqInput:
     num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: who
     asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. session_id: of the
     conversation whose KV is kept for its next turn when this one has ended; "" is none. priority: lower goes first,
-    where the policy says so.
+    where the policy says so. cache_salt: only requests with the same one share cached prefixes.
     """
 
     rid: str
@@ -60,6 +60,7 @@ class TokenizedGenerateReqInput:
     group: str = ""
     choice: int = 0
     session_id: str = ""
+    cache_salt: str = ""
     priority: int = 0
 
 

@@ -21,13 +21,13 @@ from vlmserve.engine.activations import (
     step_limits,
 )
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
+from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
 from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
-from vlmserve.memory.prefix_caches import build_prefix_cache
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
@@ -204,9 +204,16 @@ def build_scheduler(
     start: needed where `args` asks for encoder processes.
     """
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
-    cache = build_prefix_cache(args, allocator)
+    media_keys = MediaKeyTable()
+    cache, close_cache = build_tiers(
+        args,
+        runner,
+        allocator,
+        media_keys,
+        bytes_per_token=_bytes_per_token(runner.model, runner.kv_cache.dtype),
+    )
     req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
-    kv = KVCacheManager(allocator, cache, req_pool)
+    kv = KVCacheManager(allocator, cache, req_pool, close=close_cache)
     threads = torch.get_num_threads()  # of this thread; each has its own
     return Scheduler(
         args,
@@ -220,7 +227,7 @@ def build_scheduler(
         ),
         policy=make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
-        media_keys=MediaKeyTable(),
+        media_keys=media_keys,
         sessions=Sessions(
             cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=time.monotonic
         ),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from vlmserve.memory.kv_transfer import KVCopyJob
 from vlmserve.memory.radix_tree import NO_SLOTS, RadixNode
@@ -51,6 +53,13 @@ class PrefixCache(Protocol):
 
     def load_back(self, match: MatchResult) -> MatchResult:
         """Bring what a fresh match found on the host to the device, as far as there is room, evicting if need be."""
+
+    def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
+        """Begin to read from disk how `key` goes on behind what is cached; None if it does not there. When the
+        result is done, `take_fetched` makes it known."""
+
+    def take_fetched(self) -> int:
+        """Take what was read since; returns how many tokens that were."""
 
     def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
         """Copies to be done before the next forward pass, in this order; see `HiRadixCache`."""
@@ -109,6 +118,12 @@ class ChunkCache:
 
     def load_back(self, match: MatchResult) -> MatchResult:
         return match
+
+    def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
+        return None
+
+    def take_fetched(self) -> int:
+        return 0
 
     def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
         return ()

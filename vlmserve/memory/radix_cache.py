@@ -5,7 +5,10 @@ Keys in, KV slots and opaque handles out: it never sees a request.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import numpy as np
+import torch
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.eviction import EvictionQueue, eviction_policy
@@ -52,6 +55,12 @@ class RadixCache:
 
     def load_back(self, match: MatchResult) -> MatchResult:
         return match
+
+    def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
+        return None
+
+    def take_fetched(self) -> int:
+        return 0
 
     def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
         return ()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 import numpy as np
 
 from vlmserve.memory.radix_tree import RadixNode
@@ -28,6 +31,7 @@ class Req:
     The first `protected_len` of its KV slots belong to the prefix cache and are locked by this request (`last_node`
     is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does not know
     yet which slots hold its first kv_len tokens. flow: whose requests it takes turns with (see `WaitingQueue`).
+    prefetch: under way while more of its prefix is read from disk.
     arrival counts requests as they come; turn is that, and more for the later of several answers to one prompt.
     """
 
@@ -51,6 +55,8 @@ class Req:
         self.priority = message.priority
         self.flow = f"{message.client} {'media' if message.mm_inputs is not None else 'text'}"
         self.client = message.client
+        self.namespace = message.cache_salt.encode()
+        self.prefetch: Future[Any] | None = None
         self.session_id = message.session_id
         self.group = message.group or message.rid
         self.key_ids = key_ids

@@ -147,6 +147,7 @@ class ScheduleBatch:
             ),
             prefix_slots=self._unsent_prefixes(),
             mm_embeds=_mm_embeds(spans),
+            kv_copies=self.kv.prefix_cache.take_copy_jobs(),
         )
 
     def _unsent_prefixes(self) -> tuple[PrefixSlots, ...]:

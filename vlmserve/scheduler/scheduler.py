@@ -17,8 +17,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -56,6 +57,7 @@ from vlmserve.scheduler.step import ModelWorker, StepHandle
 from vlmserve.scheduler.step_costs import StepCosts
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 from vlmserve_common.errors import EngineError
+from vlmserve_common.process.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,8 @@ class Scheduler:
         self._send = send
         self._in_flight: deque[StepHandle | Work[bool]] = deque()
         self._must_drain = False
+        self._fetches: list[Future[Any]] = []
+        self._wake_up = WakeUp()  # when one of them is done
         self._steps = 0
         self._decode_is_due = False
         self._slice_is_due = False
@@ -150,11 +154,26 @@ class Scheduler:
         if self._media_keys.is_large:
             self._trim_media_keys(req)
         self._prompt_tokens += req.prompt_len
-        if message.mm_inputs is not None:
+        req.prefetch = self._begin_prefetch(req)
+        if message.mm_inputs is not None and req.prefetch is None:
             req.media.hold_from(self.kv.matched_len(req))
         self._reqs[req.rid] = req
         self.waiting_queue.arrive(req)
         self.meter.arrived(req)
+
+    def _begin_prefetch(self, req: Req) -> Future[Any] | None:
+        """What of its prefix is on disk only is read while it waits."""
+        future = self.kv.prefix_cache.prefetch(self.kv.key_of(req), req.namespace)
+        if future is not None:
+            self._fetches.append(future)
+            future.add_done_callback(lambda _: self._wake_up.call())
+        return future
+
+    def _take_fetched(self) -> None:
+        if self._fetches:
+            self._wake_up.take()
+            self._fetches = [future for future in self._fetches if not future.done()]
+            self.kv.prefix_cache.take_fetched()
 
     def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
         length, limit = len(message.input_ids), self._max_req_len
@@ -210,7 +229,7 @@ class Scheduler:
             key = req.radix_key(req.kv_committed_len)
             self.kv.release(req)
             if req.session_id and reason.type in ("stop", "length"):
-                self.sessions.keep(req.session_id, key)
+                self.sessions.keep(req.session_id, key, req.namespace)
         del self._reqs[req.rid]
 
     # ------------------------------------------------------------ the loop
@@ -223,6 +242,7 @@ class Scheduler:
         """
         encoded = self._advance_encoder()
         self.sessions.expire()
+        self._take_fetched()
         batch = self.get_next_batch_to_run()
         if batch is not None:
             self._urgent = None
@@ -274,7 +294,8 @@ class Scheduler:
     def wait_handles(self) -> list[int]:
         """After `step` said False: file descriptors one of which becomes readable when it has something to do again,
         without a message. None if only a message can change that."""
-        return self.encoder.wait_handles() if self.encoder.busy else []
+        handles = self.encoder.wait_handles() if self.encoder.busy else []
+        return [*handles, self._wake_up.fd] if self._fetches else handles
 
     def step_or_wait(self) -> None:
         """`step`, for those who have no messages to attend to: if requests wait for the encoder, wait with them."""
@@ -295,9 +316,11 @@ class Scheduler:
             self._take_oldest()
 
     def close(self) -> None:
-        """End the device's thread and the encoder's workers."""
+        """End the device's thread, the encoder's workers, and the disk's."""
         self._device.close()
         self.encoder.close()
+        self.kv.close()
+        self._wake_up.close()
 
     # ------------------------------------------------------------ deciding
 
@@ -355,14 +378,21 @@ class Scheduler:
         )
         leaders = self._prefix_leaders(in_progress)
 
+        begun = dict.fromkeys(in_progress)
+
         def attempt(req: Req) -> bool:
-            if req.status is ReqStatus.PREFILLING:
+            if req in begun:
+                del begun[req]
                 result = self._continue_prompt(adder, req)
             else:
                 result = self._admit(adder, req, leaders)
             return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
 
         queue.visit(attempt)
+        for req in begun:  # a waiting request without a place holds nobody up whose prompt has begun
+            if adder.full:
+                break
+            self._continue_prompt(adder, req)
         return adder.can_run
 
     def _prefix_leaders(self, in_progress: Sequence[Req]) -> PrefixLeaders | None:
@@ -393,8 +423,13 @@ class Scheduler:
 
     def _admit(self, adder: PrefillAdder, req: Req, leaders: PrefixLeaders | None) -> AddReqResult:
         """A waiting request's first chunk; it may take the place of one that runs."""
+        if req.prefetch is not None:
+            if not req.prefetch.done():
+                return self._wait_for(req, ReqStatus.WAITING_FOR_REMOTE_KV)
+            req.prefetch = None
+            req.media.hold_from(self.kv.matched_len(req))
         if not adder.is_ready(req):
-            return self._wait_for_encoder(req)
+            return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if leaders is not None and leaders.must_wait(req):
             return AddReqResult.NOT_READY
         result = adder.add_one_req(req)
@@ -403,7 +438,7 @@ class Scheduler:
         if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and self._preempt_for(req):
             return AddReqResult.OTHER  # it comes next
         if result is AddReqResult.NOT_READY:
-            return self._wait_for_encoder(req)
+            return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if result is AddReqResult.CONTINUE:
             self.waiting_queue.remove(req)
             if req.status is ReqStatus.WAITING_FOR_ENCODER:
@@ -413,9 +448,11 @@ class Scheduler:
             self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
         return result
 
-    def _wait_for_encoder(self, req: Req) -> AddReqResult:
-        if req.status is ReqStatus.WAITING:
-            req.move_to(ReqStatus.WAITING_FOR_ENCODER)
+    def _wait_for(self, req: Req, status: ReqStatus) -> AddReqResult:
+        if req.status is not status and req.status is not ReqStatus.RETRACTED:
+            if req.status is not ReqStatus.WAITING:
+                req.move_to(ReqStatus.WAITING)
+            req.move_to(status)
         return AddReqResult.NOT_READY
 
     def _prepare_for_decode(self, reqs: list[Req], *, alone: bool) -> list[Req]:
@@ -483,7 +520,7 @@ class Scheduler:
         """When no request can be computed: the encoder is to wait for, or requests block each other. Whether another
         step may get on."""
         tried, self._urgent = self._urgent, None
-        if self.encoder.working:
+        if self.encoder.working or self._fetches:
             return False
         # With nothing running, the first in line lacks either embeddings, for which there is no room, or KV slots.
         in_progress = self.waiting_queue.in_progress

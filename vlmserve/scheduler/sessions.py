@@ -37,11 +37,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def keep(self, name: str, key: np.ndarray) -> None:
+    def keep(self, name: str, key: np.ndarray, namespace: bytes = b"") -> None:
         """A turn has ended: keep what is cached of this prefix cache key, and let go of what the turn before left."""
         if not self._max or not self._cache.shares:
             return
-        match = self._cache.match_prefix(key)
+        match = self._cache.match_prefix(key, namespace, count_hit=False)
         before = self._sessions.pop(name, None)
         if len(match.indices):
             self._cache.inc_lock_ref(match.last_node)

@@ -56,6 +56,7 @@ def to_generate_request(
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         client=client,
         session_id="" if request.session_id is None else f"{owner} {request.session_id}",
+        cache_salt=request.cache_salt or "",
         priority=request.priority or 0,
         rid=request.rid,
         timeout_s=request.timeout,

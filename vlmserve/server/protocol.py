@@ -386,6 +386,7 @@ class ChatCompletionRequest(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     add_generation_prompt: bool | None = None

@@ -57,9 +57,9 @@ class GenerateReqInput:
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
     client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
-    the first answer); "" is none. priority: see `TokenizedGenerateReqInput`. request_id: of its own among all requests
-    ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s: seconds that it
-    may take; None: as long as it takes. ended: is told what became of each choice.
+    the first answer); "" is none. cache_salt, priority: see `TokenizedGenerateReqInput`. request_id: of its own among
+    all requests ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s:
+    seconds that it may take; None: as long as it takes. ended: is told what became of each choice.
     """
 
     request_id: str
@@ -70,6 +70,7 @@ class GenerateReqInput:
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     client: str = ""
     session_id: str = ""
+    cache_salt: str = ""
     priority: int = 0
     rid: str | None = None
     timeout_s: float | None = None
@@ -168,6 +169,7 @@ class RequestBuilder:
                 group=request.request_id,
                 choice=index,
                 session_id="" if index else request.session_id,
+                cache_salt=request.cache_salt,
                 priority=request.priority,
             )
             for index in range(request.n)

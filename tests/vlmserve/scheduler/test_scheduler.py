@@ -17,6 +17,7 @@ from vision.towers.temporal_patch import temporal_patches
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
@@ -40,6 +41,7 @@ class Knobs:
     policy: str = "fcfs"
     depth: int = 1
     sessions: int = 4
+    host_pages: int = 0
     rows: int = 6
     queue: int = 100
     context: int = 128
@@ -53,7 +55,10 @@ class Knobs:
 class Rig:
     def __init__(self, knobs: Knobs) -> None:
         allocator = TokenToKVPoolAllocator(knobs.pool, knobs.page)
-        cache = RadixCache(allocator) if knobs.radix else ChunkCache(knobs.page)
+        if knobs.host_pages and knobs.radix:
+            cache = HiRadixCache(allocator, TokenToKVPoolAllocator(knobs.host_pages * knobs.page, knobs.page))
+        else:
+            cache = RadixCache(allocator) if knobs.radix else ChunkCache(knobs.page)
         max_req_len = min(knobs.context, knobs.pool - knobs.page)
         req_pool = ReqPoolAllocator(knobs.rows, max_req_len + knobs.page)
         self.kv = KVCacheManager(allocator, cache, req_pool)
@@ -192,6 +197,7 @@ def requests(draw):
     radix=st.booleans(),
     policy=st.sampled_from(["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"]),
     depth=st.sampled_from([1, 2, 2, 3]),
+    host_pages=st.sampled_from([0, 4, 40]),
     rows=st.integers(1, 6),
     conservativeness=st.sampled_from([0.0, 1.0]),
     gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
@@ -214,6 +220,7 @@ def test_answers_do_not_depend_on_the_schedule(
     radix,
     policy,
     depth,
+    host_pages,
     rows,
     conservativeness,
     gaps,
@@ -237,6 +244,7 @@ def test_answers_do_not_depend_on_the_schedule(
             radix=radix,
             policy=policy,
             depth=depth,
+            host_pages=host_pages,
             rows=rows,
             conservativeness=conservativeness,
             encoders=encoders,
