@@ -190,7 +190,7 @@ class EngineArgs:
     chunked_prefill_size: int = _scheduling(
         2048, "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts"
     )
-    enable_mixed_chunk: bool = _scheduling(False, "let prompt chunks and decoding share a step")
+    enable_mixed_chunk: bool = _scheduling(True, "let prompt chunks and decoding share a step")
     max_sessions: int = _scheduling(
         256, "most conversations (session_id) whose KV is kept between turns; 0: none", _NOT_NEGATIVE
     )

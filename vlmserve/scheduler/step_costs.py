@@ -10,7 +10,7 @@ from __future__ import annotations
 _SMOOTH = 0.2
 _MIN_SLICE_S = 0.002
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 1.25
-_MARGIN = 0.9
+_MARGIN = 0.85
 _LEAST_TOKENS = 16  # fewer cost about as much
 
 
