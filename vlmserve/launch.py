@@ -254,6 +254,7 @@ class _Serving:
             lifespan="off",
             backlog=_BACKLOG,
             server_header=False,
+            forwarded_allow_ips=self.settings.forwarded_allow_ips,
         )
         return Server(config)
 

@@ -94,6 +94,11 @@ class ServerSettings:
         60.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS
     )
     log_level: Literal["debug", "info", "warning", "error"] = _http("info", "log messages of this severity and above")
+    forwarded_allow_ips: str = _http(
+        "127.0.0.1",
+        "proxies whose X-Forwarded-For says which client a request is of: addresses or networks with commas between "
+        "them; *: all",
+    )
     access_log: bool = _http(
         False, "log a line for each HTTP request: client, method, path, status, duration, X-Request-Id"
     )
