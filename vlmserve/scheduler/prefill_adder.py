@@ -77,9 +77,10 @@ class PrefillAdder:
         self._take(req, length)
         return AddReqResult.CONTINUE
 
-    def is_ready(self, req: Req) -> bool:
+    @classmethod
+    def is_ready(cls, req: Req) -> bool:
         """Whether a waiting request might be admitted, as far as that is known without a look at the prefix cache."""
-        return not self._waits_for_embeds(req, start=0)
+        return not cls._waits_for_embeds(req, start=0)
 
     def add_one_req(self, req: Req) -> AddReqResult:
         """Try to admit a waiting request, not in the pool yet; then it is in `can_run`, with slots for its chunk."""

@@ -200,6 +200,7 @@ class Scheduler:
         encoder_is_shared: others hold embeddings, too, so that those held say nothing of requests.
         """
         encoded = self._advance_encoder()
+        self.waiting_queue.unblock(PrefillAdder.is_ready)
         batch = self.get_next_batch_to_run()
         if batch is not None:
             self._urgent = None
@@ -368,8 +369,7 @@ class Scheduler:
         return result
 
     def _wait_for_encoder(self, req: Req) -> AddReqResult:
-        if req.status is ReqStatus.WAITING:
-            req.move_to(ReqStatus.WAITING_FOR_ENCODER)
+        self.waiting_queue.block(req, ReqStatus.WAITING_FOR_ENCODER)
         return AddReqResult.NOT_READY
 
     def _prepare_for_decode(self, reqs: list[Req], *, alone: bool) -> list[Req]:
