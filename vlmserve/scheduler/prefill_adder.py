@@ -141,7 +141,7 @@ class PrefillAdder:
 
     def _ready_part(self, req: Req) -> int:
         """How many tokens could be computed now, for all that their embeddings say; 0 where it is better to wait."""
-        until = req.media.ready_until()
+        until = req.media.ready_until(req.kv_len)
         if until is None:
             return req.extend_len
         if self._waits_for_embeds(req, start=req.kv_len):
@@ -151,8 +151,8 @@ class PrefillAdder:
     @staticmethod
     def _waits_for_embeds(req: Req, start: int) -> bool:
         """Whether a request that is computed up to `start` had better wait for its next embeddings."""
-        until = req.media.ready_until()
-        return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.needs_embeds_before(until)
+        until = req.media.ready_until(start)
+        return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.needs_embeds(start, until)
 
     def _chunk_of(self, req: Req, ready: int) -> int:
         """How many of the `ready` tokens to compute this step: all, a chunk that ends on a page boundary (so that it
