@@ -54,15 +54,19 @@ class PrefillAdder:
         self._admitted = [*running, *in_progress]
         self._ratio = new_token_ratio
         self._max_running = max_running
-        self._reserved = sum(self._still_needed(req) for req in self._admitted)
+        self._reserved: float | None = None  # not known as long as nobody wants to be admitted
         # decoding takes part of a mixed step, but a prompt in progress always gets on
         self._rem_input = max(max_prefill_tokens - mixed_decode_tokens, kv.page_size)
         self._rem_chunk = None if chunk_size <= 0 else max(chunk_size - mixed_decode_tokens, kv.page_size)
 
-    def _still_needed(self, req: Req) -> float:
-        """Slots that an admitted request is expected to take from now on."""
-        output = min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS)
-        return req.extend_len + output * self._ratio + self.kv.page_size
+    def _reserve(self) -> float:
+        """Slots that the admitted requests are expected to take from now on."""
+        prompts, outputs = 0, 0
+        for req in self._admitted:  # `extend_len` and `remaining_new_tokens`, for hundreds in every step
+            made = len(req.output_ids) + req.in_flight
+            prompts += req.prompt_len + made - req.kv_allocated_len
+            outputs += min(req.max_new_tokens - made, CLIP_MAX_NEW_TOKENS)
+        return prompts + outputs * self._ratio + len(self._admitted) * self.kv.page_size
 
     def add_chunked_req(self, req: Req) -> AddReqResult:
         """The next chunk of a request begun earlier."""
@@ -98,6 +102,8 @@ class PrefillAdder:
         ready = self._ready_part(req)
         if ready == 0:
             return AddReqResult.NOT_READY
+        if self._reserved is None:
+            self._reserved = self._reserve()
         # alone, everything unlocked can be evicted for it, and longer requests than the pool were refused on arrival
         if self._admitted and not self._fits(req):
             return AddReqResult.NO_TOKEN
@@ -119,6 +125,7 @@ class PrefillAdder:
     def _fits(self, req: Req) -> bool:
         if req.sampling_params.ignore_eos:
             return self._lasts(req)
+        assert self._reserved is not None
         return self._expected(req) <= self.kv.reachable() - self._reserved
 
     def _lasts(self, newcomer: Req) -> bool:
@@ -129,7 +136,7 @@ class PrefillAdder:
             certain = req.sampling_params.ignore_eos or req is newcomer
             ends.append((req.remaining_new_tokens * (1.0 if certain else self._ratio), req))
         ends.sort(key=lambda end: end[0])
-        free: float = self.kv.reachable() - sum(req.extend_len for _, req in ends) - self.kv.page_size * len(ends)
+        free: float = self.kv.reachable() - sum(req.fill_len - req.kv_allocated_len for _, req in ends) - self.kv.page_size * len(ends)
         done = 0.0
         for place, (left, req) in enumerate(ends):
             free -= (left - done) * (len(ends) - place)

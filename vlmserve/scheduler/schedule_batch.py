@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.sampling_info import sampling_info
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledReq:
+class ScheduledReq(NamedTuple):
     """A request's part of a step: its tokens [start, end). output_index: of the token it samples; None if it samples
     none, because its prompt goes on."""
 
@@ -30,7 +29,7 @@ class RunningBatch:
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
-        self._reqs: dict[str, Req] = {}
+        self._reqs: list[Req] = []
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -38,20 +37,20 @@ class RunningBatch:
     @property
     def reqs(self) -> list[Req]:
         """All of them."""
-        return list(self._reqs.values())
+        return self._reqs.copy()
 
     @property
     def decodable(self) -> list[Req]:
         """Those that get another token, as far as is known now: one may be in flight that ends an answer."""
-        return [req for req in self._reqs.values() if req.extend_len and req.remaining_new_tokens]
+        return [req for req in self._reqs if len(req.output_ids) + req.in_flight < req.max_new_tokens]
 
     def merge(self, req: Req) -> None:
         """A request's prompt is scheduled to its end: it decodes from now on."""
-        self._reqs[req.rid] = req
+        self._reqs.append(req)
 
     def remove(self, req: Req) -> None:
         """A request has finished, or gives its place up."""
-        del self._reqs[req.rid]
+        self._reqs.remove(req)
 
     def check_decode_mem(self, reqs: Sequence[Req]) -> bool:
         """Whether a step of these fits, by eviction if need be. Changes nothing."""
@@ -63,7 +62,7 @@ class RunningBatch:
 
     def retract_decode(self) -> Req:
         """Take out the request with the least output (the newest among equals)."""
-        victim = min(self._reqs.values(), key=lambda req: (len(req.output_ids), -req.arrival))
+        victim = min(self._reqs, key=lambda req: (len(req.output_ids), -req.arrival))
         self.remove(victim)
         return victim
 
@@ -89,12 +88,13 @@ class ScheduleBatch:
     def __len__(self) -> int:
         return len(self.reqs)
 
-    def _advance(self, req: Req) -> ScheduledReq:
+    @staticmethod
+    def _advance(req: Req) -> ScheduledReq:
         start, end = req.kv_len, req.kv_allocated_len
         req.kv_len = end
-        if end < req.fill_len:
-            return ScheduledReq(req, start, end, None)
         output_index = len(req.output_ids) + req.in_flight
+        if end < req.prompt_len + output_index:
+            return ScheduledReq(req, start, end, None)
         req.in_flight += 1
         return ScheduledReq(req, start, end, output_index)
 

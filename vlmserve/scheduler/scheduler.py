@@ -277,8 +277,10 @@ class Scheduler:
         decoding = self.running_batch.decodable
         prompts: list[Req] = []
         if not (decoding and (self._decode_is_due or self._slice_is_due)):
+            retracted = self._retracted
             prompts = self._add_prompts(decoding)
-            decoding = self.running_batch.decodable  # some may have been retracted
+            if self._retracted != retracted:
+                decoding = self.running_batch.decodable
         mixed = self._args.enable_mixed_chunk
         self._decode_is_due = bool(prompts) and not mixed
         if prompts and not mixed:
@@ -391,9 +393,7 @@ class Scheduler:
             reqs = running.decodable
         if alone:
             self._ratio.decay()
-        for req in reqs:
-            fits = self.kv.extend(req, req.extend_len)
-            assert fits, f"no slot for {req.rid} although check_decode_mem found room"
+        self.kv.extend_by_one(reqs)
         return reqs
 
     # ------------------------------------------------------------ giving places up
@@ -520,7 +520,9 @@ class Scheduler:
             if reason is not None:
                 self._end(req, reason)
                 self._finished += 1
-            logprobs = req.logprobs_of(token, result.logprobs[at], result.top_ids[at], result.top_logprobs[at])
+            logprobs = None
+            if req.num_logprobs is not None:
+                logprobs = req.logprobs_of(token, result.logprobs[at], result.top_ids[at], result.top_logprobs[at])
             outputs.append(token_output(req, (token,), None if logprobs is None else (logprobs,)))
         if outputs:
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
