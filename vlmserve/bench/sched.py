@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -131,9 +132,9 @@ def _radix_round(page: int, count: int, *, seed: int) -> tuple[list[float], list
         assert slots is not None
         for end in range(_LONG_PROMPT // 16, _LONG_PROMPT, _LONG_PROMPT // 16):
             cache.insert(key[:end], slots[:end])
-        taken, _ = cpu_seconds(lambda key=key, slots=slots: cache.insert(key, slots))
+        taken, _ = cpu_seconds(partial(cache.insert, key, slots))
         insert.append(taken)
-        taken, found = cpu_seconds(lambda key=key: cache.match_prefix(key))
+        taken, found = cpu_seconds(partial(cache.match_prefix, key))
         match.append(taken)
         assert len(found.indices) == _LONG_PROMPT
     return match, insert

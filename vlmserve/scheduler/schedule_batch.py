@@ -11,7 +11,7 @@ from vlmserve.attention.base import ForwardMode
 from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.sampling_info import sampling_info
+from vlmserve.scheduler.sampling_info import SamplingArrays
 
 
 class ScheduledReq(NamedTuple):
@@ -25,11 +25,12 @@ class ScheduledReq(NamedTuple):
 
 
 class RunningBatch:
-    """The requests that decode, in the order in which they came to it."""
+    """The requests that decode, in the order in which they came to it. sampling: how, see `ScheduleBatch`."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
         self._reqs: list[Req] = []
+        self.sampling = SamplingArrays()
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -69,10 +70,21 @@ class RunningBatch:
 
 class ScheduleBatch:
     """One step: whose tokens, and which. The slots are allocated before (`PrefillAdder`, `prepare_for_decode`); making
-    a batch advances the lengths of its requests as if it had been computed."""
+    a batch advances the lengths of its requests as if it had been computed.
 
-    def __init__(self, kv: KVCacheManager, mode: ForwardMode, prompts: Sequence[Req], decoding: Sequence[Req]) -> None:
+    sampling: kept from step to step by those who make them.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        mode: ForwardMode,
+        prompts: Sequence[Req],
+        decoding: Sequence[Req],
+        sampling: SamplingArrays,
+    ) -> None:
         self.kv = kv
+        self._sampling = sampling if decoding else SamplingArrays()  # a prompt step would only push out those kept
         self.forward_mode = mode
         self.prompt_tokens = sum(req.kv_allocated_len - req.kv_len for req in prompts)
         self.reqs = tuple(self._advance(req) for req in (*prompts, *decoding))
@@ -101,7 +113,7 @@ class ScheduleBatch:
     def sampling_info(self) -> SamplingBatchInfo:
         """How its tokens are sampled, by all that is known now."""
         found = [(at, part) for at, part in enumerate(self.reqs) if part.output_index is not None]
-        return sampling_info(
+        return self._sampling.info(
             [at for at, _ in found],
             [part.req for _, part in found],
             [part.output_index for _, part in found if part.output_index is not None],

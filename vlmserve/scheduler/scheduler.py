@@ -281,6 +281,8 @@ class Scheduler:
             prompts = self._add_prompts(decoding)
             if self._retracted != retracted:
                 decoding = self.running_batch.decodable
+            if self._must_drain and not prompts:  # somebody's place is taken as soon as nothing is in flight
+                return None
         mixed = self._args.enable_mixed_chunk
         self._decode_is_due = bool(prompts) and not mixed
         if prompts and not mixed:
@@ -289,7 +291,7 @@ class Scheduler:
             decoding = self._prepare_for_decode(decoding, alone=not prompts)
         if not prompts and not decoding:
             return None
-        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding)
+        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, self.running_batch.sampling)
         for part in batch.prompts:
             if part.output_index is not None:  # its last chunk: it decodes from here on
                 self.waiting_queue.set_in_progress(part.req, False)

@@ -116,11 +116,11 @@ def test_a_single_request_does_not_wait_for_a_hundred_of_another_client():
 ENGINE = Setup(context=4096, pool=65536, page=16, chunk=2048, prefill=8192, rows=64, space_rows=40_000, max_patches=8192, check=False)
 
 
-def ttfts(others, *, prompt, costs) -> list[float]:
+def ttfts(others, *, prompt, costs, depth) -> list[float]:
     rng = random.Random(8)
     texts = [text(f"text{i}", rng, prompt=prompt, new=16, client="text") for i in range(20)]
     arrivals = [Arrival(at_s=0.5 + 0.37 * i, message=message) for i, message in enumerate(texts)]
-    simulation = Simulation(replace(ENGINE, costs=costs), [*others, *arrivals]).run()
+    simulation = Simulation(replace(ENGINE, costs=costs, depth=depth), [*others, *arrivals]).run()
     return [simulation.ttft_s(message.rid) for message in texts]
 
 
@@ -142,11 +142,12 @@ def choices(n):
 
 
 def main():
-    for costs in (Costs(step_s=0.02, prompt_token_s=0.0002, decode_row_s=0.0002, patch_s=0.0002),):
-        for prompt in (30, 200, 1000):
-            alone = ttfts([], prompt=prompt, costs=costs)
+    for depth in (1,2):
+        costs=Costs(step_s=0.02, prompt_token_s=0.0004, decode_row_s=0.0001, patch_s=0.0002)
+        for prompt in (30, 100, 400):
+            alone = ttfts([], prompt=prompt, costs=costs, depth=depth)
             for name, others in (("pictures", pictures(40)), ("n=128", choices(128))):
-                beside = ttfts(others, prompt=prompt, costs=costs)
-                print(prompt, name, "alone %.3f beside median %.3f max %.3f" % (statistics.median(alone), statistics.median(beside), max(beside)), [round(x/statistics.median(alone),1) for x in sorted(beside)[-6:]])
+                beside = ttfts(others, prompt=prompt, costs=costs, depth=depth)
+                print(depth, prompt, name, "alone %.3f beside median %.3f max %.3f" % (statistics.median(alone), statistics.median(beside), max(beside)), [round(x/statistics.median(alone),1) for x in sorted(beside)[-6:]])
 if __name__ == "__main__":
     main()
