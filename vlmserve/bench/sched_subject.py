@@ -13,8 +13,8 @@ import torch
 
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
-from vision.workers.backend import EncodeResult
 from vision.towers.temporal_patch import EncodeBatch
+from vision.workers.backend import EncodeResult
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo

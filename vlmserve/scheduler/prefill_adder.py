@@ -136,7 +136,11 @@ class PrefillAdder:
             certain = req.sampling_params.ignore_eos or req is newcomer
             ends.append((req.remaining_new_tokens * (1.0 if certain else self._ratio), req))
         ends.sort(key=lambda end: end[0])
-        free: float = self.kv.reachable() - sum(req.fill_len - req.kv_allocated_len for _, req in ends) - self.kv.page_size * len(ends)
+        free: float = (
+            self.kv.reachable()
+            - sum(req.fill_len - req.kv_allocated_len for _, req in ends)
+            - self.kv.page_size * len(ends)
+        )
         done = 0.0
         for place, (left, req) in enumerate(ends):
             free -= (left - done) * (len(ends) - place)

@@ -89,8 +89,6 @@ class WaitingQueue:
         if flow is None:
             flow = self._flows[req.flow] = _Flow(req.flow)
             flow.counter = self._counters.pop(req.flow, 0.0)
-        if not flow.waiting and not flow.in_progress:
-            flow.counter = max(flow.counter, self._least)
         flow.size += 1
         self.add(req)
 
@@ -107,8 +105,10 @@ class WaitingQueue:
             self._remember(flow)
 
     def add(self, req: Req) -> None:
-        """A request waits, for the first time or again."""
+        """A request waits, for the first time or again. Its flow may have had nothing to be tried for a while."""
         flow = self._flows[req.flow]
+        if not flow.waiting and not flow.in_progress:
+            flow.counter = max(flow.counter, self._least)
         insort(flow.waiting, (*self._place(req), req), key=lambda entry: entry[:2])
         self._waiting += 1
         self._enqueue(flow)

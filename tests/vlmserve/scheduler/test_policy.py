@@ -56,7 +56,7 @@ def test_dfs_weight_walks_the_tree_heaviest_branches_first():
 
 
 def test_dfs_weight_leaves_nobody_behind_for_more_than_a_head():
-    paths = {0: ()} | {i: (1,) for i in range(1, HEAD + 2)}
+    paths = {0: ()} | dict.fromkeys(range(1, HEAD + 2), (1,))
 
     def first(newest: int) -> int:
         return order("dfs-weight", [make_req(i) for i in range(newest + 1)], path=lambda req: paths[req.arrival])[0]

@@ -46,11 +46,15 @@ class AgainstModel(RuleBasedStateMachine):
     @rule(client=st.sampled_from("abcd"), new=st.integers(1, 50), choice=st.integers(0, 2))
     def arrive(self, client, new, choice):
         req = make_req(len(self.reqs), client=client, new=new, choice=choice)
-        counter = self.counters.setdefault(req.flow, 0.0)
-        if not self.candidates(req.flow):
-            self.counters[req.flow] = max(counter, self.least)
+        self.counters.setdefault(req.flow, 0.0)
+        self.lift(req)
         self.reqs.append(req)
         self.queue.arrive(req)
+
+    def lift(self, req: Req) -> None:
+        """A flow that had nothing to be tried begins where the least served one is."""
+        if not self.candidates(req.flow):
+            self.counters[req.flow] = max(self.counters[req.flow], self.least)
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
@@ -68,11 +72,15 @@ class AgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def retract(self, data):
         req = data.draw(st.sampled_from(self.alive(ReqStatus.DECODING)))
+        self.lift(req)
         req.move_to(ReqStatus.RETRACTED)
         self.queue.add(req)
 
     @rule(ready=st.sampled_from(["abcd", "a", "bc"]))
     def unblock(self, ready):
+        for req in self.alive(ReqStatus.WAITING_FOR_ENCODER):
+            if req.client in ready:
+                self.lift(req)
         self.queue.unblock(lambda req: req.client in ready)
         assert not [req for req in self.alive(ReqStatus.WAITING_FOR_ENCODER) if req.client in ready]
 
@@ -129,7 +137,9 @@ class AgainstModel(RuleBasedStateMachine):
         assert sorted(req.arrival for req in self.queue) == [req.arrival for req in queued]
         assert self.queue.in_progress == self.alive(ReqStatus.PREFILLING)
         if queued:
-            heads = [next((req for req in self.candidates(flow) if req.status.is_queued), None) for flow in self.counters]
+            heads = [
+                next((req for req in self.candidates(flow) if req.status.is_queued), None) for flow in self.counters
+            ]
             blocked = self.alive(ReqStatus.WAITING_FOR_ENCODER)
             fronts = [req.arrival for req in (*heads, *blocked) if req is not None]
             assert self.queue.first().arrival == min(fronts)
