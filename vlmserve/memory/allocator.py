@@ -75,6 +75,21 @@ class TokenToKVPoolAllocator:
         slots = runs[0] if len(runs) == 1 else np.concatenate(runs)
         return slots[: seq_len - prefix_len]
 
+    def alloc_next_page(self, last_loc: int, room: int) -> int | None:
+        """The first slot of a request's next page, behind slot `last_loc` that ends its last one if possible. room, and
+        when this is None: as for `alloc_extend`."""
+        size = self.page_size
+        after = last_loc // size + 1
+        if self._rooms.take_front(after, 1):  # the page that was kept for it
+            page = after
+            self._keep_room(page + 1, room // size)
+        else:
+            if not self._open.total + self._rooms.total:
+                return None
+            page = self._take(1, room // size, after)[0][0]
+        self._held[page] = True
+        return page * size
+
     def free(self, slots: np.ndarray) -> None:
         """Free every page that one of `slots` (int [n], any order) lies in, whole.
 
@@ -157,4 +172,5 @@ class TokenToKVPoolAllocator:
     def _keep_room(self, at: int, room: int) -> None:
         """Enlarge the room that begins at page `at` to `room` pages, as far as open pages follow it."""
         have = self._rooms.length_at(at)
-        self._rooms.add(at + have, self._open.take_front(at + have, room - have))
+        if have < room:
+            self._rooms.add(at + have, self._open.take_front(at + have, room - have))

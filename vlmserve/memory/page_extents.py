@@ -50,12 +50,17 @@ class PageExtents:
 
     def take_front(self, start: int, count: int) -> int:
         """Take up to `count` pages off the front of the run that begins at `start`; returns how many there were."""
-        length = self.length_at(start)
-        taken = min(count, length)
-        if taken > 0:
-            self.remove(start)
-            self.add(start + taken, length - taken)
-        return max(taken, 0)
+        length = self._length.get(start, 0)
+        if not 0 < count < length:
+            return self.remove(start) if count > 0 else 0
+        del self._length[start]
+        start_left, length_left = start + count, length - count
+        self._length[start_left] = length_left
+        self._start[start + length] = start_left
+        del self._by_length[bisect_left(self._by_length, length << _START_BITS | start)]
+        insort(self._by_length, length_left << _START_BITS | start_left)
+        self.total -= count
+        return count
 
     def largest(self) -> tuple[int, int]:
         """(start, length) of a longest run; (0, 0) if the set is empty."""

@@ -80,6 +80,10 @@ class ReqPoolAllocator:
         """The slot int64 [n] of one token, number `places` (int64 [n]), of each of so many held places (int64 [n])."""
         return self._slots[req_pool_indices, places].astype(np.int64)
 
+    def write_at(self, req_pool_indices: np.ndarray, places: np.ndarray, slots: np.ndarray) -> None:
+        """Set the slot (int [n]) of one token, number `places` (int64 [n]), of each of so many held places."""
+        self._slots[req_pool_indices, places] = slots
+
     def write(self, req_pool_idx: int, start: int, slots: np.ndarray) -> None:
         """Set the slots (int [n]) of tokens start..start+n-1 of a held place."""
         self._check_held(req_pool_idx)

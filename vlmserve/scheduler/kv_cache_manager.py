@@ -11,7 +11,7 @@ Slots of a request, in order: locked tree slots (`protected_len`), then the requ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -111,6 +111,26 @@ class KVCacheManager:
         self.req_pool.write(req.req_pool_idx, req.kv_len, slots)
         req.kv_allocated_len = end
         return True
+
+    def extend_by_one(self, reqs: Sequence[Req]) -> None:
+        """A slot for the next token of each running request; there must be room, by eviction if need be."""
+        size, allocator = self.page_size, self.allocator
+        rows = np.array([req.req_pool_idx for req in reqs], dtype=np.int64)
+        places = np.array([req.kv_len for req in reqs], dtype=np.int64)
+        slots = self.req_pool.slots_at(rows, places - 1) + 1
+        full = np.flatnonzero(places % size == 0).tolist()
+        if len(full) * size > allocator.available_size():
+            self.prefix_cache.evict(len(full) * size - allocator.available_size())
+        for at in full:
+            req = reqs[at]
+            room = min(req.max_new_tokens - len(req.output_ids) - req.in_flight, MAX_ROOM)
+            slot = allocator.alloc_next_page(int(slots[at]) - 1, room)
+            assert slot is not None, f"no slot for {req.rid} although there was room"
+            slots[at] = slot
+        self.req_pool.write_at(rows, places, slots)
+        for req in reqs:
+            assert req.kv_allocated_len == req.kv_len, (req.rid, req.kv_allocated_len, req.kv_len)
+            req.kv_allocated_len += 1
 
     def commit(self, req: Req, end: int) -> None:
         """The result of a step has come: its KV is there up to token `end`."""

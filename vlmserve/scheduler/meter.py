@@ -41,7 +41,7 @@ class SchedulerMeter:
 
     def arrived(self, req: Req) -> None:
         """It is on the waiting queue, and holds what it needs of the encoder."""
-        encodes = req.media.needs_embeds_before(req.prompt_len)
+        encodes = req.media.needs_embeds(0, req.prompt_len)
         req.times.arrived(encodes=encodes)
         if encodes and req.media.first_unready() is None:
             req.times.encoded(cached=True)

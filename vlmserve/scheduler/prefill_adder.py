@@ -54,15 +54,19 @@ class PrefillAdder:
         self._admitted = [*running, *in_progress]
         self._ratio = new_token_ratio
         self._max_running = max_running
-        self._reserved = sum(self._still_needed(req) for req in self._admitted)
+        self._reserved: float | None = None  # not known as long as nobody wants to be admitted
         # decoding takes part of a mixed step, but a prompt in progress always gets on
         self._rem_input = max(max_prefill_tokens - mixed_decode_tokens, kv.page_size)
         self._rem_chunk = None if chunk_size <= 0 else max(chunk_size - mixed_decode_tokens, kv.page_size)
 
-    def _still_needed(self, req: Req) -> float:
-        """Slots that an admitted request is expected to take from now on."""
-        output = min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS)
-        return req.extend_len + output * self._ratio + self.kv.page_size
+    def _reserve(self) -> float:
+        """Slots that the admitted requests are expected to take from now on."""
+        prompts, outputs = 0, 0
+        for req in self._admitted:  # `extend_len` and `remaining_new_tokens`, for hundreds in every step
+            made = len(req.output_ids) + req.in_flight
+            prompts += req.prompt_len + made - req.kv_allocated_len
+            outputs += min(req.max_new_tokens - made, CLIP_MAX_NEW_TOKENS)
+        return prompts + outputs * self._ratio + len(self._admitted) * self.kv.page_size
 
     def add_chunked_req(self, req: Req) -> AddReqResult:
         """The next chunk of a request begun earlier."""
@@ -77,9 +81,10 @@ class PrefillAdder:
         self._take(req, length)
         return AddReqResult.CONTINUE
 
-    def is_ready(self, req: Req) -> bool:
+    @classmethod
+    def is_ready(cls, req: Req) -> bool:
         """Whether a waiting request might be admitted, as far as that is known without a look at the prefix cache."""
-        return not self._waits_for_embeds(req, start=0)
+        return not cls._waits_for_embeds(req, start=0)
 
     def add_one_req(self, req: Req) -> AddReqResult:
         """Try to admit a waiting request, not in the pool yet; then it is in `can_run`, with slots for its chunk."""
@@ -89,6 +94,8 @@ class PrefillAdder:
         if match is None:
             return AddReqResult.NO_ROW
         # alone, everything unlocked can be evicted for it, and longer requests than the pool were refused on arrival
+        if self._reserved is None:
+            self._reserved = self._reserve()
         result = AddReqResult.NO_TOKEN
         if not self._admitted or self._fits(req):
             self.kv.load_back(req, match)
@@ -110,6 +117,7 @@ class PrefillAdder:
         self._admitted.append(req)
         self._take(req, length)
         # `reachable` is less by the slots of its chunk now
+        assert self._reserved is not None
         self._reserved += self._expected(req) - length
         return AddReqResult.CONTINUE
 
@@ -120,6 +128,7 @@ class PrefillAdder:
     def _fits(self, req: Req) -> bool:
         if req.sampling_params.ignore_eos:
             return self._lasts(req)
+        assert self._reserved is not None
         return self._expected(req) <= self.kv.reachable() - self._reserved
 
     def _lasts(self, newcomer: Req) -> bool:
@@ -130,7 +139,11 @@ class PrefillAdder:
             certain = req.sampling_params.ignore_eos or req is newcomer
             ends.append((req.remaining_new_tokens * (1.0 if certain else self._ratio), req))
         ends.sort(key=lambda end: end[0])
-        free: float = self.kv.reachable() - sum(req.extend_len for _, req in ends) - self.kv.page_size * len(ends)
+        free: float = (
+            self.kv.reachable()
+            - sum(req.fill_len - req.kv_allocated_len for _, req in ends)
+            - self.kv.page_size * len(ends)
+        )
         done = 0.0
         for place, (left, req) in enumerate(ends):
             free -= (left - done) * (len(ends) - place)
@@ -142,7 +155,7 @@ class PrefillAdder:
 
     def _ready_part(self, req: Req) -> int:
         """How many tokens could be computed now, for all that their embeddings say; 0 where it is better to wait."""
-        until = req.media.ready_until()
+        until = req.media.ready_until(req.kv_len)
         if until is None:
             return req.extend_len
         if self._waits_for_embeds(req, start=req.kv_len):
@@ -152,8 +165,8 @@ class PrefillAdder:
     @staticmethod
     def _waits_for_embeds(req: Req, start: int) -> bool:
         """Whether a request that is computed up to `start` had better wait for its next embeddings."""
-        until = req.media.ready_until()
-        return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.needs_embeds_before(until)
+        until = req.media.ready_until(start)
+        return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.needs_embeds(start, until)
 
     def _chunk_of(self, req: Req, ready: int) -> int:
         """How many of the `ready` tokens to compute this step: all, a chunk that ends on a page boundary (so that it

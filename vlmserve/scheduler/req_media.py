@@ -78,20 +78,22 @@ class ReqMedia:
         self._pool.release(self._keys[self._held_from : first], order=self.order, place=self._held_from)
         self._held_from = first
 
-    def ready_until(self) -> int | None:
-        """The first token whose embedding is held and not ready; None if there is none."""
+    def ready_until(self, start: int = 0) -> int | None:
+        """The first token from `start` on whose embedding is held and not ready; None if there is none. What tokens
+        before it took may have made room for others by now."""
         for span, key in self._held():
-            if not self._pool.is_ready(key):
-                return span.start
+            if span.end > start and not self._pool.is_ready(key):
+                return max(span.start, start)
         return None
 
     def first_unready(self) -> bytes | None:
         """The key of the first held embeddings that are not ready; None if there are none."""
         return next((key for _, key in self._held() if not self._pool.is_ready(key)), None)
 
-    def needs_embeds_before(self, end: int) -> bool:
-        """Whether a token before `end` takes an embedding that is held."""
-        return self._held_from < len(self._spans) and self._spans[self._held_from].start < end
+    def needs_embeds(self, start: int, end: int) -> bool:
+        """Whether one of the tokens [start, end) takes an embedding that is held."""
+        first = max(bisect_right(self._ends, start), self._held_from)
+        return start < end and first < len(self._spans) and self._spans[first].start < end
 
     def holds(self, keys: Collection[bytes]) -> bytes | None:
         """One of `keys` that is held, or None."""

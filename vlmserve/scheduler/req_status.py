@@ -23,6 +23,11 @@ class ReqStatus(enum.Enum):
         """Whether a request of this status is in the waiting queue."""
         return self in _QUEUED
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it is not to be tried for now."""
+        return self in _BLOCKED
+
 
 _BLOCKED = frozenset({ReqStatus.WAITING_FOR_ENCODER, ReqStatus.WAITING_FOR_GRAMMAR, ReqStatus.WAITING_FOR_REMOTE_KV})
 _QUEUED = _BLOCKED | {ReqStatus.WAITING, ReqStatus.RETRACTED}

@@ -13,53 +13,70 @@ _NO_FLOATS = np.zeros(0, dtype=np.float32)
 _NO_IDS = np.zeros(0, dtype=np.int64)
 
 
-def sampling_info(
-    batch_indices: Sequence[int], reqs: Sequence[Req], output_indices: Sequence[int]
-) -> SamplingBatchInfo:
-    """batch_indices: which requests of the step get a token. reqs: these. output_indices: of that token in its answer.
+class SamplingArrays:
+    """What of `SamplingBatchInfo` depends on nothing but who is sampled. As long as the same requests decode, step
+    after step, that is the same: nobody writes to these arrays."""
 
-    Penalties are of the tokens that are known now: those in flight must have come, for requests that have any.
-    """
+    def __init__(self) -> None:
+        self._reqs: list[Req] = []
+        self._arrays = _arrays_of([])
+        self._by_history: list[int] = []
+
+    def info(self, batch_indices: list[int], reqs: list[Req], output_indices: list[int]) -> SamplingBatchInfo:
+        """batch_indices: which requests of the step get a token. reqs: these. output_indices: of that token in its
+        answer.
+
+        Penalties are of the tokens that are known now: those in flight must have come, for requests that have any.
+        """
+        if reqs != self._reqs:
+            self._reqs, self._arrays = reqs, _arrays_of(reqs)
+            self._by_history = [i for i, req in enumerate(reqs) if req.samples_by_history]
+        counts: list[tuple[int, int, int]] = []
+        seen: list[np.ndarray] = []
+        seen_of: list[int] = []
+        for i in self._by_history:
+            req, p = reqs[i], reqs[i].sampling_params
+            known = np.asarray(req.output_ids[: output_indices[i]], dtype=np.int64)
+            if p.presence_penalty or p.frequency_penalty:
+                ids, times = np.unique(known, return_counts=True)
+                counts.extend((i, token, n) for token, n in zip(ids.tolist(), times.tolist(), strict=True))
+            if p.repetition_penalty != 1:
+                seen.append(np.unique(np.concatenate([req.origin_input_ids, known])))
+                seen_of.append(i)
+        return SamplingBatchInfo(
+            **self._arrays,
+            batch_indices=_ints(batch_indices),
+            output_indices=_ints(output_indices),
+            count_rows=_ints([row for row, _, _ in counts]),
+            count_ids=_ints([token for _, token, _ in counts]),
+            count_values=_ints([n for _, _, n in counts]),
+            seen_rows=np.repeat(_ints(seen_of), [len(ids) for ids in seen]) if seen else _NO_IDS,
+            seen_ids=np.concatenate(seen) if seen else _NO_IDS,
+        )
+
+
+def _arrays_of(reqs: Sequence[Req]) -> dict[str, np.ndarray]:
     params = [req.sampling_params for req in reqs]
     bias = [(i, token, value) for i, p in enumerate(params) if p.logit_bias for token, value in p.logit_bias.items()]
-    counts: list[tuple[int, int, int]] = []
-    seen: list[np.ndarray] = []
-    seen_of: list[int] = []
-    for i, (req, p) in enumerate(zip(reqs, params, strict=True)):
-        if not req.samples_by_history:
-            continue
-        known = np.asarray(req.output_ids[: output_indices[i]], dtype=np.int64)
-        if p.presence_penalty or p.frequency_penalty:
-            ids, times = np.unique(known, return_counts=True)
-            counts.extend((i, token, n) for token, n in zip(ids.tolist(), times.tolist(), strict=True))
-        if p.repetition_penalty != 1:
-            seen.append(np.unique(np.concatenate([req.origin_input_ids, known])))
-            seen_of.append(i)
+    return {
+        "temperatures": _floats([p.temperature for p in params]),
+        "top_ps": _floats([p.top_p for p in params]),
+        "top_ks": _ints([p.top_k for p in params]),
+        "min_ps": _floats([p.min_p for p in params]),
+        "seeds": _ints([p.seed for p in params]),
+        "num_logprobs": _ints([-1 if req.num_logprobs is None else req.num_logprobs for req in reqs]),
+        "bias_rows": _ints([row for row, _, _ in bias]),
+        "bias_ids": _ints([token for _, token, _ in bias]),
+        "bias_values": _floats([value for _, _, value in bias]),
+        "presence": _floats([p.presence_penalty for p in params]),
+        "frequency": _floats([p.frequency_penalty for p in params]),
+        "repetition": _floats([p.repetition_penalty for p in params]),
+    }
 
-    def floats(values: list[float]) -> np.ndarray:
-        return np.array(values, dtype=np.float32) if values else _NO_FLOATS
 
-    def ints(values: Sequence[int]) -> np.ndarray:
-        return np.array(values, dtype=np.int64) if values else _NO_IDS
+def _floats(values: list[float]) -> np.ndarray:
+    return np.array(values, dtype=np.float32) if values else _NO_FLOATS
 
-    return SamplingBatchInfo(
-        batch_indices=ints(batch_indices),
-        temperatures=floats([p.temperature for p in params]),
-        top_ps=floats([p.top_p for p in params]),
-        top_ks=ints([p.top_k for p in params]),
-        min_ps=floats([p.min_p for p in params]),
-        seeds=ints([p.seed for p in params]),
-        output_indices=ints(output_indices),
-        num_logprobs=ints([-1 if req.num_logprobs is None else req.num_logprobs for req in reqs]),
-        bias_rows=ints([row for row, _, _ in bias]),
-        bias_ids=ints([token for _, token, _ in bias]),
-        bias_values=floats([value for _, _, value in bias]),
-        count_rows=ints([row for row, _, _ in counts]),
-        count_ids=ints([token for _, token, _ in counts]),
-        count_values=ints([n for _, _, n in counts]),
-        presence=floats([p.presence_penalty for p in params]),
-        frequency=floats([p.frequency_penalty for p in params]),
-        seen_rows=np.repeat(ints(seen_of), [len(ids) for ids in seen]) if seen else _NO_IDS,
-        seen_ids=np.concatenate(seen) if seen else _NO_IDS,
-        repetition=floats([p.repetition_penalty for p in params]),
-    )
+
+def _ints(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64) if values else _NO_IDS

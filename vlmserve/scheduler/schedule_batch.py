@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,11 +11,10 @@ from vlmserve.attention.base import ForwardMode
 from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.sampling_info import sampling_info
+from vlmserve.scheduler.sampling_info import SamplingArrays
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledReq:
+class ScheduledReq(NamedTuple):
     """A request's part of a step: its tokens [start, end). output_index: of the token it samples; None if it samples
     none, because its prompt goes on."""
 
@@ -26,11 +25,12 @@ class ScheduledReq:
 
 
 class RunningBatch:
-    """The requests that decode, in the order in which they came to it."""
+    """The requests that decode, in the order in which they came to it. sampling: how, see `ScheduleBatch`."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
-        self._reqs: dict[str, Req] = {}
+        self._reqs: list[Req] = []
+        self.sampling = SamplingArrays()
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -38,20 +38,20 @@ class RunningBatch:
     @property
     def reqs(self) -> list[Req]:
         """All of them."""
-        return list(self._reqs.values())
+        return self._reqs.copy()
 
     @property
     def decodable(self) -> list[Req]:
         """Those that get another token, as far as is known now: one may be in flight that ends an answer."""
-        return [req for req in self._reqs.values() if req.extend_len and req.remaining_new_tokens]
+        return [req for req in self._reqs if len(req.output_ids) + req.in_flight < req.max_new_tokens]
 
     def merge(self, req: Req) -> None:
         """A request's prompt is scheduled to its end: it decodes from now on."""
-        self._reqs[req.rid] = req
+        self._reqs.append(req)
 
     def remove(self, req: Req) -> None:
         """A request has finished, or gives its place up."""
-        del self._reqs[req.rid]
+        self._reqs.remove(req)
 
     def check_decode_mem(self, reqs: Sequence[Req]) -> bool:
         """Whether a step of these fits, by eviction if need be. Changes nothing."""
@@ -63,14 +63,17 @@ class RunningBatch:
 
     def retract_decode(self) -> Req:
         """Take out the request with the least output (the newest among equals)."""
-        victim = min(self._reqs.values(), key=lambda req: (len(req.output_ids), -req.arrival))
+        victim = min(self._reqs, key=lambda req: (len(req.output_ids), -req.arrival))
         self.remove(victim)
         return victim
 
 
 class ScheduleBatch:
     """One step: whose tokens, and which. The slots are allocated before (`PrefillAdder`, `prepare_for_decode`); making
-    a batch advances the lengths of its requests as if it had been computed. beside: requests decode, in it or not."""
+    a batch advances the lengths of its requests as if it had been computed.
+
+    beside: requests decode, in it or not. sampling: kept from step to step by those who make them.
+    """
 
     def __init__(
         self,
@@ -78,11 +81,13 @@ class ScheduleBatch:
         mode: ForwardMode,
         prompts: Sequence[Req],
         decoding: Sequence[Req],
+        sampling: SamplingArrays,
         *,
         beside: bool = False,
     ) -> None:
         self.kv = kv
         self.beside = beside
+        self._sampling = sampling if decoding else SamplingArrays()  # a prompt step would only push out those kept
         self.forward_mode = mode
         self.prompt_tokens = sum(req.kv_allocated_len - req.kv_len for req in prompts)
         self.reqs = tuple(self._advance(req) for req in (*prompts, *decoding))
@@ -98,19 +103,20 @@ class ScheduleBatch:
     def __len__(self) -> int:
         return len(self.reqs)
 
-    def _advance(self, req: Req) -> ScheduledReq:
+    @staticmethod
+    def _advance(req: Req) -> ScheduledReq:
         start, end = req.kv_len, req.kv_allocated_len
         req.kv_len = end
-        if end < req.fill_len:
-            return ScheduledReq(req, start, end, None)
         output_index = len(req.output_ids) + req.in_flight
+        if end < req.prompt_len + output_index:
+            return ScheduledReq(req, start, end, None)
         req.in_flight += 1
         return ScheduledReq(req, start, end, output_index)
 
     def sampling_info(self) -> SamplingBatchInfo:
         """How its tokens are sampled, by all that is known now."""
         found = [(at, part) for at, part in enumerate(self.reqs) if part.output_index is not None]
-        return sampling_info(
+        return self._sampling.info(
             [at for at, _ in found],
             [part.req for _, part in found],
             [part.output_index for _, part in found if part.output_index is not None],

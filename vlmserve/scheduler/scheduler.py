@@ -243,6 +243,7 @@ class Scheduler:
         encoded = self._advance_encoder()
         self.sessions.expire()
         self._take_fetched()
+        self.waiting_queue.unblock(_may_be_tried)
         batch = self.get_next_batch_to_run()
         if batch is not None:
             self._urgent = None
@@ -337,8 +338,12 @@ class Scheduler:
         decoding = self.running_batch.decodable
         prompts: list[Req] = []
         if not (decoding and (self._decode_is_due or self._slice_is_due)):
+            retracted = self._retracted
             prompts = self._add_prompts(decoding)
-            decoding = self.running_batch.decodable  # some may have been retracted
+            if self._retracted != retracted:
+                decoding = self.running_batch.decodable
+            if self._must_drain and not prompts:  # somebody's place is taken as soon as nothing is in flight
+                return None
         mixed = self._args.enable_mixed_chunk
         self._decode_is_due = bool(prompts) and not mixed
         if prompts and not mixed:
@@ -347,8 +352,8 @@ class Scheduler:
             decoding = self._prepare_for_decode(decoding, alone=not prompts)
         if not prompts and not decoding:
             return None
-        beside = len(self.running_batch) > 0
-        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, beside=beside)
+        sampling, beside = self.running_batch.sampling, len(self.running_batch) > 0
+        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, sampling, beside=beside)
         for part in batch.prompts:
             if part.output_index is not None:  # its last chunk: it decodes from here on
                 self.waiting_queue.set_in_progress(part.req, False)
@@ -441,7 +446,7 @@ class Scheduler:
             return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if result is AddReqResult.CONTINUE:
             self.waiting_queue.remove(req)
-            if req.status is ReqStatus.WAITING_FOR_ENCODER:
+            if req.waited_for_encoder:
                 self.encoder_order.encoded(req.media.order)
             req.move_to(ReqStatus.PREFILLING)
             self.waiting_queue.set_in_progress(req, True)
@@ -449,10 +454,8 @@ class Scheduler:
         return result
 
     def _wait_for(self, req: Req, status: ReqStatus) -> AddReqResult:
-        if req.status is not status and req.status is not ReqStatus.RETRACTED:
-            if req.status is not ReqStatus.WAITING:
-                req.move_to(ReqStatus.WAITING)
-            req.move_to(status)
+        req.waited_for_encoder |= status is ReqStatus.WAITING_FOR_ENCODER
+        self.waiting_queue.block(req, status)
         return AddReqResult.NOT_READY
 
     def _prepare_for_decode(self, reqs: list[Req], *, alone: bool) -> list[Req]:
@@ -476,9 +479,7 @@ class Scheduler:
             reqs = running.decodable
         if alone:
             self._ratio.decay()
-        for req in reqs:
-            fits = self.kv.extend(req, req.extend_len)
-            assert fits, f"no slot for {req.rid} although check_decode_mem found room"
+        self.kv.extend_by_one(reqs)
         return reqs
 
     # ------------------------------------------------------------ giving places up
@@ -616,7 +617,9 @@ class Scheduler:
             if reason is not None:
                 self._end(req, reason)
                 self._finished += 1
-            logprobs = req.logprobs_of(token, result.logprobs[at], result.top_ids[at], result.top_logprobs[at])
+            logprobs = None
+            if req.num_logprobs is not None:
+                logprobs = req.logprobs_of(token, result.logprobs[at], result.top_ids[at], result.top_logprobs[at])
             outputs.append(token_output(req, (token,), None if logprobs is None else (logprobs,)))
         if outputs:
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
@@ -680,6 +683,11 @@ class Scheduler:
             forward_steps_total=self._steps,
             steps=self.meter.stats(),
         )
+
+
+def _may_be_tried(req: Req) -> bool:
+    """Whether what a blocked request waits for is there, as far as is known."""
+    return req.prefetch.done() if req.prefetch is not None else PrefillAdder.is_ready(req)
 
 
 def _mode(prompts: Sequence[Req], decoding: Sequence[Req]) -> ForwardMode:

@@ -6,20 +6,27 @@ flow goes first. A flow that was idle begins where the least served one is: nobo
 wait by another that sends much, and text is not made to wait by pictures.
 
 Trying costs the same however many wait: a sorted list for each flow, a heap of flows, and a bounded number of tries.
+Requests that are blocked (see `ReqStatus`) stand aside and are tried again once what they wait for is there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 
 from vlmserve.scheduler.policy import HEAD, Key, SchedulePolicy
 from vlmserve.scheduler.req import Req
+from vlmserve.scheduler.req_status import ReqStatus
 
 LOOKAHEAD = 128
-"""Requests that are tried in one step, at the most."""
+"""Requests that are tried in one step, at the most, and those whose keys are asked for anew."""
+MISSES = 16
+"""Tries without success after which a flow is passed over for the rest of a step: it may not use up those of others."""
+_ASKED = 64
+"""Blocked requests that are asked for in one step whether they still are."""
 _REMEMBERED = 4096
 """Counters that are kept of flows without requests."""
 
@@ -27,6 +34,8 @@ _REMEMBERED = 4096
 class _Flow:
     """waiting: (key, arrival, request), sorted; by turn if the policy's keys are not static. size: requests of the flow
     anywhere. queued: it is in the heap of flows."""
+
+    __slots__ = ("counter", "in_progress", "name", "queued", "size", "waiting")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,16 +55,19 @@ class WaitingQueue:
         self._heap: list[tuple[float, int, _Flow]] = []
         self._tickets = count()
         self._counters: dict[str, float] = {}  # of flows without requests
-        self._least = 0.0  # the counter of the flow that was served last, when it was the least
-        self._waiting = 0
+        self._least = 0.0  # the highest counter of a flow when it was tried, being the least
+        self._blocked: list[tuple[tuple[int, int], Req]] = []  # in the order of encoding
+        self._waiting = 0  # besides these
         self._in_progress = 0
+        self._ranked = 0  # in this visit
 
     def __len__(self) -> int:
         """Requests that wait; those in progress do not."""
-        return self._waiting
+        return self._waiting + len(self._blocked)
 
     def __iter__(self) -> Iterator[Req]:
-        return (req for flow in self._flows.values() for _, _, req in flow.waiting)
+        yield from (req for flow in self._flows.values() for _, _, req in flow.waiting)
+        yield from (req for _, req in self._blocked)
 
     @property
     def in_progress(self) -> list[Req]:
@@ -65,8 +77,9 @@ class WaitingQueue:
         return sorted((req for flow in self._flows.values() for req in flow.in_progress), key=lambda req: req.arrival)
 
     def first(self) -> Req:
-        """The oldest that waits. IndexError if nobody does."""
-        return min((flow.waiting[0] for flow in self._flows.values() if flow.waiting), key=lambda entry: entry[1])[2]
+        """The oldest among the first of each flow and those that are blocked. ValueError if nobody waits."""
+        heads = [flow.waiting[0][2] for flow in self._flows.values() if flow.waiting]
+        return min([*heads, *(req for _, req in self._blocked[:1])], key=lambda req: req.arrival)
 
     # ------------------------------------------------------------ coming and going
 
@@ -75,7 +88,7 @@ class WaitingQueue:
         flow = self._flows.get(req.flow)
         if flow is None:
             flow = self._flows[req.flow] = _Flow(req.flow)
-            flow.counter = max(self._counters.pop(req.flow, 0.0), self._least)
+            flow.counter = self._counters.pop(req.flow, 0.0)
         flow.size += 1
         self.add(req)
 
@@ -92,19 +105,38 @@ class WaitingQueue:
             self._remember(flow)
 
     def add(self, req: Req) -> None:
-        """A request waits, for the first time or again."""
+        """A request waits, for the first time or again. Its flow may have had nothing to be tried for a while."""
         flow = self._flows[req.flow]
+        if not flow.waiting and not flow.in_progress:
+            flow.counter = max(flow.counter, self._least)
         insort(flow.waiting, (*self._place(req), req), key=lambda entry: entry[:2])
         self._waiting += 1
         self._enqueue(flow)
 
     def remove(self, req: Req) -> None:
         """A request waits no longer."""
+        if req.status.is_blocked:
+            del self._blocked[self._blocked_at(req)]
+            return
         flow = self._flows[req.flow]
         at = bisect_left(flow.waiting, self._place(req), key=lambda entry: entry[:2])
         assert flow.waiting[at][2] is req, req.rid
         del flow.waiting[at]
         self._waiting -= 1
+
+    def block(self, req: Req, status: ReqStatus) -> None:
+        """A waiting request is not to be tried before what it waits for is there."""
+        self.remove(req)
+        req.move_to(status)
+        insort(self._blocked, (_encoded_at(req), req), key=lambda entry: entry[0])
+
+    def unblock(self, is_ready: Callable[[Req], bool]) -> None:
+        """Ask for some of the blocked requests, in the order of encoding, whether they are to be tried again."""
+        ready = [req for _, req in self._blocked[:_ASKED] if is_ready(req)]
+        for req in ready:
+            del self._blocked[self._blocked_at(req)]
+            req.move_to(ReqStatus.WAITING)
+            self.add(req)
 
     def set_in_progress(self, req: Req, on: bool) -> None:
         """The prompt of a request goes on with another step, or not any more."""
@@ -124,6 +156,11 @@ class WaitingQueue:
     def _place(self, req: Req) -> tuple[Key, int]:
         return (self._policy.keys([req])[0] if self._policy.static else (req.turn,)), req.arrival
 
+    def _blocked_at(self, req: Req) -> int:
+        at = bisect_left(self._blocked, _encoded_at(req), key=lambda entry: entry[0])
+        assert self._blocked[at][1] is req, req.rid
+        return at
+
     def _enqueue(self, flow: _Flow) -> None:
         if not flow.queued:
             flow.queued = True
@@ -137,26 +174,32 @@ class WaitingQueue:
     # ------------------------------------------------------------ trying
 
     def visit(self, attempt: Callable[[Req], bool]) -> None:
-        """Try requests in order until `attempt` says False, all were tried, or `LOOKAHEAD` were.
+        """Try requests in order until `attempt` says False, all were tried, or `LOOKAHEAD` were. What was tried without
+        being charged for is a miss: after `MISSES` of them a flow is passed over.
 
-        `attempt` may take the request out of the queue, put it in progress, or charge its flow.
+        `attempt` may take the request out of the queue, block it, put it in progress, or charge its flow.
         """
-        tried_up: list[_Flow] = []
-        candidates: dict[str, Iterator[Req]] = {}
+        passed: list[_Flow] = []
+        tries: dict[str, Iterator[Req]] = {}
+        misses = Counter[str]()
+        self._ranked = 0
         for _ in range(LOOKAHEAD):
             flow = self._least_served()
             if flow is None:
                 break
-            tries = candidates.get(flow.name)
-            if tries is None:
-                tries = candidates[flow.name] = iter(self._candidates(flow))
-            req = next(tries, None)
-            if req is None:  # all of this flow's were tried
+            if flow.name not in tries:
+                tries[flow.name] = iter(self._candidates(flow))
+            req = next(tries[flow.name], None) if misses[flow.name] < MISSES else None
+            if req is None:
                 heappop(self._heap)
-                tried_up.append(flow)
-            elif not attempt(req):
+                passed.append(flow)
+                continue
+            before = flow.counter
+            self._least = max(self._least, before)
+            if not attempt(req):
                 break
-        for flow in tried_up:
+            misses[flow.name] += flow.counter == before
+        for flow in passed:
             flow.queued = False
             if flow.waiting or flow.in_progress:
                 self._enqueue(flow)
@@ -171,19 +214,30 @@ class WaitingQueue:
             elif counter < flow.counter:
                 heapreplace(self._heap, (flow.counter, next(self._tickets), flow))
             else:
-                self._least = max(self._least, counter)
                 return flow
         return None
 
     def _candidates(self, flow: _Flow) -> list[Req]:
-        head = [req for _, _, req in flow.waiting[: LOOKAHEAD if self._policy.static else HEAD]]
-        if not self._policy.static:
-            keys = self._policy.keys(head)
-            head = [head[at] for at in sorted(range(len(head)), key=keys.__getitem__)]
+        if self._policy.static:
+            head = [req for _, _, req in flow.waiting[:LOOKAHEAD]]
+        else:  # with many flows the last of them are not ranked
+            head = [req for _, _, req in flow.waiting[: max(min(HEAD, LOOKAHEAD - self._ranked), 1)]]
+            self._ranked += len(head)
+            if len(head) > 1:
+                keys = self._policy.keys(head)
+                head = [head[at] for at in sorted(range(len(head)), key=keys.__getitem__)]
         return [*flow.in_progress, *head]
 
     def check(self) -> None:
         """Assert that counts are right; for tests."""
         assert self._waiting == sum(len(flow.waiting) for flow in self._flows.values())
         assert self._in_progress == sum(len(flow.in_progress) for flow in self._flows.values())
+        assert all(req.status.is_blocked for _, req in self._blocked)
+        assert [place for place, _ in self._blocked] == sorted(_encoded_at(req) for _, req in self._blocked)
+        assert not any(req.status.is_blocked for flow in self._flows.values() for _, _, req in flow.waiting)
         assert all(flow.queued for flow in self._flows.values() if flow.waiting or flow.in_progress)
+
+
+def _encoded_at(req: Req) -> tuple[int, int]:
+    """The order in which requests' media are encoded."""
+    return req.media.order, req.arrival

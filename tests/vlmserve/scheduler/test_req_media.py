@@ -177,11 +177,11 @@ def test_how_far_a_prompt_is_ready():
 
 
 def test_whether_tokens_before_an_end_take_embeds(rig):
-    assert [rig.media.needs_embeds_before(end) for end in (0, 2, 3, 99)] == [False, False, True, True]
+    assert [rig.media.needs_embeds(0, end) for end in (0, 2, 3, 99)] == [False, False, True, True]
     rig.media.hold_from(5)
-    assert [rig.media.needs_embeds_before(end) for end in (7, 8)] == [False, True]
+    assert [rig.media.needs_embeds(0, end) for end in (7, 8)] == [False, True]
     rig.media.hold_from(15)
-    assert not rig.media.needs_embeds_before(99)
+    assert not rig.media.needs_embeds(0, 99)
 
 
 def test_which_of_some_keys_is_held(rig):
