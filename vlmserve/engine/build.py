@@ -16,6 +16,7 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
+from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
@@ -57,6 +58,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
 
     What cannot fit into memory is refused before weights are loaded.
     """
+    processors = load_logits_processors(args.logits_processors)
     threads = usable_threads(args.num_threads, "--num-threads")
     torch.set_num_threads(threads)
     device = resolve_device(args.device)
@@ -102,6 +104,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
             head_dim=config.head_dim,
         ),
         device=device,
+        logits_processors=processors,
     )
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d",

@@ -233,12 +233,12 @@ class TokenizerManager:
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
         """
         self._check_available()
-        self._check_room(request.n)
-        self._pending += request.n
+        self._check_room(request.num_choices)
+        self._pending += request.num_choices
         state = _Request(started=self._clock())
         try:
             await self._submit(request, state)
-            left = request.n
+            left = request.num_choices
             while left:
                 items, failure = _until_failure(await state.outputs.take())
                 left -= sum(item.output.finish_reason is not None for item in items)
@@ -247,7 +247,7 @@ class TokenizerManager:
                 if failure is not None:
                     raise failure
         finally:
-            self._pending -= request.n
+            self._pending -= request.num_choices
             for rid in state.rids:
                 choice = self._choices.pop(rid, None)
                 if choice is not None:
