@@ -98,7 +98,7 @@ class TokenizedGenerateReqInput:
     group: str = ""
     choice: int = 0
     priority: int = 0
-    returns: ReturnOptions = ReturnOptions()
+    returns: ReturnOptions = field(default_factory=ReturnOptions)
     logits_processors: tuple[LogitsProcessorCall, ...] = ()
     input_embeds: InputEmbeds | None = None
 

@@ -66,9 +66,7 @@ class LogitsProcessors:
             if call.row in failures:
                 continue
             try:
-                row = self._processors[call.name].apply(
-                    logits[call.row], call.prompt_ids, call.output_ids, call.params
-                )
+                row = self._processors[call.name].apply(logits[call.row], call.prompt_ids, call.output_ids, call.params)
                 if row.shape != logits.shape[1:]:
                     raise ValueError(f"it returned logits of shape {tuple(row.shape)}, not {tuple(logits.shape[1:])}")
                 if not row.max().isfinite():  # which is NaN if any is

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vlmserve.executor.logprobs import row_logprobs
 from vlmserve.executor.logits_processors import LogitsProcessors
+from vlmserve.executor.logprobs import row_logprobs
 from vlmserve.executor.model_worker_batch import LogprobRows, SamplingBatchInfo
 from vlmserve_common.kernels.argmax import argmax
 
@@ -36,9 +36,7 @@ class SamplerOutput:
     failures: tuple[tuple[int, str], ...] = ()
 
 
-def sample(
-    logits: torch.Tensor, info: SamplingBatchInfo, processors: LogitsProcessors | None = None
-) -> SamplerOutput:
+def sample(logits: torch.Tensor, info: SamplingBatchInfo, processors: LogitsProcessors | None = None) -> SamplerOutput:
     """logits float32 [S, vocab] -> one token each. Reported logprobs are of the logits as the model gave them.
 
     processors: applied behind penalties and bias.

@@ -40,7 +40,6 @@ from vlmserve.tokenizer.stage import StageLimits
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.loop_thread import LoopThread
 
-
 _NOTHING_MORE = ReturnOptions()
 
 
@@ -248,9 +247,7 @@ class LLM(AbstractContextManager["LLM"]):
                 if answer is None or answer.finish_reason is None:  # an exception came first
                     self._scheduler.handle(AbortReq(rid=rid))
 
-    def _build(
-        self, request: GenerateReqInput
-    ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...]]:
+    def _build(self, request: GenerateReqInput) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...]]:
         request = replace(request, request_id=f"offline-{self._requests}")
         tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
         self._requests += 1

@@ -72,4 +72,3 @@ def _nothing(num_asked: int) -> RowLogprobs:
         top_logprobs=np.zeros((1, 0), dtype=np.float32),
         asked=np.full(num_asked, np.nan, dtype=np.float32),
     )
-

@@ -112,9 +112,7 @@ class Req:
     def asks_more_of_logprobs(self) -> bool:
         """Whether it wants more than logprobs of its tokens and of the likeliest, or of another distribution."""
         returns = self.returns
-        return bool(
-            returns.token_ids_logprob or returns.temp_scaled_logprobs or returns.top_p_normalized_logprobs
-        )
+        return bool(returns.token_ids_logprob or returns.temp_scaled_logprobs or returns.top_p_normalized_logprobs)
 
     @property
     def fill_len(self) -> int:

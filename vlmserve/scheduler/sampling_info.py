@@ -19,7 +19,8 @@ def sampling_info(
 ) -> SamplingBatchInfo:
     """batch_indices: which requests of the step get a token. reqs: these. output_indices: of that token in its answer.
 
-    Penalties and logits processors are of the tokens that are known now: those in flight must have come, for requests that have any.
+    Penalties and logits processors are of the tokens that are known now: those in flight must have come, for requests
+    that have any.
     """
     params = [req.sampling_params for req in reqs]
     bias = [(i, token, value) for i, p in enumerate(params) if p.logit_bias for token, value in p.logit_bias.items()]

@@ -19,7 +19,7 @@ from vlmserve.scheduler.sampling_info import sampling_info
 
 @dataclass(frozen=True, slots=True)
 class ScheduledReq:
-    """A request's part of a step: its tokens [start, end). completes: no more are to be scheduled, until it has another.
+    """A request's part of a step: its tokens [start, end). completes: these are its last, but for those to be sampled.
     output_index: of the token it samples; None if it samples none, because its prompt goes on, or is all there is to
     it. scored: prompt positions [first, last) that logprobs are wanted of. returns_hidden: those of its last token."""
 

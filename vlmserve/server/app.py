@@ -16,7 +16,8 @@ from vlmserve.server.file_store import FileStore
 from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
-from vlmserve.server.protocol import ChatCompletionRequest, WarmupRequest
+from vlmserve.server.protocol import ChatCompletionRequest, ScoreRequest, WarmupRequest
+from vlmserve.server.score import score_labels
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.warmup import warm_up
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
@@ -43,6 +44,9 @@ def build_app(manager: TokenizerManager, model_name: str, settings: ServerSettin
     async def chat_completions(request: Request) -> Response:
         return await complete_chat(served, request)
 
+    async def score(request: Request) -> Response:
+        return await score_labels(served, request)
+
     async def warmup(request: Request) -> Response:
         return await warm_up(served, request)
 
@@ -67,6 +71,7 @@ def build_app(manager: TokenizerManager, model_name: str, settings: ServerSettin
 
     for path, endpoint, shape in (
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
+        ("/v1/score", score, ScoreRequest),
         ("/v1/warmup", warmup, WarmupRequest),
     ):
         body = {"required": True, "content": {"application/json": {"schema": shape.model_json_schema()}}}

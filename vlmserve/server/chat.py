@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -40,6 +41,8 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     if not chat.stream:
         async with aclosing(served.manager.generate(wanted)) as outputs:
             answer = await while_connected(request.receive, writer.whole(outputs))
+        if "prompt_logprobs" in answer:  # of a long prompt they are many
+            return await asyncio.to_thread(JSONResponse, answer, headers=headers)
         return JSONResponse(answer, headers=headers)
     batches = served.manager.stream(wanted)
     try:

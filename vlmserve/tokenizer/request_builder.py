@@ -99,7 +99,7 @@ class GenerateReqInput:
     num_logprobs: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     client: str = ""
-    returns: ReturnOptions = ReturnOptions()
+    returns: ReturnOptions = field(default_factory=ReturnOptions)
     logits_processors: tuple[LogitsProcessorCall, ...] = ()
     continuations: tuple[str, ...] = ()
 
@@ -267,7 +267,9 @@ class RequestBuilder:
         """Of a prompt that needs no tokenizer."""
         if isinstance(prompt, EmbedsPrompt):
             if returns.prompt_logprobs is not None:
-                raise refusal("prompt_logprobs", returns.prompt_logprobs, "left out with input_embeds: they have no ids")
+                raise refusal(
+                    "prompt_logprobs", returns.prompt_logprobs, "left out with input_embeds: they have no ids"
+                )
             check_input_embeds(prompt.embeds.rows, hidden_size=self.limits.hidden_size)
             ids = [0] * len(prompt.embeds.rows)
         else:

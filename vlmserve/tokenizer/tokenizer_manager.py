@@ -17,7 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from processors.families.base import data_item
+from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
 from vlmserve.messages import (
     AbortReq,
@@ -37,9 +37,9 @@ from vlmserve.messages import (
 )
 from vlmserve.tokenizer.chat_messages import Message
 from vlmserve.tokenizer.file_parts import FindFile
-from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.tokenizer.media import RequestMedia, same_media
 from vlmserve.tokenizer.outbox import Outbox
-from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
+from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder, TokenizedPrompt
 from vlmserve_common.errors import BadRequestError, EngineError
 
 _P = ParamSpec("_P")
@@ -226,19 +226,21 @@ class TokenizerManager:
                 for item in items:
                     yield item
 
-    async def stream(self, request: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
+    async def stream(self, *requests: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
         """The outputs of all choices, all that came since the last time, each choice's last one with a finish_reason.
 
-        Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
+        Several requests go to the scheduler as one message, and fail as one. Their choices are numbered on from one to
+        the next. Media that are the same in all of them are loaded once. Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
         """
         self._check_available()
-        self._check_room(request.num_choices)
-        self._pending += request.num_choices
+        count = sum(request.num_choices for request in requests)
+        self._check_room(count)
+        self._pending += count
         state = _Request(started=self._clock())
         try:
-            await self._submit(request, state)
-            left = request.num_choices
+            await self._submit(requests, state)
+            left = count
             while left:
                 items, failure = _until_failure(await state.outputs.take())
                 left -= sum(item.output.finish_reason is not None for item in items)
@@ -247,7 +249,7 @@ class TokenizerManager:
                 if failure is not None:
                     raise failure
         finally:
-            self._pending -= request.num_choices
+            self._pending -= count
             for rid in state.rids:
                 choice = self._choices.pop(rid, None)
                 if choice is not None:
@@ -323,25 +325,41 @@ class TokenizerManager:
             if waiter in self._stats_waiters:
                 self._stats_waiters.remove(waiter)
 
-    async def _submit(self, request: GenerateReqInput, state: _Request) -> None:
-        seed = secrets.randbits(63)
-        prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
-        media = await self._media.load(prompt.media, client=request.client) if prompt.media else []
-        report = self._media.report(prompt.media, media)
+    async def _submit(self, requests: Sequence[GenerateReqInput], state: _Request) -> None:
+        prompts = await self._in_thread(self._tokenize, requests)
+        media = [await self._load(prompts[0], requests[0])]
+        for prompt, request in zip(prompts[1:], requests[1:], strict=True):
+            shared = same_media(prompt.media, prompts[0].media)
+            media.append(media[0] if shared else await self._load(prompt, request))
+        reports = [
+            self._media.report(prompt.media, loaded)
+            for prompt, loaded, request in zip(prompts, media, requests, strict=True)
+            for _ in range(request.num_choices)
+        ]
 
         def make() -> SchedulerInput:
-            messages = self.builder.build(request, prompt, self.builder.expand(prompt, media))
+            messages = [
+                message
+                for request, prompt, loaded in zip(requests, prompts, media, strict=True)
+                for message in self.builder.build(request, prompt, self.builder.expand(prompt, loaded))
+            ]
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register(rids: Sequence[str]) -> None:
             prepared = self._clock()
             for index, rid in enumerate(rids):
                 self._choices[rid] = _Choice(
-                    index=index, outputs=state.outputs, started=state.started, prepared=prepared, media=report
+                    index=index, outputs=state.outputs, started=state.started, prepared=prepared, media=reports[index]
                 )
                 state.rids.append(rid)
 
-        await self._hand_over(make, register, large=bool(media))
+        await self._hand_over(make, register, large=any(media))
+
+    def _tokenize(self, requests: Sequence[GenerateReqInput]) -> list[TokenizedPrompt]:
+        return [self.builder.tokenize(request, default_seed=secrets.randbits(63)) for request in requests]
+
+    async def _load(self, prompt: TokenizedPrompt, request: GenerateReqInput) -> Sequence[ProcessedMedium]:
+        return await self._media.load(prompt.media, client=request.client) if prompt.media else []
 
     async def _hand_over(
         self, make: Callable[[], SchedulerInput], register: Callable[[Sequence[str]], None], *, large: bool
