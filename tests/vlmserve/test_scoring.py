@@ -191,7 +191,7 @@ def test_logits_processors_see_all_tokens_before(family, overlap):
 def test_embeddings_in_place_of_tokens(family):
     folder, _, _, reference = family
     table = reference.model.get_input_embeddings().weight.detach()
-    ids = [reference.processor.tokenizer.encode(text) for text in ("Name a colour, please, of the blue square" * 3,)][0]
+    ids = reference.processor.tokenizer.encode("Name a colour, please, of the blue square" * 3)
     with llm_of(folder, chunked_prefill_size=16) as llm:
         want = llm.generate([TokensPrompt(ids=tuple(ids))], GREEDY, num_logprobs=0)[0]
         given = read_input_embeds(table[ids])

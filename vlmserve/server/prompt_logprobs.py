@@ -17,8 +17,8 @@ def finite(logprob: float) -> float:
 
 
 def prompt_json(found: PromptLogprobs, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Fields of an answer: prompt_logprobs, for each position {token id: {logprob, rank, decoded_token}} of the prompt's
-    token and the likeliest, and prompt_token_ids_logprobs, if any were asked for. Null for the prompt's first token."""
+    """Fields of an answer: prompt_logprobs, for each position {token id: {logprob, rank, decoded_token}} of the
+    prompt's token and the likeliest; prompt_token_ids_logprobs, if any were asked for. Null for the first token."""
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
         text = tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -93,11 +93,11 @@ def _prompt(body: ScoreRequest, item: str | list[int] | None, index: int, find_f
                 f"items[{index}]", f"items[{index}] is text, and query is token ids: give both as one of them"
             )
         ids = [*(item or ()), *query] if first else [*query, *(item or ())]
-        return TokensPrompt(ids=tuple(ids))  # type: ignore[arg-type]
+        return TokensPrompt(ids=tuple(ids))
     if isinstance(item, list):
         raise _invalid(f"items[{index}]", f"items[{index}] is token ids; behind a conversation it must be text")
     return ChatPrompt(
-        messages=_with_item(query, item, first),  # type: ignore[arg-type]  # kept as the client wrote them
+        messages=_with_item(query, item, first),  # kept as the client wrote them
         template_kwargs=body.chat_template_kwargs or {},
         find_file=find_file,
     )

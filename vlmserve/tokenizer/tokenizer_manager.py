@@ -230,7 +230,9 @@ class TokenizerManager:
         """The outputs of all choices, all that came since the last time, each choice's last one with a finish_reason.
 
         Several requests go to the scheduler as one message, and fail as one. Their choices are numbered on from one to
-        the next. Media that are the same in all of them are loaded once. Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
+        the next. Media that are the same in all of them are loaded once.
+
+        Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
         """
         self._check_available()
