@@ -8,7 +8,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,9 +89,7 @@ def test_logprobs_of_the_prompt(asked: Asked) -> None:
             np.testing.assert_allclose(got, theirs[[7, 300]], atol=1e-4)
         for choice in answer["choices"]:
             first = choice["logprobs"]["content"][0]
-            np.testing.assert_allclose(
-                first["token_ids_logprobs"], want.logprobs[want.prompt - 1][[7, 300]], atol=1e-4
-            )
+            np.testing.assert_allclose(first["token_ids_logprobs"], want.logprobs[want.prompt - 1][[7, 300]], atol=1e-4)
     late = asked.chat(prompt_logprobs=0, logprob_start_len=want.prompt - 3, max_tokens=0)
     assert late["choices"][0]["message"]["content"] == ""
     assert late["usage"]["completion_tokens"] == 0
@@ -146,9 +143,7 @@ def test_scores_of_labels(asked: Asked) -> None:
 def test_scores_of_text_and_ids(asked: Asked) -> None:
     encode = asked.reference.processor.tokenizer.encode
     text = asked.score(query="The sky is", items=[" red", " blue"], label_token_ids=[7, 300])
-    ids = asked.score(
-        query=encode("The sky is"), items=[encode(" red"), encode(" blue")], label_token_ids=[7, 300]
-    )
+    ids = asked.score(query=encode("The sky is"), items=[encode(" red"), encode(" blue")], label_token_ids=[7, 300])
     np.testing.assert_allclose(text["scores"], ids["scores"], rtol=1e-4)
     first = asked.score(query=" is what", items="red", label_token_ids=[7], item_first=True)
     same = asked.score(query="red is what", label_token_ids=[7])
@@ -173,9 +168,7 @@ def test_scores_of_text_and_ids(asked: Asked) -> None:
         ("score", {"query": [1.5], "labels": ["a"]}, "query", "query"),
     ],
 )
-def test_what_is_wrong_is_told(
-    asked: Asked, path: str, fields: dict[str, Any], param: str, complaint: str
-) -> None:
+def test_what_is_wrong_is_told(asked: Asked, path: str, fields: dict[str, Any], param: str, complaint: str) -> None:
     body = {"messages": CHAT_TEXT, **fields} if path != "score" else fields
     status, answer = asked.post(path, **body)
     assert status == 400, answer

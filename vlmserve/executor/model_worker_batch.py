@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlmserve.memory.kv_transfer import KVCopyJob
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MMEmbeds:
@@ -124,7 +126,8 @@ class ModelWorkerBatch:
     req_pool_idx, which the worker knows and the host may not yet. positions int64 [3, N]. seq_lens, prefix_lens int64
     [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
     mm_embeds: in the order of their tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens:
-    int64 [H], batch tokens whose final hidden states are returned.
+    int64 [H], batch tokens whose final hidden states are returned. kv_copies: between the tiers of the KV cache, to be
+    done first.
     """
 
     step: int
@@ -140,6 +143,7 @@ class ModelWorkerBatch:
     input_embeds: tuple[MMEmbeds, ...] = ()
     prompt_logprobs: PromptLogprobRows | None = None
     hidden_tokens: np.ndarray = field(default_factory=_no_ids)
+    kv_copies: tuple[KVCopyJob, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,6 +37,7 @@ def token_output(
         skip_special_tokens=req.sampling_params.skip_special_tokens,
         prompt_logprobs=None if scores is None else scores.message(len(req.returns.token_ids_logprob)),
         hidden_states=hidden_states,
+        stages=req.times.so_far() if first or req.finish_reason is not None else None,
     )
 
 

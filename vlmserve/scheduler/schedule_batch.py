@@ -77,10 +77,19 @@ class RunningBatch:
 
 class ScheduleBatch:
     """One step: whose tokens, and which. The slots are allocated before (`PrefillAdder`, `prepare_for_decode`); making
-    a batch advances the lengths of its requests as if it had been computed."""
+    a batch advances the lengths of its requests as if it had been computed. beside: requests decode, in it or not."""
 
-    def __init__(self, kv: KVCacheManager, mode: ForwardMode, prompts: Sequence[Req], decoding: Sequence[Req]) -> None:
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        mode: ForwardMode,
+        prompts: Sequence[Req],
+        decoding: Sequence[Req],
+        *,
+        beside: bool = False,
+    ) -> None:
         self.kv = kv
+        self.beside = beside
         self.forward_mode = mode
         self.prompt_tokens = sum(req.kv_allocated_len - req.kv_len for req in prompts)
         self.reqs = tuple(self._advance(req) for req in (*prompts, *decoding))
@@ -153,6 +162,7 @@ class ScheduleBatch:
             mm_embeds=_mm_embeds(spans),
             input_embeds=_input_embeds(spans),
             **self._returned(ends - starts),
+            kv_copies=self.kv.prefix_cache.take_copy_jobs(),
         )
 
     def _returned(self, lengths: np.ndarray) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -17,10 +16,12 @@ from vlmserve.server.auth import client_of, owner_of
 from vlmserve.server.body import read_body
 from vlmserve.server.prompt_logprobs import finite
 from vlmserve.server.protocol import ScoreRequest
+from vlmserve.server.request_id import name_answer
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.streaming import while_connected
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve.tokenizer.scores import label_scores, softmax
 from vlmserve_common.errors import BadRequestError
@@ -32,9 +33,13 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
     """The answer: a row of scores for each item. Raises what `errors` describes."""
     body = await read_body(request, ScoreRequest, served.settings)
     served.check_name(body.model)
-    name = f"score-{uuid.uuid4().hex}"
+    name = name_answer(request, "score")
     wanted = to_score_requests(
-        body, name, find_file=served.files.for_owner(owner_of(request)), client=client_of(request)
+        body,
+        name,
+        find_file=served.files.for_owner(owner_of(request)),
+        client=client_of(request),
+        ended=request.state.answers.add,
     )
     outputs = await while_connected(request.receive, _whole(served, wanted))
     each = wanted[0].num_choices
@@ -53,11 +58,16 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
             "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
         },
     }
-    return JSONResponse(answer, headers={"X-Request-Id": name})
+    return JSONResponse(answer)
 
 
 def to_score_requests(
-    body: ScoreRequest, request_id: str, *, find_file: FindFile | None, client: str = ""
+    body: ScoreRequest,
+    request_id: str,
+    *,
+    find_file: FindFile | None,
+    client: str = "",
+    ended: Callable[[RequestStats], None] | None = None,
 ) -> list[GenerateReqInput]:
     """One for each item: the next token's logprobs at the labels' ids, or the labels' texts as continuations. Raises
     BadRequestError for fields that contradict each other."""
@@ -72,6 +82,7 @@ def to_score_requests(
             sampling=_ONE_TOKEN,
             mm_processor_kwargs=body.mm_processor_kwargs or {},
             client=client,
+            ended=ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),
         )

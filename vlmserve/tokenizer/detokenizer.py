@@ -117,6 +117,7 @@ def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason
         logprobs=None if output.logprobs is None else output.logprobs[:kept],
         prompt_logprobs=output.prompt_logprobs,
         hidden_states=output.hidden_states,
+        stages=output.stages,
     )
 
 
@@ -131,6 +132,7 @@ def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
         logprobs=None if output.logprobs is None else (before.logprobs or ()) + output.logprobs,
         prompt_logprobs=before.prompt_logprobs,
         hidden_states=_joined(before.hidden_states, output.hidden_states),
+        stages=output.stages or before.stages,
     )
 
 

@@ -6,7 +6,7 @@ media), `expand` (media into the prompt), `build` (one message per choice). All 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
 from vlmserve.tokenizer.input_embeds import check_input_embeds
 from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.returns import verify_logits_processors, verify_returns, verify_start
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
@@ -85,11 +86,13 @@ Prompt: TypeAlias = ChatPrompt | TextPrompt | TokensPrompt | EmbedsPrompt
 class GenerateReqInput:
     """A request for n answers to one prompt. num_logprobs, returns, logits_processors as in TokenizedGenerateReqInput.
 
-
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
-    client: who asks; clients take turns where media are processed.
     continuations: texts to score in place of making answers: the logprobs of their tokens behind the prompt come as
     `prompt_logprobs` of a choice each.
+    client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
+    the first answer); "" is none. cache_salt, priority: see `TokenizedGenerateReqInput`. request_id: of its own among
+    all requests ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s:
+    seconds that it may take; None: as long as it takes. ended: is told what became of each choice.
     """
 
     request_id: str
@@ -102,6 +105,12 @@ class GenerateReqInput:
     returns: ReturnOptions = field(default_factory=ReturnOptions)
     logits_processors: tuple[LogitsProcessorCall, ...] = ()
     continuations: tuple[str, ...] = ()
+    session_id: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    rid: str | None = None
+    timeout_s: float | None = None
+    ended: Callable[[RequestStats], None] | None = None
 
     @property
     def num_choices(self) -> int:
@@ -228,6 +237,9 @@ class RequestBuilder:
                 else request.returns,
                 logits_processors=request.logits_processors,
                 input_embeds=embeds,
+                session_id="" if index else request.session_id,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
             )
             for index in range(request.n)
         ]
@@ -249,6 +261,8 @@ class RequestBuilder:
                     sampling_params=replace(prompt.params, max_new_tokens=0),
                     mm_inputs=None if expanded.mm_inputs is None else followed_by_text(expanded.mm_inputs, len(ids)),
                     client=request.client,
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
                     group=request.request_id,
                     choice=index,
                     returns=replace(
