@@ -6,7 +6,7 @@ Messages are frozen dataclasses; `vlmserve_common.transport.wire` encodes them (
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -42,13 +42,53 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReturnOptions:
+    """What a request returns besides its answer. Values are validated by whoever makes one (see `verify_returns`).
+
+    prompt_logprobs: how many alternatives to return at each prompt position, besides the prompt's own token; None: no
+    logprobs of the prompt. logprob_start_len: the first position they are returned for. token_ids_logprob: tokens whose
+    logprobs are returned at each of these positions, and at those of the answer. All logprobs are of the model's own
+    distribution; temp_scaled_logprobs: at the request's temperature instead; top_p_normalized_logprobs: of the
+    likeliest tokens only that its top_p leaves. hidden_states: final ones of the prompt's last token ("last"), or those
+    that each token of the answer is made of ("all"), of which the first is the same.
+    """
+
+    prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+    temp_scaled_logprobs: bool = False
+    top_p_normalized_logprobs: bool = False
+    hidden_states: Literal["none", "last", "all"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitsProcessorCall:
+    """A logits processor of the operator's (--logits-processors), by its name, and what the request tells it: JSON."""
+
+    name: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputEmbeds:
+    """What a prompt is made of in place of tokens: float32 [L, hidden]. digests: uint8 [L, 32], of each row."""
+
+    rows: np.ndarray
+    digests: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedGenerateReqInput:
-    """One answer to make. input_ids: int64 [L], real ids (image pad tokens included), already expanded.
+    """One answer to make. input_ids: int64 [L], real ids (image pad tokens included), already expanded; any where
+    `input_embeds` stand in their place.
+
+    max_new_tokens may be 0: nothing is sampled, and all that there is to return is of the prompt.
 
     num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: who
     asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. session_id: of the
     conversation whose KV is kept for its next turn when this one has ended; "" is none. priority: lower goes first,
-    where the policy says so. cache_salt: only requests with the same one share cached prefixes.
+    where the policy says so. cache_salt: only requests with the same one share cached prefixes. logits_processors:
+    applied in this order.
     """
 
     rid: str
@@ -62,11 +102,14 @@ class TokenizedGenerateReqInput:
     session_id: str = ""
     cache_salt: str = ""
     priority: int = 0
+    returns: ReturnOptions = field(default_factory=ReturnOptions)
+    logits_processors: tuple[LogitsProcessorCall, ...] = ()
+    input_embeds: InputEmbeds | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTokenizedGenerateReqInput:
-    """Several answers to one prompt, sent together so that the arrays they share travel once."""
+    """Several answers, sent together: arrays that they share, such as the pictures of one prompt, travel once."""
 
     requests: tuple[TokenizedGenerateReqInput, ...]
 
@@ -112,15 +155,34 @@ class FinishReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of one output token, of the model's own distribution (before temperature, penalties and bias).
+    """Logprobs of one output token, of the distribution before penalties and bias (see `ReturnOptions`).
 
-    top_ids / top_logprobs: the most likely tokens, best first.
+    top_ids / top_logprobs: the most likely tokens, best first. token_ids_logprobs: of those that were asked for.
     """
 
     token_id: int
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    token_ids_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of the tokens at positions start .. L-1 of a prompt, each after all tokens before it: n rows.
+
+    The token at position 0 comes after none: its row is NaN (start is 0 then). token_ids: int64 [n], the prompt's own
+    (media pad ids like any other). logprobs: float32 [n]; ranks: int64 [n], 1 for the likeliest. top_ids, top_logprobs:
+    [n, K], best first. token_ids_logprobs: float32 [n, T].
+    """
+
+    start: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    token_ids_logprobs: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +210,8 @@ class TokenOutput(NamedTuple):
 
     token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
-    stop, skip_special_tokens: repeated from the sampling parameters in a request's first output only.
+    stop, skip_special_tokens: repeated from the sampling parameters in a request's first output only; prompt_logprobs
+    come with that, too. hidden_states: float32 [n, hidden], those of the prompt's last token, or of the new tokens.
     stages: in a request's first and last output.
     """
 
@@ -162,6 +225,8 @@ class TokenOutput(NamedTuple):
     first: bool = False
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    prompt_logprobs: PromptLogprobs | None = None
+    hidden_states: np.ndarray | None = None
     stages: StageTimes | None = None
 
 
@@ -189,6 +254,8 @@ class TextOutput:
     completion_tokens: int
     cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    hidden_states: np.ndarray | None = None
     stages: StageTimes | None = None
 
 

@@ -1,5 +1,6 @@
 """What `transformers` answers on the same checkpoint: the truth for whole requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ class Answer:
     margins: list[float]
 
 
+@dataclass(frozen=True)
+class Forwarded:
+    """logprobs: [L, vocab] of what follows each token; hidden: [L, hidden]; prompt: tokens before the continuation."""
+
+    input_ids: list[int]
+    logprobs: np.ndarray
+    hidden: np.ndarray
+    prompt: int
+
+
 class Reference:
     def __init__(self, folder: Path) -> None:
         self.processor = AutoProcessor.from_pretrained(folder)
@@ -29,24 +40,7 @@ class Reference:
     @torch.no_grad()
     def answer(self, messages: list[dict], max_tokens: int, **kwargs: Any) -> Answer:
         """messages as `LLM.chat` takes them, pictures as PIL images, videos as bytes. kwargs: the processor's."""
-        parts = [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
-        images = [part["image"] for part in parts if part["type"] == "image"]
-        clips = [_decode(part["video"]) for part in parts if part["type"] == "video"]
-        plain = [
-            {**m, "content": [{"type": p["type"]} if p["type"] != "text" else p for p in m["content"]]}
-            if isinstance(m["content"], list)
-            else m
-            for m in messages
-        ]
-        text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-        sampled = {
-            "videos": [frames for frames, _ in clips],
-            "video_metadata": [{"total_num_frames": len(frames), "fps": rate} for frames, rate in clips],
-            "do_sample_frames": True,
-            "fps": 2,
-        }
-        kwargs = (sampled if clips else {}) | kwargs
-        inputs = self.processor(text=[text], images=images or None, return_tensors="pt", **kwargs)
+        inputs = self._inputs(messages, **kwargs)
         self.model.model.rope_deltas = None
         out = self.model.generate(
             **inputs,
@@ -68,6 +62,46 @@ class Reference:
             [float(row[i]) for row, i in zip(rows, ids, strict=True)],
             [float(a - b) for a, b in best],
         )
+
+    @torch.no_grad()
+    def forward(self, messages: list[dict], continuation: Sequence[int] = ()) -> Forwarded:
+        """What it makes of a conversation and, behind its generation prompt, some token ids, in one pass."""
+        inputs = dict(self._inputs(messages))
+        start = inputs["input_ids"].shape[1]
+        if continuation:
+            more = torch.tensor([list(continuation)])
+            fill = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+            for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+                if name in inputs:
+                    inputs[name] = torch.cat([inputs[name], fill.get(name, torch.zeros_like(more))], dim=1)
+        self.model.model.rope_deltas = None
+        out = self.model(**inputs, output_hidden_states=True)
+        return Forwarded(
+            inputs["input_ids"][0].tolist(),
+            torch.log_softmax(out.logits[0].float(), -1).numpy(),
+            out.hidden_states[-1][0].numpy(),
+            start,
+        )
+
+    def _inputs(self, messages: list[dict], **kwargs: Any) -> Any:
+        parts = [p for m in messages if isinstance(m["content"], list) for p in m["content"]]
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        clips = [_decode(part["video"]) for part in parts if part["type"] == "video"]
+        plain = [
+            {**m, "content": [{"type": p["type"]} if p["type"] != "text" else p for p in m["content"]]}
+            if isinstance(m["content"], list)
+            else m
+            for m in messages
+        ]
+        text = self.processor.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        sampled = {
+            "videos": [frames for frames, _ in clips],
+            "video_metadata": [{"total_num_frames": len(frames), "fps": rate} for frames, rate in clips],
+            "do_sample_frames": True,
+            "fps": 2,
+        }
+        kwargs = (sampled if clips else {}) | kwargs
+        return self.processor(text=[text], images=images or None, return_tensors="pt", **kwargs)
 
 
 def _decode(video: bytes) -> tuple[np.ndarray, float]:

@@ -210,6 +210,12 @@ class EngineArgs:
     schedule_conservativeness: float = _scheduling(
         1.0, "above 1: admit fewer requests; below 1: admit more, and take more back", _POSITIVE
     )
+    logits_processors: str | None = _other(
+        None,
+        "classes that requests may call by name to change logits: MODULE:CLASS, with commas between them; they are "
+        "your code and run in the engine",
+    )
+    enable_return_hidden_states: bool = _other(False, "let requests ask for hidden states (return_hidden_states)")
     random_seed: int = _other(
         0, "LLM only: seed of the first request without one; the server draws a seed for each", _SEED
     )

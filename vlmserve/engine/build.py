@@ -24,6 +24,7 @@ from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
 from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
+from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
@@ -65,6 +66,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
 
     What cannot fit into memory is refused before weights are loaded.
     """
+    processors = load_logits_processors(args.logits_processors)
     threads = usable_threads(args.num_threads, "--num-threads")
     torch.set_num_threads(threads)
     device = resolve_device(args.device)
@@ -119,6 +121,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
         attn_backend=attn_backend,
         device=device,
+        logits_processors=processors,
     )
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
+from vlmserve.executor.logits_processors import LogitsProcessors
+from vlmserve.executor.logprobs import DeviceLogprobs, prompt_logprobs
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.executor.sampler import sample
 from vlmserve.memory.kv_cache import KVCache
@@ -22,12 +24,15 @@ from vlmserve.models.vlm import VisionLanguageModel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forwarded:
-    """A step that is not sampled yet. hidden: [N, hidden], of its tokens. seconds: that it took so far."""
+    """A step that is not sampled yet. hidden: [N, hidden], of its tokens. returned: float32 [H, hidden], of those that
+    are to be returned. seconds: that it took so far."""
 
     step: int
     req_pool_indices: np.ndarray
     extend_lens: list[int]
     hidden: torch.Tensor
+    returned: torch.Tensor | None
+    prompt_logprobs: DeviceLogprobs | None
     seconds: float
 
 
@@ -42,6 +47,7 @@ class ModelRunner:
         req_to_token_pool: ReqToTokenPool,
         attn_backend: AttentionBackend,
         device: torch.device,
+        logits_processors: LogitsProcessors | None = None,
     ) -> None:
         self._kv_transfer: KVTransfer | None = None
         self.model = model
@@ -49,6 +55,7 @@ class ModelRunner:
         self.req_to_token_pool = req_to_token_pool
         self.attn_backend = attn_backend
         self.device = device
+        self._logits_processors = logits_processors
         self._last_tokens = torch.zeros(req_to_token_pool.size, dtype=torch.int64, device=device)
 
     def attach_host_tier(self, transfer: KVTransfer) -> None:
@@ -73,11 +80,15 @@ class ModelRunner:
             deepstack_index=mm_index,
             deepstack_embeds=deepstack,
         )
+        asked = batch.prompt_logprobs
+        vocab = self.model.config.vocab_size
         return Forwarded(
             step=batch.step,
             req_pool_indices=batch.req_pool_indices,
             extend_lens=forward_batch.extend_lens,
             hidden=hidden,
+            returned=hidden[self._tensor(batch.hidden_tokens)].float() if len(batch.hidden_tokens) else None,
+            prompt_logprobs=prompt_logprobs(hidden, asked, self.model.compute_logits, vocab) if asked else None,
             seconds=time.perf_counter() - began,
         )
 
@@ -116,6 +127,8 @@ class ModelRunner:
         """Text embeddings with this step's vision embeddings in place of its R pad tokens; where those are, and their
         DeepStack embeddings [num_deepstack, R, hidden]."""
         embeds = self.model.embed_tokens(input_ids)
+        for part in batch.input_embeds:
+            embeds[part.token : part.token + len(part.embeds)] = part.embeds.to(embeds)
         if not batch.mm_embeds:
             return embeds, None, None
         mm_embeds = torch.cat([part.embeds.to(self.device) for part in batch.mm_embeds])
@@ -129,6 +142,8 @@ class ModelRunner:
     def sample(self, forwarded: Forwarded, info: SamplingBatchInfo) -> ModelWorkerResult:
         """The tokens of a step; they become the last ones of their requests."""
         began = time.perf_counter()
+        prompt = forwarded.prompt_logprobs.to_host() if forwarded.prompt_logprobs is not None else None
+        returned = forwarded.returned.cpu().numpy() if forwarded.returned is not None else None
         if not len(info.batch_indices):
             none = np.zeros(0, np.float32)
             ids = np.zeros(0, np.int64)
@@ -139,12 +154,14 @@ class ModelRunner:
                 logprobs=none,
                 top_ids=ids.reshape(0, 0),
                 top_logprobs=none.reshape(0, 0),
+                prompt_logprobs=prompt,
+                hidden_states=returned,
             )
         hidden = forwarded.hidden
         if len(info.batch_indices) < len(hidden):  # otherwise each token is its request's last
             ends = np.cumsum(forwarded.extend_lens)[info.batch_indices] - 1
             hidden = hidden.index_select(0, self._tensor(ends))
-        out = sample(self.model.compute_logits(hidden), info)
+        out = sample(self.model.compute_logits(hidden), info, self._logits_processors)
         sampled = self._tensor(forwarded.req_pool_indices[info.batch_indices])
         self._last_tokens.index_copy_(0, sampled, out.next_token_ids)
         tokens = out.next_token_ids.cpu().numpy()
@@ -155,4 +172,8 @@ class ModelRunner:
             logprobs=out.logprobs.cpu().numpy(),
             top_ids=out.top_ids.cpu().numpy(),
             top_logprobs=out.top_logprobs.cpu().numpy(),
+            asked_logprobs=out.asked_logprobs.cpu().numpy(),
+            prompt_logprobs=prompt,
+            hidden_states=returned,
+            failures=out.failures,
         )

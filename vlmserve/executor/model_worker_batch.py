@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,59 @@ class PrefixSlots:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobRows:
+    """What is asked of R rows of logits.
+
+    tops: int64 [R], how many of the likeliest tokens are named; -1: nothing is asked of the row. temperatures, top_ps:
+    float32 [R], the distribution that logprobs are of; 1 and 1 is the model's own. asked_rows, asked_ids: int64 [K]
+    pairs, rows ascending: whose logprobs are wanted besides.
+    """
+
+    tops: np.ndarray
+    temperatures: np.ndarray
+    top_ps: np.ndarray
+    asked_rows: np.ndarray
+    asked_ids: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLogprobs:
+    """Of R rows: logprobs float32 [R] and ranks int64 [R] (1 is the likeliest) of a token each; top_ids int64 and
+    top_logprobs float32 [R, K], best first, K the largest number asked for; asked float32 [number of pairs]."""
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    asked: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLogprobRows:
+    """Logprobs of prompt tokens. tokens: int64 [R], batch tokens; targets: int64 [R], the ids that follow them."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    rows: LogprobRows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitsProcessing:
+    """A logits processor by its name, for number `row` of those that get a token. prompt_ids, output_ids: int64, all
+    of its tokens so far; no prompt_ids where embeddings stand in their place."""
+
+    row: int
+    name: str
+    params: dict[str, Any]
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
+
+
+def _no_ids() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingBatchInfo:
     """How the S requests that get a token are sampled; arrays of length S unless said otherwise.
 
@@ -38,6 +92,7 @@ class SamplingBatchInfo:
     presence, frequency: float32 penalties.
     seen_*: [K] pairs (index among the S, token id) of the tokens of prompt and answer, of those with a
     repetition penalty. repetition: float32, 1 is none.
+    logprobs: of these, where anything is asked beyond `num_logprobs`. processing: in the order of application.
     """
 
     batch_indices: np.ndarray
@@ -59,6 +114,8 @@ class SamplingBatchInfo:
     seen_rows: np.ndarray
     seen_ids: np.ndarray
     repetition: np.ndarray
+    logprobs: LogprobRows | None = None
+    processing: tuple[LogitsProcessing, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +125,9 @@ class ModelWorkerBatch:
     req_pool_indices int64 [B]. input_ids int64 [N]: real ids; -1 stands for the token sampled last at that
     req_pool_idx, which the worker knows and the host may not yet. positions int64 [3, N]. seq_lens, prefix_lens int64
     [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
-    mm_embeds: in the order of their tokens. kv_copies: between the tiers of the KV cache, to be done first.
+    mm_embeds: in the order of their tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens:
+    int64 [H], batch tokens whose final hidden states are returned. kv_copies: between the tiers of the KV cache, to be
+    done first.
     """
 
     step: int
@@ -81,6 +140,9 @@ class ModelWorkerBatch:
     out_cache_loc: np.ndarray
     prefix_slots: tuple[PrefixSlots, ...]
     mm_embeds: tuple[MMEmbeds, ...]
+    input_embeds: tuple[MMEmbeds, ...] = ()
+    prompt_logprobs: PromptLogprobRows | None = None
+    hidden_tokens: np.ndarray = field(default_factory=_no_ids)
     kv_copies: tuple[KVCopyJob, ...] = ()
 
 
@@ -88,7 +150,8 @@ class ModelWorkerBatch:
 class ModelWorkerResult:
     """compute_s: seconds that the step took. next_token_ids int64 [S]; logprobs float32 [S] of these; top_ids int64 and
     top_logprobs float32 [S, K], K the largest num_logprobs asked for (0 columns if none). Logprobs are NaN for requests
-    that did not ask."""
+    that did not ask. asked_logprobs: float32, for each pair of `SamplingBatchInfo.logprobs`. hidden_states: float32 [H,
+    hidden]. failures: numbers among the S, and why: their tokens mean nothing."""
 
     step: int
     compute_s: float
@@ -96,3 +159,7 @@ class ModelWorkerResult:
     logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
+    asked_logprobs: np.ndarray = field(default_factory=_no_ids)
+    prompt_logprobs: RowLogprobs | None = None
+    hidden_states: np.ndarray | None = None
+    failures: tuple[tuple[int, str], ...] = ()

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vlmserve.executor.model_worker_batch import SamplingBatchInfo
+from vlmserve.executor.logits_processors import LogitsProcessors
+from vlmserve.executor.logprobs import row_logprobs
+from vlmserve.executor.model_worker_batch import LogprobRows, SamplingBatchInfo
 from vlmserve_common.kernels.argmax import argmax
 
 # Below, logits divided by it may overflow, and the choice is the greedy one anyway.
@@ -30,18 +32,27 @@ class SamplerOutput:
     logprobs: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
+    asked_logprobs: torch.Tensor
+    failures: tuple[tuple[int, str], ...] = ()
 
 
-def sample(logits: torch.Tensor, info: SamplingBatchInfo) -> SamplerOutput:
-    """logits float32 [S, vocab] -> one token each. Reported logprobs are of the logits as the model gave them."""
+def sample(logits: torch.Tensor, info: SamplingBatchInfo, processors: LogitsProcessors | None = None) -> SamplerOutput:
+    """logits float32 [S, vocab] -> one token each. Reported logprobs are of the logits as the model gave them.
+
+    processors: applied behind penalties and bias.
+    """
     raw = logits
     logits = _adjust(logits, info)
+    failures: tuple[tuple[int, str], ...] = ()
+    if info.processing:
+        assert processors is not None
+        logits, failures = processors.apply(logits.clone() if logits is raw else logits, info.processing)
     tokens = argmax(logits)
     random_rows = np.flatnonzero(info.temperatures >= MIN_TEMPERATURE)
     if len(random_rows):
         index = torch.from_numpy(random_rows).to(logits.device)
         tokens[index] = _sample_random(logits[index], info, random_rows)
-    return _with_logprobs(raw, tokens, info)
+    return _with_logprobs(raw, tokens, info, failures)
 
 
 def _adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
@@ -110,17 +121,38 @@ def _gumbel(seeds: torch.Tensor, output_indices: torch.Tensor, token_ids: torch.
     return -torch.log(-torch.log(uniform)).float()
 
 
-def _with_logprobs(raw: torch.Tensor, tokens: torch.Tensor, info: SamplingBatchInfo) -> SamplerOutput:
+def _with_logprobs(
+    raw: torch.Tensor, tokens: torch.Tensor, info: SamplingBatchInfo, failures: tuple[tuple[int, str], ...]
+) -> SamplerOutput:
     rows, device = raw.shape[0], raw.device
     width = max(int(info.num_logprobs.max(initial=0)), 0)
     chosen = torch.full((rows,), torch.nan, device=device)
     top_ids = torch.zeros((rows, width), dtype=torch.int64, device=device)
     top_logprobs = torch.full((rows, width), torch.nan, device=device)
+    asked_logprobs = torch.zeros(0, device=device)
     wanted = np.flatnonzero(info.num_logprobs >= 0)
     if len(wanted):
         index = torch.from_numpy(wanted).to(device)
-        logprobs = torch.log_softmax(raw[index], dim=-1)
-        chosen[index] = logprobs.gather(1, tokens[index][:, None])[:, 0]
+        found = row_logprobs(raw[index], tokens[index], _rows(info, wanted))
+        chosen[index] = found.logprobs
         if width:
-            top_logprobs[index], top_ids[index] = logprobs.topk(width, dim=-1)
-    return SamplerOutput(tokens, chosen, top_ids, top_logprobs)
+            top_logprobs[index], top_ids[index] = found.top_logprobs, found.top_ids
+        asked_logprobs = found.asked
+    return SamplerOutput(tokens, chosen, top_ids, top_logprobs, asked_logprobs, failures)
+
+
+def _rows(info: SamplingBatchInfo, wanted: np.ndarray) -> LogprobRows:
+    """What is asked of the rows `wanted`, ascending; nothing may be asked of others."""
+    given = info.logprobs
+    if given is None:
+        ones, none = np.ones(len(wanted), dtype=np.float32), np.zeros(0, dtype=np.int64)
+        return LogprobRows(
+            tops=info.num_logprobs[wanted], temperatures=ones, top_ps=ones, asked_rows=none, asked_ids=none
+        )
+    return LogprobRows(
+        tops=info.num_logprobs[wanted],
+        temperatures=given.temperatures[wanted],
+        top_ps=given.top_ps[wanted],
+        asked_rows=np.searchsorted(wanted, given.asked_rows),
+        asked_ids=given.asked_ids,
+    )

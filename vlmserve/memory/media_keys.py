@@ -56,6 +56,11 @@ class MediaKeyTable:
         self._limit = max(self._min_limit, 2 * len(self._ids))
 
 
+def embeds_key(digests: np.ndarray, table: MediaKeyTable) -> np.ndarray:
+    """The prefix cache key of a prompt of embeddings: int64 [L], negative. digests: uint8 [L, 32], of each row."""
+    return np.array([table.intern((row.tobytes(), "embeds", (1, 1, 1), 0.0)) for row in digests], dtype=np.int64)
+
+
 def radix_key(input_ids: np.ndarray, mm_inputs: MultimodalInputs | None, table: MediaKeyTable) -> np.ndarray:
     """The prefix cache key of a prompt: int64 [L], a copy of `input_ids` with every item's ranges set to its pad value.
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
@@ -104,6 +104,14 @@ class AsyncLLM:
         async with contextlib.aclosing(self._manager.generate(request)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def generate_batch(self, requests: Sequence[GenerateReqInput]) -> AsyncGenerator[ChoiceOutput, None]:
+        """Several requests as one; see `TokenizerManager.stream`."""
+        self._loop = asyncio.get_running_loop()
+        async with contextlib.aclosing(self._manager.stream(*requests)) as batches:
+            async for items in batches:
+                for item in items:
+                    yield item
 
     async def stats(self) -> SchedulerStats | None:
         """The scheduler's figures; None if the engine has failed or does not get to it in a second."""

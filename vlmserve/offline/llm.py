@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
+
+import numpy as np
 
 from processors.families.report import MediumReport, report_json
 from processors.fetch.settings import FetchSettings
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
+    LogitsProcessorCall,
+    PromptLogprobs,
+    ReturnOptions,
     SchedulerOutput,
     SchedulerStats,
     TextOutput,
@@ -22,16 +27,26 @@ from vlmserve.messages import (
 from vlmserve.offline.engine import build_offline_engine
 from vlmserve.offline.inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
 from vlmserve.tokenizer.detokenizer import DetokenizerManager, join_outputs
-from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
+from vlmserve.tokenizer.request_builder import (
+    ChatPrompt,
+    EmbedsPrompt,
+    GenerateReqInput,
+    TextPrompt,
+    TokensPrompt,
+)
 from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve.tokenizer.scores import LabelScore, label_scores
 from vlmserve.tokenizer.stage import StageLimits
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.loop_thread import LoopThread
 
+_NOTHING_MORE = ReturnOptions()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer. finish_reason: "stop" or "length". logprobs: one entry per token if they were asked for.
+    """One answer. finish_reason: "stop" or "length". logprobs: one entry per token if they were asked for. So with
+    prompt_logprobs and hidden_states (float32 [tokens, hidden]), see `ReturnOptions`.
 
     mm_report: what became of the prompt's media, as the API's field of that name; warnings: what could not be done as
     it was asked for, a sentence each.
@@ -45,6 +60,8 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     mm_report: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+    hidden_states: np.ndarray | None = None
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -86,19 +103,24 @@ class LLM(AbstractContextManager["LLM"]):
         videos: Any = (),
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        returns: ReturnOptions = _NOTHING_MORE,
+        logits_processors: Sequence[LogitsProcessorCall] = (),
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """The answer to one conversation: a text, or messages in OpenAI's form. Media may be paths, URLs, bytes, PIL
         images and arrays; never pass on strangers' messages, since a path in them is read.
 
         images, videos: one or several, shown before the text. mm_processor_kwargs: how media are prepared where a part
-        does not say (`processors.families.processor_kwargs`). options: sampling as keywords, such as max_tokens=64.
+        does not say (`processors.families.processor_kwargs`). returns: what is wanted besides the answer.
+        logits_processors: the operator's, by name. options: sampling as keywords, such as max_tokens=64.
         """
         return self.chat_batch(
             [conversation(messages, images, videos)],
             sampling,
             num_logprobs=num_logprobs,
             mm_processor_kwargs=mm_processor_kwargs,
+            returns=returns,
+            logits_processors=logits_processors,
             **options,
         )[0]
 
@@ -109,27 +131,62 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        returns: ReturnOptions = _NOTHING_MORE,
+        logits_processors: Sequence[LogitsProcessorCall] = (),
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """The answers to several conversations, computed together, in order. BadRequestError for the first bad one."""
         if isinstance(conversations, str):
             raise TypeError("chat_batch takes a list of conversations; chat takes one")
         prompts = [ChatPrompt(messages=conversation(messages)) for messages in conversations]
-        return self._run(prompts, sampling_of(sampling, options), num_logprobs, mm_processor_kwargs)
+        request = self._request(sampling, options, num_logprobs, mm_processor_kwargs, returns, logits_processors)
+        return [answer for [answer] in self._run([replace(request, prompt=prompt) for prompt in prompts])]
 
     def generate(
         self,
-        prompts: str | Sequence[str | TextPrompt],
+        prompts: str | Sequence[str | TextPrompt | TokensPrompt | EmbedsPrompt],
         sampling: SamplingOverrides | None = None,
         *,
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        returns: ReturnOptions = _NOTHING_MORE,
+        logits_processors: Sequence[LogitsProcessorCall] = (),
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """Continuations of prompts that are rendered already; of one text, a list of one."""
         several = [prompts] if isinstance(prompts, str) else prompts
         wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in several]
-        return self._run(wrapped, sampling_of(sampling, options), num_logprobs, mm_processor_kwargs)
+        request = self._request(sampling, options, num_logprobs, mm_processor_kwargs, returns, logits_processors)
+        return [answer for [answer] in self._run([replace(request, prompt=prompt) for prompt in wrapped])]
+
+    def score(
+        self,
+        messages: Conversation,
+        labels: Sequence[str],
+        *,
+        images: Any = (),
+        videos: Any = (),
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[LabelScore]:
+        """How likely the model holds each of some answers to a conversation, in their order; see `chat`."""
+        return self.score_batch(
+            [conversation(messages, images, videos)], labels, mm_processor_kwargs=mm_processor_kwargs
+        )[0]
+
+    def score_batch(
+        self,
+        conversations: Sequence[Conversation],
+        labels: Sequence[str],
+        *,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[list[LabelScore]]:
+        """`score` of several conversations, computed together. A conversation is computed once for all labels."""
+        if isinstance(labels, str) or not labels:
+            raise TypeError("labels are one or more texts in a list")
+        request = self._request(None, {}, None, mm_processor_kwargs, _NOTHING_MORE, ())
+        prompts = [ChatPrompt(messages=conversation(messages)) for messages in conversations]
+        wanted = [replace(request, prompt=prompt, continuations=tuple(labels)) for prompt in prompts]
+        return [label_scores(labels, [answer.prompt_logprobs for answer in answers]) for answers in self._run(wanted)]
 
     def stats(self) -> SchedulerStats:
         """Plain figures of the engine."""
@@ -146,17 +203,34 @@ class LLM(AbstractContextManager["LLM"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(
-        self,
-        prompts: Sequence[ChatPrompt | TextPrompt],
+    @staticmethod
+    def _request(
         sampling: SamplingOverrides | None,
+        options: Mapping[str, Any],
         num_logprobs: int | None,
         mm_processor_kwargs: Mapping[str, Any] | None,
-    ) -> list[Completion]:
+        returns: ReturnOptions,
+        logits_processors: Sequence[LogitsProcessorCall],
+    ) -> GenerateReqInput:
+        """What all requests of a call share: its prompt and its name are still to come."""
+        return GenerateReqInput(
+            request_id="",
+            prompt=TextPrompt(text=""),
+            sampling=sampling_of(sampling, options),
+            num_logprobs=num_logprobs,
+            mm_processor_kwargs=mm_processor_kwargs or {},
+            returns=returns,
+            logits_processors=tuple(logits_processors),
+        )
+
+    def _run(self, requests: Sequence[GenerateReqInput]) -> list[list[Completion]]:
+        """The choices of each request."""
         reports: dict[str, tuple[MediumReport, ...]] = {}
+        choices: list[list[str]] = []
         try:
-            for prompt in prompts:
-                messages, media = self._build(prompt, sampling, num_logprobs, mm_processor_kwargs)
+            for request in requests:
+                messages, media = self._build(request)
+                choices.append([message.rid for message in messages])
                 for message in messages:
                     # only so many wait at a time, pictures and all
                     while len(self._scheduler.waiting_queue) >= self._max_waiting:
@@ -166,27 +240,15 @@ class LLM(AbstractContextManager["LLM"]):
             while not self._scheduler.is_idle():
                 self._scheduler.step_or_wait()
             self._scheduler.step()  # the checks of an idle engine
-            return [_completion(self._answers[rid], media) for rid, media in reports.items()]
+            return [[_completion(self._answers[rid], reports[rid]) for rid in rids] for rids in choices]
         finally:
             for rid in reports:
                 answer = self._answers.pop(rid)
                 if answer is None or answer.finish_reason is None:  # an exception came first
                     self._scheduler.handle(AbortReq(rid=rid))
 
-    def _build(
-        self,
-        prompt: ChatPrompt | TextPrompt,
-        sampling: SamplingOverrides | None,
-        num_logprobs: int | None,
-        mm_processor_kwargs: Mapping[str, Any] | None,
-    ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...]]:
-        request = GenerateReqInput(
-            request_id=f"offline-{self._requests}",
-            prompt=prompt,
-            sampling=sampling or SamplingOverrides(),
-            num_logprobs=num_logprobs,
-            mm_processor_kwargs=mm_processor_kwargs or {},
-        )
+    def _build(self, request: GenerateReqInput) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...]]:
+        request = replace(request, request_id=f"offline-{self._requests}")
         tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
         self._requests += 1
         media = self._loop.run(self._media.load(tokenized.media))
@@ -220,4 +282,6 @@ def _completion(answer: TextOutput | None, media: tuple[MediumReport, ...]) -> C
         logprobs=answer.logprobs,
         mm_report=report_json(media),
         warnings=tuple(warning for medium in media for warning in medium.warnings()),
+        prompt_logprobs=answer.prompt_logprobs,
+        hidden_states=answer.hidden_states,
     )

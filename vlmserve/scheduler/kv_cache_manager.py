@@ -58,8 +58,8 @@ class KVCacheManager:
         return self.prefix_cache.path_ids(self.key_of(req), req.namespace)
 
     def key_of(self, req: Req) -> np.ndarray:
-        """What of a waiting request is looked up in the prefix cache: all but its last token, int64."""
-        return req.radix_key(req.fill_len - 1)
+        """What of a waiting request is looked up in the prefix cache, int64: all but its last token, or less."""
+        return req.radix_key(req.matchable_len)
 
     def start(self, req: Req) -> MatchResult | None:
         """Give a waiting request a place in the pool and its cached prefix, locked. None if no place is free."""

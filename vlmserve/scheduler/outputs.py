@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from vlmserve.messages import FinishReason, TokenizedGenerateReqInput, TokenLogprobs, TokenOutput
 from vlmserve.scheduler.req import Req
 
@@ -13,9 +15,15 @@ def error(status: int, message: str) -> FinishReason:
     return FinishReason(type="error", status=status, message=message)
 
 
-def token_output(req: Req, tokens: Sequence[int], logprobs: tuple[TokenLogprobs, ...] | None = None) -> TokenOutput:
+def token_output(
+    req: Req,
+    tokens: Sequence[int],
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+    hidden_states: np.ndarray | None = None,
+) -> TokenOutput:
     """What a step brought a request."""
     first, req.reported = not req.reported, True
+    scores = req.prompt_scores if first else None
     return TokenOutput(
         rid=req.rid,
         token_ids=tuple(tokens),
@@ -27,6 +35,8 @@ def token_output(req: Req, tokens: Sequence[int], logprobs: tuple[TokenLogprobs,
         first=first,
         stop=req.sampling_params.stop if first else (),
         skip_special_tokens=req.sampling_params.skip_special_tokens,
+        prompt_logprobs=None if scores is None else scores.message(len(req.returns.token_ids_logprob)),
+        hidden_states=hidden_states,
         stages=req.times.so_far() if first or req.finish_reason is not None else None,
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
+from vlmserve.scheduler.prompt_scores import PromptScores
 from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.req_status import MOVES, ReqStatus
 from vlmserve.scheduler.req_times import ReqTimes
@@ -51,7 +52,13 @@ class Req:
         self.origin_input_ids = message.input_ids
         self.mm_inputs = message.mm_inputs
         self.sampling_params: SamplingParams = params
-        self.num_logprobs = message.num_logprobs
+        self.returns = message.returns
+        asks = bool(message.returns.token_ids_logprob)
+        self.num_logprobs = 0 if message.num_logprobs is None and asks else message.num_logprobs
+        self.input_embeds = message.input_embeds
+        self.logits_processors = message.logits_processors
+        scores = message.returns.prompt_logprobs is not None
+        self.prompt_scores = PromptScores(message.input_ids, message.returns) if scores else None
         self.priority = message.priority
         self.flow = f"{message.client} {'media' if message.mm_inputs is not None else 'text'}"
         self.client = message.client
@@ -67,7 +74,10 @@ class Req:
         self.turn = arrival + TURNS_PER_CHOICE * message.choice
         # of other than the newest token, when it samples: see `Scheduler.run_batch`
         self.samples_by_history = bool(
-            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+            params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1
+            or message.logits_processors
         )
         self.times = times or ReqTimes()
 
@@ -97,6 +107,23 @@ class Req:
     def is_finished(self) -> bool:
         """Whether it has had its last token, or was ended before."""
         return self.status is ReqStatus.FINISHED
+
+    @property
+    def matchable_len(self) -> int:
+        """How much of it may come from the prefix cache: the last token, and what logprobs are asked of, may not."""
+        end = self.fill_len - 1
+        return end if self.prompt_scores is None else min(end, self.prompt_scores.matchable_len)
+
+    @property
+    def prompt_token_ids(self) -> np.ndarray:
+        """int64: those of the prompt; none where embeddings stand in their place."""
+        return self.origin_input_ids if self.input_embeds is None else self.origin_input_ids[:0]
+
+    @property
+    def asks_more_of_logprobs(self) -> bool:
+        """Whether it wants more than logprobs of its tokens and of the likeliest, or of another distribution."""
+        returns = self.returns
+        return bool(returns.token_ids_logprob or returns.temp_scaled_logprobs or returns.top_p_normalized_logprobs)
 
     @property
     def fill_len(self) -> int:
@@ -167,9 +194,9 @@ class Req:
         return None
 
     def logprobs_of(
-        self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
+        self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray, asked: np.ndarray
     ) -> TokenLogprobs | None:
-        """This request's logprobs entry for a token, cut to the number it asked for."""
+        """This request's logprobs entry for a token, cut to the number it asked for. asked: of the ids it named."""
         if self.num_logprobs is None:
             return None
         return TokenLogprobs(
@@ -177,6 +204,7 @@ class Req:
             logprob=float(logprob),
             top_ids=tuple(top_ids[: self.num_logprobs].tolist()),
             top_logprobs=tuple(top_logprobs[: self.num_logprobs].tolist()),
+            token_ids_logprobs=tuple(asked.tolist()),
         )
 
     def check(self) -> None:

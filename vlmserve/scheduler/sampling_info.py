@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from vlmserve.executor.model_worker_batch import SamplingBatchInfo
+from vlmserve.executor.model_worker_batch import LogitsProcessing, SamplingBatchInfo
+from vlmserve.scheduler.logprob_rows import output_rows
 from vlmserve.scheduler.req import Req
 
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
@@ -26,7 +28,8 @@ class SamplingArrays:
         """batch_indices: which requests of the step get a token. reqs: these. output_indices: of that token in its
         answer.
 
-        Penalties are of the tokens that are known now: those in flight must have come, for requests that have any.
+        Penalties and logits processors are of the tokens that are known now: those in flight must have come, for
+        requests that have any.
         """
         if reqs != self._reqs:
             self._reqs, self._arrays = reqs, _arrays_of(reqs)
@@ -34,6 +37,7 @@ class SamplingArrays:
         counts: list[tuple[int, int, int]] = []
         seen: list[np.ndarray] = []
         seen_of: list[int] = []
+        processing: list[LogitsProcessing] = []
         for i in self._by_history:
             req, p = reqs[i], reqs[i].sampling_params
             known = np.asarray(req.output_ids[: output_indices[i]], dtype=np.int64)
@@ -41,8 +45,14 @@ class SamplingArrays:
                 ids, times = np.unique(known, return_counts=True)
                 counts.extend((i, token, n) for token, n in zip(ids.tolist(), times.tolist(), strict=True))
             if p.repetition_penalty != 1:
-                seen.append(np.unique(np.concatenate([req.origin_input_ids, known])))
+                seen.append(np.unique(np.concatenate([req.prompt_token_ids, known])))
                 seen_of.append(i)
+            processing += [
+                LogitsProcessing(
+                    row=i, name=call.name, params=call.params, prompt_ids=req.prompt_token_ids, output_ids=known
+                )
+                for call in req.logits_processors
+            ]
         return SamplingBatchInfo(
             **self._arrays,
             batch_indices=_ints(batch_indices),
@@ -52,25 +62,28 @@ class SamplingArrays:
             count_values=_ints([n for _, _, n in counts]),
             seen_rows=np.repeat(_ints(seen_of), [len(ids) for ids in seen]) if seen else _NO_IDS,
             seen_ids=np.concatenate(seen) if seen else _NO_IDS,
+            processing=tuple(processing),
         )
 
 
-def _arrays_of(reqs: Sequence[Req]) -> dict[str, np.ndarray]:
+def _arrays_of(reqs: Sequence[Req]) -> dict[str, Any]:
     params = [req.sampling_params for req in reqs]
     bias = [(i, token, value) for i, p in enumerate(params) if p.logit_bias for token, value in p.logit_bias.items()]
+    num_logprobs = [-1 if req.num_logprobs is None else req.num_logprobs for req in reqs]
     return {
         "temperatures": _floats([p.temperature for p in params]),
         "top_ps": _floats([p.top_p for p in params]),
         "top_ks": _ints([p.top_k for p in params]),
         "min_ps": _floats([p.min_p for p in params]),
         "seeds": _ints([p.seed for p in params]),
-        "num_logprobs": _ints([-1 if req.num_logprobs is None else req.num_logprobs for req in reqs]),
+        "num_logprobs": _ints(num_logprobs),
         "bias_rows": _ints([row for row, _, _ in bias]),
         "bias_ids": _ints([token for _, token, _ in bias]),
         "bias_values": _floats([value for _, _, value in bias]),
         "presence": _floats([p.presence_penalty for p in params]),
         "frequency": _floats([p.frequency_penalty for p in params]),
         "repetition": _floats([p.repetition_penalty for p in params]),
+        "logprobs": output_rows(reqs, num_logprobs),
     }
 
 

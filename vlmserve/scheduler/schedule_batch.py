@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from vlmserve.attention.base import ForwardMode
 from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.logprob_rows import prompt_rows
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.sampling_info import SamplingArrays
 
 
 class ScheduledReq(NamedTuple):
-    """A request's part of a step: its tokens [start, end). output_index: of the token it samples; None if it samples
-    none, because its prompt goes on."""
+    """A request's part of a step: its tokens [start, end). completes: these are its last, but for those to be sampled.
+    output_index: of the token it samples; None if it samples none, because its prompt goes on, or is all there is to
+    it. scored: prompt positions [first, last) that logprobs are wanted of. returns_hidden: those of its last token."""
 
     req: Req
     start: int
     end: int
     output_index: int | None
+    completes: bool = True
+    scored: tuple[int, int] = (0, 0)
+    returns_hidden: bool = False
 
 
 class RunningBatch:
@@ -107,11 +113,17 @@ class ScheduleBatch:
     def _advance(req: Req) -> ScheduledReq:
         start, end = req.kv_len, req.kv_allocated_len
         req.kv_len = end
+        scored = req.prompt_scores.wanted(start, end) if req.prompt_scores is not None else (0, 0)
         output_index = len(req.output_ids) + req.in_flight
         if end < req.prompt_len + output_index:
-            return ScheduledReq(req, start, end, None)
-        req.in_flight += 1
-        return ScheduledReq(req, start, end, output_index)
+            return ScheduledReq(req, start, end, None, completes=False, scored=scored)
+        hidden = req.returns.hidden_states
+        returns_hidden = hidden == "all" or (hidden == "last" and not output_index)
+        samples = output_index < req.max_new_tokens
+        req.in_flight += samples
+        return ScheduledReq(
+            req, start, end, output_index if samples else None, scored=scored, returns_hidden=returns_hidden
+        )
 
     def sampling_info(self) -> SamplingBatchInfo:
         """How its tokens are sampled, by all that is known now."""
@@ -153,8 +165,25 @@ class ScheduleBatch:
             ),
             prefix_slots=self._unsent_prefixes(),
             mm_embeds=_mm_embeds(spans),
+            input_embeds=_input_embeds(spans),
+            **self._returned(ends - starts),
             kv_copies=self.kv.prefix_cache.take_copy_jobs(),
         )
+
+    def _returned(self, lengths: np.ndarray) -> dict[str, Any]:
+        """What the step returns besides its tokens. lengths: int64 [B], tokens of each request."""
+        if not any(part.returns_hidden or part.scored[1] > part.scored[0] for part in self.reqs):
+            return {}
+        lasts = lengths.cumsum() - 1
+        firsts = (lasts + 1 - lengths).tolist()
+        scored = [(part, at) for part, at in zip(self.reqs, firsts, strict=True)]
+        return {
+            # position p of a prompt follows token p - 1
+            "prompt_logprobs": prompt_rows(
+                [(part.req, *part.scored, at + part.scored[0] - 1 - part.start) for part, at in scored]
+            ),
+            "hidden_tokens": lasts[[part.returns_hidden for part in self.reqs]],
+        }
 
     def _unsent_prefixes(self) -> tuple[PrefixSlots, ...]:
         found = []
@@ -181,5 +210,16 @@ def _mm_embeds(spans: Sequence[tuple[Req, int, int]]) -> tuple[MMEmbeds, ...]:
     at = 0
     for req, start, end in spans:
         found += req.media.embeds(start, end, at=at)
+        at += end - start
+    return tuple(found)
+
+
+def _input_embeds(spans: Sequence[tuple[Req, int, int]]) -> tuple[MMEmbeds, ...]:
+    found: list[MMEmbeds] = []
+    at = 0
+    for req, start, end in spans:
+        given = req.input_embeds
+        if given is not None and start < req.prompt_len:
+            found.append(MMEmbeds(token=at, embeds=torch.from_numpy(np.array(given.rows[start:end]))))
         at += end - start
     return tuple(found)

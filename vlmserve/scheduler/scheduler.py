@@ -28,7 +28,7 @@ from vlmserve.attention.base import ForwardMode
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import DeviceQueue, Work
 from vlmserve.executor.model_worker_batch import ModelWorkerResult
-from vlmserve.memory.media_keys import MediaKeyTable, radix_key
+from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -55,6 +55,7 @@ from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.sessions import Sessions
 from vlmserve.scheduler.step import ModelWorker, StepHandle
 from vlmserve.scheduler.step_costs import StepCosts
+from vlmserve.scheduler.step_results import PartResult, part_results
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
@@ -143,7 +144,9 @@ class Scheduler:
             order = self.encoder_order.tag(message.client, patches, self.arrivals)
         req = Req(
             message,
-            key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys),
+            key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys)
+            if message.input_embeds is None
+            else embeds_key(message.input_embeds.digests, self._media_keys),
             media=ReqMedia(message.mm_inputs, self.encoder, order=order),
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self._eos_token_ids,
@@ -181,7 +184,7 @@ class Scheduler:
             return error(400, f"a request with the id {message.rid!r} is under way")
         if length == 0:
             return error(400, "the prompt is empty")
-        if length >= limit:
+        if length + (message.sampling_params.max_new_tokens != 0) > limit:
             return error(
                 400,
                 f"the prompt has {length} tokens and there is room for {limit} tokens of prompt and answer together "
@@ -355,7 +358,7 @@ class Scheduler:
         sampling, beside = self.running_batch.sampling, len(self.running_batch) > 0
         batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, sampling, beside=beside)
         for part in batch.prompts:
-            if part.output_index is not None:  # its last chunk: it decodes from here on
+            if part.completes:  # its last chunk: it decodes from here on, if it is to
                 self.waiting_queue.set_in_progress(part.req, False)
                 part.req.move_to(ReqStatus.DECODING)
                 self.running_batch.merge(part.req)
@@ -409,7 +412,7 @@ class Scheduler:
         for work in self._in_flight:
             if isinstance(work, StepHandle):
                 for part in work.batch.prompts:
-                    if not part.req.is_finished and part.output_index is not None:  # others are in progress
+                    if not part.req.is_finished and part.completes:  # others are in progress
                         leaders.lead(part.req)
         return leaders
 
@@ -593,40 +596,52 @@ class Scheduler:
             seconds=result.compute_s,
         )
         outputs: list[TokenOutput] = []
-        tokens = result.next_token_ids.tolist()
-        sampled = 0
-        for part in batch.reqs:
-            req, at = part.req, sampled
-            sampled += part.output_index is not None
+        for brought in part_results(batch, result):
+            part, req = brought.part, brought.part.req
             if req.is_finished:  # while the step was in flight
                 continue
             self.kv.commit(req, part.end)
             if part.start < req.prompt_len:
                 req.media.hold_from(part.end)
                 self.kv.share(req)
-            if part.output_index is None:
+            if brought.prompt is not None:
+                assert req.prompt_scores is not None
+                req.prompt_scores.take(part.scored[0], brought.prompt)
+            if not part.completes:
                 continue
-            req.in_flight -= 1
-            token = tokens[at]
             if not part.output_index:
                 self._cached_tokens += req.cached_tokens
                 self.meter.first_token(req)
-            reason = req.append_output(token)
-            self._generated += 1
-            self.waiting_queue.charge(req, _OUTPUT_COST)
-            if reason is not None:
-                self._end(req, reason)
-                self._finished += 1
-            logprobs = None
-            if req.num_logprobs is not None:
-                logprobs = req.logprobs_of(token, result.logprobs[at], result.top_ids[at], result.top_logprobs[at])
-            outputs.append(token_output(req, (token,), None if logprobs is None else (logprobs,)))
+            if brought.failure is not None:
+                self._cut_off(req, error(500, brought.failure))
+                continue
+            outputs.append(self._take_token(req, brought))
         if outputs:
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
         for work in self._in_flight:
             if isinstance(work, StepHandle):  # the tokens that the next step is sampled by have come
                 work.sample()
                 break
+
+    def _take_token(self, req: Req, brought: PartResult) -> TokenOutput:
+        """The token that a step made of a request's last ones, or its end, if it is to have none."""
+        token = brought.token
+        if token is None:
+            reason: FinishReason | None = FinishReason(type="length")
+        else:
+            req.in_flight -= 1
+            reason = req.append_output(token)
+            self._generated += 1
+            self.waiting_queue.charge(req, _OUTPUT_COST)
+        if reason is not None:
+            self._end(req, reason)
+            self._finished += 1
+        return token_output(
+            req,
+            () if token is None else (token,),
+            None if brought.logprobs is None else (brought.logprobs,),
+            brought.hidden,
+        )
 
     # ------------------------------------------------------------ state
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from processors.families.report import MediumReport, report_json
-from vlmserve.messages import FinishReason, TextOutput, TokenLogprobs
+from vlmserve.messages import FinishReason, PromptLogprobs, TextOutput, TokenLogprobs
+from vlmserve.server.prompt_logprobs import finite, prompt_json
 from vlmserve.server.streaming import json_text, sse_event
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
 from vlmserve.tokenizer.timings import Timings
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
-
-# JSON has no infinity; a token that sampling made impossible has this instead, as in other servers.
-_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +67,15 @@ class AnswerWriter:
         texts: list[list[str]] = [[] for _ in range(self._n)]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in range(self._n)]
         finishes: list[FinishReason | None] = [None] * self._n
+        hidden: list[list[np.ndarray]] = [[] for _ in range(self._n)]
+        prompt: PromptLogprobs | None = None
         async for item in outputs:
             self._note(item)
             texts[item.index].append(item.output.text)
             finishes[item.index] = item.output.finish_reason
+            prompt = prompt or item.output.prompt_logprobs
+            if item.output.hidden_states is not None:
+                hidden[item.index].append(item.output.hidden_states)
             if self._logprobs:
                 logprobs[item.index] += self._tokens(item.output)
         choices = [
@@ -79,10 +85,13 @@ class AnswerWriter:
                 "logprobs": {"content": logprobs[index], "refusal": None} if self._logprobs else None,
                 "finish_reason": _finish_type(finishes[index]),
                 "stop_reason": _stop_reason(finishes[index]),
+                **({"hidden_states": np.concatenate(hidden[index]).tolist()} if hidden[index] else {}),
             }
             for index in range(self._n)
         ]
-        return self._head.object("chat.completion", choices=choices, usage=self._usage(), **self._about())
+        # of a long prompt they are many
+        about = await asyncio.to_thread(prompt_json, prompt, self._tokenizer) if prompt is not None else {}
+        return self._head.object("chat.completion", choices=choices, usage=self._usage(), **self._about(), **about)
 
     def events(self, items: Sequence[ChoiceOutput]) -> bytes:
         """The next chat.completion.chunks as events: per choice its role first and its finish_reason last.
@@ -181,13 +190,18 @@ class AnswerWriter:
         return {
             **self._named(entry.token_id, entry.logprob),
             "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in top],
+            **(
+                {"token_ids_logprobs": [finite(p) for p in entry.token_ids_logprobs]}
+                if entry.token_ids_logprobs
+                else {}
+            ),
         }
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token_id)
         return {
             "token": raw.decode("utf-8", "replace"),
-            "logprob": max(logprob, _LEAST_LOGPROB),
+            "logprob": finite(logprob),
             "bytes": list(raw),
         }
 

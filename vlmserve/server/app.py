@@ -18,8 +18,9 @@ from vlmserve.server.file_store import FileStore
 from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
-from vlmserve.server.protocol import ChatCompletionRequest, WarmupRequest
+from vlmserve.server.protocol import ChatCompletionRequest, ScoreRequest, WarmupRequest
 from vlmserve.server.request_log import log_request
+from vlmserve.server.score import score_labels
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
@@ -59,6 +60,9 @@ def build_app(
     async def chat_completions(request: Request) -> Response:
         return await complete_chat(served, request)
 
+    async def score(request: Request) -> Response:
+        return await score_labels(served, request)
+
     async def warmup(request: Request) -> Response:
         return await warm_up(served, request)
 
@@ -83,6 +87,7 @@ def build_app(
 
     for path, endpoint, shape in (
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
+        ("/v1/score", score, ScoreRequest),
         ("/v1/warmup", warmup, WarmupRequest),
     ):
         body = {"required": True, "content": {"application/json": {"schema": shape.model_json_schema()}}}

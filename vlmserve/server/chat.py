@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -43,6 +44,8 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     if not chat.stream:
         async with aclosing(served.manager.generate(wanted)) as outputs:
             answer = await while_connected(request.receive, writer.whole(outputs))
+        if "prompt_logprobs" in answer:  # of a long prompt they are many
+            return await asyncio.to_thread(JSONResponse, answer)
         return JSONResponse(answer)
     batches = served.manager.stream(wanted)
     try:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from vlmserve.messages import LogitsProcessorCall, ReturnOptions
 from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
@@ -55,12 +56,28 @@ def to_generate_request(
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         client=client,
+        returns=_returns(request),
+        logits_processors=tuple(
+            LogitsProcessorCall(name=call.name, params=call.params or {}) for call in request.logits_processors or ()
+        ),
         session_id="" if request.session_id is None else f"{owner} {request.session_id}",
         cache_salt=request.cache_salt or "",
         priority=request.priority or 0,
         rid=request.rid,
         timeout_s=request.timeout,
         ended=ended,
+    )
+
+
+def _returns(request: ChatCompletionRequest) -> ReturnOptions:
+    hidden = request.return_hidden_states
+    return ReturnOptions(
+        prompt_logprobs=request.prompt_logprobs,
+        logprob_start_len=request.logprob_start_len or 0,
+        token_ids_logprob=tuple(request.token_ids_logprob or ()),
+        temp_scaled_logprobs=bool(request.temp_scaled_logprobs),
+        top_p_normalized_logprobs=bool(request.top_p_normalized_logprobs),
+        hidden_states="none" if not hidden else "all" if hidden is True else hidden,
     )
 
 
@@ -83,6 +100,11 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
 def _check_combinations(request: ChatCompletionRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
         raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
+    if request.token_ids_logprob and not request.logprobs and request.prompt_logprobs is None:
+        raise _invalid("token_ids_logprob", "token_ids_logprob needs logprobs: true, or prompt_logprobs")
+    for name in ("prompt_logprobs", "return_hidden_states"):
+        if request.stream and getattr(request, name) not in (None, False):
+            raise _invalid(name, f"{name} comes with a whole answer only: leave stream out")
     if request.stream_options is not None and not request.stream:
         raise _invalid("stream_options", "stream_options needs stream: true")
     names = [tool["function"]["name"] for tool in request.tools or []]  # type: ignore[index]

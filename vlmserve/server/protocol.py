@@ -330,6 +330,59 @@ class WarmupRequest(StrictModel):
     pin: bool | None = None
 
 
+class LogitsProcessorName(StrictModel):
+    """params: what the processor is told."""
+
+    name: str
+    params: dict[str, Any] | None = None
+
+
+def _named_object(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _query_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list):
+        return "messages" if value and isinstance(value[0], dict) else "ids"
+    return None
+
+
+TokenIds = Annotated[list[int], Field(min_length=1)]
+Query = Annotated[
+    Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("ids")] | Annotated[Messages, Tag("messages")],
+    Discriminator(
+        _query_kind, custom_error_type="query_type", custom_error_message="must be text, token ids or a conversation"
+    ),
+]
+
+
+def _item_kind(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "ids" if isinstance(value, list) else None
+
+
+Item = Annotated[
+    Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("ids")],
+    Discriminator(_item_kind, custom_error_type="item_type", custom_error_message="must be text or token ids"),
+]
+
+
+class ScoreRequest(StrictModel):
+    """POST /v1/score: SGLang's fields; then what is ours. A query may be a conversation, media and all."""
+
+    model: str
+    query: Query
+    items: Annotated[list[Item] | None, BeforeValidator(_list_of_one)] = None
+    label_token_ids: TokenIds | None = None
+    apply_softmax: bool = False
+    item_first: bool = False
+
+    labels: Annotated[list[str] | None, Field(min_length=1)] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+
 class ChatCompletionRequest(StrictModel):
     """POST /v1/chat/completions: OpenAI's fields, then the extensions that vLLM and SGLang users know."""
 
@@ -391,13 +444,20 @@ class ChatCompletionRequest(StrictModel):
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prompt_logprobs: int | None = None
+    logprob_start_len: int | None = None
+    token_ids_logprob: list[int] | None = None
+    temp_scaled_logprobs: bool | None = None
+    top_p_normalized_logprobs: bool | None = None
+    return_hidden_states: bool | Literal["last", "all"] | None = None
+    logits_processors: list[Annotated[LogitsProcessorName, BeforeValidator(_named_object)]] | None = None
 
 
 FIELDS_INSIDE = frozenset(
     name
     for model in StrictModel.__subclasses__()
     for cls in (model, *model.__subclasses__())
-    if cls not in (ChatCompletionRequest, WarmupRequest)
+    if cls not in (ChatCompletionRequest, ScoreRequest, WarmupRequest)
     for name in cls.model_fields
 )
 """The fields of all that a request is made of, for guesses at misspelt ones."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import codecs
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from vlmserve.messages import AbortReq, BatchTextOutput, BatchTokenOutput, FinishReason, TextOutput, TokenOutput
 from vlmserve.tokenizer.stop_strings import StopMatcher
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
@@ -113,6 +115,8 @@ def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason
         completion_tokens=output.completion_tokens - (len(output.token_ids) - kept),
         cached_tokens=output.cached_tokens,
         logprobs=None if output.logprobs is None else output.logprobs[:kept],
+        prompt_logprobs=output.prompt_logprobs,
+        hidden_states=output.hidden_states,
         stages=output.stages,
     )
 
@@ -126,5 +130,11 @@ def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
         text=before.text + output.text,
         token_ids=before.token_ids + output.token_ids,
         logprobs=None if output.logprobs is None else (before.logprobs or ()) + output.logprobs,
+        prompt_logprobs=before.prompt_logprobs,
+        hidden_states=_joined(before.hidden_states, output.hidden_states),
         stages=output.stages or before.stages,
     )
+
+
+def _joined(before: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray | None:
+    return before if rows is None else rows if before is None else np.concatenate([before, rows])

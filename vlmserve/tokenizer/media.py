@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,13 @@ def _read(source: Any) -> Any:
         raise BadRequestError(f"cannot read {str(source)!r}: {error.strerror}") from None
     except ValueError as error:  # a name that no file can have
         raise BadRequestError(f"cannot read {str(source)!r}: {error}") from None
+
+
+def same_media(some: Sequence[MediaRef], others: Sequence[MediaRef]) -> bool:
+    """Whether they name the same, prepared alike, wherever that stands in their requests."""
+    return len(some) == len(others) and all(
+        type(one) is type(other)
+        and (one.source is other.source or (isinstance(one.source, str) and one.source == other.source))
+        and replace(one, source=None, param="") == replace(other, source=None, param="")
+        for one, other in zip(some, others, strict=True)
+    )

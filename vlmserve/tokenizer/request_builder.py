@@ -8,19 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from processors.families.base import ExpandedPrompt, ProcessedMedium
-from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
+from processors.inputs import MultimodalInputs
+from vlmserve.executor.logits_processors import LogitsProcessors
+from vlmserve.messages import (
+    InputEmbeds,
+    LogitsProcessorCall,
+    ReturnOptions,
+    SamplingParams,
+    TokenizedGenerateReqInput,
+)
 from vlmserve.tokenizer.chat_messages import MediaCounts, MediaRef, settle_media, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
+from vlmserve.tokenizer.input_embeds import check_input_embeds
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.request_stats import RequestStats
+from vlmserve.tokenizer.returns import verify_logits_processors, verify_returns, verify_start
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
+    check_token,
     choice_seed,
+    refusal,
     verify_num_logprobs,
     verify_sampling_params,
 )
@@ -52,10 +66,29 @@ class TextPrompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokensPrompt:
+    """A prompt that is tokenised already, without media."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbedsPrompt:
+    """Embeddings in place of tokens: see `tokenizer.input_embeds`."""
+
+    embeds: InputEmbeds
+
+
+Prompt: TypeAlias = ChatPrompt | TextPrompt | TokensPrompt | EmbedsPrompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateReqInput:
-    """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
+    """A request for n answers to one prompt. num_logprobs, returns, logits_processors as in TokenizedGenerateReqInput.
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
+    continuations: texts to score in place of making answers: the logprobs of their tokens behind the prompt come as
+    `prompt_logprobs` of a choice each.
     client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
     the first answer); "" is none. cache_salt, priority: see `TokenizedGenerateReqInput`. request_id: of its own among
     all requests ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s:
@@ -63,18 +96,26 @@ class GenerateReqInput:
     """
 
     request_id: str
-    prompt: ChatPrompt | TextPrompt
+    prompt: Prompt
     sampling: SamplingOverrides = field(default_factory=SamplingOverrides)
     n: int = 1
     num_logprobs: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     client: str = ""
+    returns: ReturnOptions = field(default_factory=ReturnOptions)
+    logits_processors: tuple[LogitsProcessorCall, ...] = ()
+    continuations: tuple[str, ...] = ()
     session_id: str = ""
     cache_salt: str = ""
     priority: int = 0
     rid: str | None = None
     timeout_s: float | None = None
     ended: Callable[[RequestStats], None] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to make, or continuations to score."""
+        return len(self.continuations) or self.n
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,14 +129,24 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """max_model_len: context length in tokens, prompt and answer together. vocab_size: ids of the model.
+    """max_model_len: context length in tokens, prompt and answer together. vocab_size: ids of the model. hidden_size:
+    elements of its embeddings.
 
-    counts: most pictures and videos in a request.
+    counts: most pictures and videos in a request. hidden_states: whether requests may ask for them.
     """
 
     max_model_len: int
     vocab_size: int
+    hidden_size: int = 0
     counts: MediaCounts = field(default_factory=MediaCounts)
+    hidden_states: bool = False
+
+
+def followed_by_text(media: MultimodalInputs, length: int) -> MultimodalInputs:
+    """Of a prompt that is longer by so many tokens of text."""
+    end = media.mrope_positions.shape[1] + media.mrope_position_delta
+    text = np.broadcast_to(np.arange(end, end + length), (3, length))
+    return replace(media, mrope_positions=np.concatenate([media.mrope_positions, text], axis=1))
 
 
 class RequestBuilder:
@@ -113,6 +164,7 @@ class RequestBuilder:
         expander: RequestMedia,
         limits: RequestLimits,
         defaults: SamplingDefaults | None = None,
+        logits_processors: LogitsProcessors | None = None,
         media_placeholders: Sequence[str] = ("<|image_pad|>", "<|video_pad|>"),
     ) -> None:
         self.tokenizer = tokenizer
@@ -120,6 +172,7 @@ class RequestBuilder:
         self._template = template
         self._expander = expander
         self._defaults = defaults or SamplingDefaults()
+        self._logits_processors = logits_processors or LogitsProcessors({})
         self._placeholders = tuple(media_placeholders)
 
     def tokenize(self, request: GenerateReqInput, *, default_seed: int = 0) -> TokenizedPrompt:
@@ -129,9 +182,15 @@ class RequestBuilder:
         """
         verify_num_logprobs(request.num_logprobs)
         params = self._defaults.apply(request.sampling)
-        verify_sampling_params(params, vocab_size=self.limits.vocab_size)
+        returns, vocab_size = request.returns, self.limits.vocab_size
+        of_prompt = returns.prompt_logprobs is not None or returns.hidden_states != "none"
+        verify_sampling_params(params, vocab_size=vocab_size, least_tokens=0 if of_prompt else 1)
+        verify_returns(returns, params, vocab_size=vocab_size, hidden_states=self.limits.hidden_states)
+        verify_logits_processors(request.logits_processors, self._logits_processors)
         if request.sampling.seed is None:
             params = replace(params, seed=default_seed)
+        if isinstance(request.prompt, TokensPrompt | EmbedsPrompt):
+            return self._tokenized(request.prompt, returns, params)
         text, media = self._render(request.prompt)
         given = request.mm_processor_kwargs
         knobs = self._expander.parse_kwargs(given) if given else None
@@ -155,8 +214,12 @@ class RequestBuilder:
         self, request: GenerateReqInput, prompt: TokenizedPrompt, expanded: ExpandedPrompt
     ) -> list[TokenizedGenerateReqInput]:
         """One message per choice, with rids REQUEST_ID-0, -1 ... Raises BadRequestError (context_length_exceeded)."""
+        if request.continuations:
+            return self._build_continuations(request, prompt, expanded)
         length = len(expanded.input_ids)
         self._check_prompt_length(length)
+        verify_start(request.returns, length)
+        embeds = request.prompt.embeds if isinstance(request.prompt, EmbedsPrompt) else None
         params = replace(prompt.params, max_new_tokens=self._new_tokens(length, prompt.params.max_new_tokens))
         return [
             TokenizedGenerateReqInput(
@@ -168,12 +231,70 @@ class RequestBuilder:
                 client=request.client,
                 group=request.request_id,
                 choice=index,
+                # of one prompt they are the same for all choices, which share its cached prefix instead
+                returns=replace(request.returns, prompt_logprobs=None, logprob_start_len=0)
+                if index
+                else request.returns,
+                logits_processors=request.logits_processors,
+                input_embeds=embeds,
                 session_id="" if index else request.session_id,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
             )
             for index in range(request.n)
         ]
+
+    def _build_continuations(
+        self, request: GenerateReqInput, prompt: TokenizedPrompt, expanded: ExpandedPrompt
+    ) -> list[TokenizedGenerateReqInput]:
+        start = len(expanded.input_ids)
+        made = []
+        for index, text in enumerate(request.continuations):
+            ids = self.tokenizer.encode(text)
+            if not ids:
+                raise BadRequestError(f"label {index} is an empty text", param="labels", code="invalid_value")
+            self._check_prompt_length(start + len(ids))
+            made.append(
+                TokenizedGenerateReqInput(
+                    rid=f"{request.request_id}-{index}",
+                    input_ids=np.concatenate([expanded.input_ids, np.array(ids, dtype=np.int64)]),
+                    sampling_params=replace(prompt.params, max_new_tokens=0),
+                    mm_inputs=None if expanded.mm_inputs is None else followed_by_text(expanded.mm_inputs, len(ids)),
+                    client=request.client,
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
+                    group=request.request_id,
+                    choice=index,
+                    returns=replace(
+                        request.returns,
+                        prompt_logprobs=request.returns.prompt_logprobs or 0,
+                        logprob_start_len=start,
+                        hidden_states="none",
+                    ),
+                )
+            )
+        return made
+
+    def _tokenized(
+        self, prompt: TokensPrompt | EmbedsPrompt, returns: ReturnOptions, params: SamplingParams
+    ) -> TokenizedPrompt:
+        """Of a prompt that needs no tokenizer."""
+        if isinstance(prompt, EmbedsPrompt):
+            if returns.prompt_logprobs is not None:
+                raise refusal(
+                    "prompt_logprobs", returns.prompt_logprobs, "left out with input_embeds: they have no ids"
+                )
+            check_input_embeds(prompt.embeds.rows, hidden_size=self.limits.hidden_size)
+            ids = [0] * len(prompt.embeds.rows)
+        else:
+            ids = list(prompt.ids)
+            for token in ids:
+                check_token("prompt", token, self.limits.vocab_size)
+            for text in self._placeholders:
+                if self.tokenizer.id_of(text) in ids:
+                    raise refusal("prompt", f"a list with {text}", "without media, which token ids cannot bring")
+        self._check_prompt_length(len(ids))
+        return TokenizedPrompt(ids=ids, media=[], params=params)
 
     def _render(self, prompt: ChatPrompt | TextPrompt) -> tuple[str, list[MediaRef]]:
         if isinstance(prompt, TextPrompt):

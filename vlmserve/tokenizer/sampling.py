@@ -74,41 +74,45 @@ def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "m
     return SamplingDefaults(**{name: config[name] for name in known if config.get(name) is not None})
 
 
-def verify_sampling_params(params: SamplingParams, *, vocab_size: int) -> SamplingParams:
+def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tokens: int = 1) -> SamplingParams:
     """The same parameters, or BadRequestError naming the field, its value and what is allowed.
 
-    vocab_size: ids the model knows; those of logit_bias and stop_token_ids must be below.
+    vocab_size: ids the model knows; those of logit_bias and stop_token_ids must be below. least_tokens: 0 where
+    something else than an answer is returned.
     """
-    _check_range("temperature", params.temperature, 0, 2)
-    _check_range("top_p", params.top_p, 0, 1)
-    _check_range("min_p", params.min_p, 0, 1)
-    _check_range("presence_penalty", params.presence_penalty, -2, 2)
-    _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
+    check_range("temperature", params.temperature, 0, 2)
+    check_range("top_p", params.top_p, 0, 1)
+    check_range("min_p", params.min_p, 0, 1)
+    check_range("presence_penalty", params.presence_penalty, -2, 2)
+    check_range("frequency_penalty", params.frequency_penalty, -2, 2)
     if not 0 < params.repetition_penalty <= 2:
-        raise _refusal("repetition_penalty", params.repetition_penalty, "above 0 and at most 2")
+        raise refusal("repetition_penalty", params.repetition_penalty, "above 0 and at most 2")
     if not -1 <= params.top_k < 1 << 31:
-        raise _refusal("top_k", params.top_k, "-1 or 0 (off) or a positive number of tokens")
-    if params.max_new_tokens is not None and params.max_new_tokens < 1:
-        raise _refusal("max_tokens", params.max_new_tokens, "at least 1")
+        raise refusal("top_k", params.top_k, "-1 or 0 (off) or a positive number of tokens")
+    if params.max_new_tokens is not None and params.max_new_tokens < least_tokens:
+        allowed = f"at least {least_tokens}"
+        if params.max_new_tokens == 0:
+            allowed += ", or 0 with prompt_logprobs or return_hidden_states"
+        raise refusal("max_tokens", params.max_new_tokens, allowed)
     if len(params.stop) > MAX_STOP_STRINGS:
-        raise _refusal("stop", f"a list of {len(params.stop)}", f"at most {MAX_STOP_STRINGS} strings")
+        raise refusal("stop", f"a list of {len(params.stop)}", f"at most {MAX_STOP_STRINGS} strings")
     for stop in params.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise _refusal("stop", f"a string of {len(stop)} characters", f"1 to {MAX_STOP_CHARS} characters long")
+            raise refusal("stop", f"a string of {len(stop)} characters", f"1 to {MAX_STOP_CHARS} characters long")
     if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise _refusal("logit_bias", f"a map of {len(params.logit_bias)}", f"at most {MAX_LOGIT_BIAS} tokens")
+        raise refusal("logit_bias", f"a map of {len(params.logit_bias)}", f"at most {MAX_LOGIT_BIAS} tokens")
     for token, bias in params.logit_bias.items():
-        _check_token("logit_bias", token, vocab_size)
-        _check_range("logit_bias", bias, -100, 100)
+        check_token("logit_bias", token, vocab_size)
+        check_range("logit_bias", bias, -100, 100)
     for token in params.stop_token_ids:
-        _check_token("stop_token_ids", token, vocab_size)
+        check_token("stop_token_ids", token, vocab_size)
     return params
 
 
 def verify_num_logprobs(num_logprobs: int | None) -> None:
     """BadRequestError unless it is None or 0 to 20, as OpenAI's top_logprobs."""
     if num_logprobs is not None:
-        _check_range("top_logprobs", num_logprobs, 0, MAX_TOP_LOGPROBS)
+        check_range("top_logprobs", num_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -125,15 +129,18 @@ def choice_seed(seed: int, index: int) -> int:
     return (state ^ (state >> 31)) >> 1
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """BadRequestError unless low <= value <= high."""
     if not low <= value <= high:  # not a number is not in between either
-        raise _refusal(name, value, f"between {low} and {high}")
+        raise refusal(name, value, f"between {low} and {high}")
 
 
-def _check_token(name: str, token: int, vocab_size: int) -> None:
+def check_token(name: str, token: int, vocab_size: int) -> None:
+    """BadRequestError for an id that the model does not know."""
     if not 0 <= token < vocab_size:
-        raise _refusal(name, f"token id {token}", f"token ids below {vocab_size}, the size of the model's vocabulary")
+        raise refusal(name, f"token id {token}", f"token ids below {vocab_size}, the size of the model's vocabulary")
 
 
-def _refusal(name: str, value: object, allowed: str) -> BadRequestError:
+def refusal(name: str, value: object, allowed: str) -> BadRequestError:
+    """What is said of a field whose value is not allowed."""
     return BadRequestError(f"{name} is {value}; it must be {allowed}", param=name, code="invalid_value")

@@ -16,6 +16,7 @@ from processors.video.options import VideoLimits, VideoOptions
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
+from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.tokenizer.chat_messages import MediaCounts
 from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.media import RequestMedia
@@ -77,7 +78,8 @@ def make_tokenizer_stage(
         start=start,
     )
     # the model's vocabulary may be padded beyond the tokenizer's
-    vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or tokenizer.num_ids
+    text_config = config.get("text_config", {})
+    vocab_size = config.get("vocab_size") or text_config.get("vocab_size") or tokenizer.num_ids
     builder = RequestBuilder(
         tokenizer=tokenizer,
         template=template,
@@ -85,9 +87,12 @@ def make_tokenizer_stage(
         limits=RequestLimits(
             max_model_len=max_model_len,
             vocab_size=vocab_size,
+            hidden_size=config.get("hidden_size") or text_config.get("hidden_size") or 0,
             counts=limits.counts,
+            hidden_states=args.enable_return_hidden_states,
         ),
         defaults=defaults,
+        logits_processors=load_logits_processors(args.logits_processors),
     )
     return TokenizerStage(tokenizer=tokenizer, media=media, builder=builder)
 

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from processors.families.base import data_item
+from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
 from vlmserve.messages import (
     AbortReq,
@@ -38,9 +38,9 @@ from vlmserve.messages import (
 from vlmserve.tokenizer.chat_messages import Message
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
-from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.tokenizer.media import RequestMedia, same_media
 from vlmserve.tokenizer.outbox import Outbox
-from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
+from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder, TokenizedPrompt
 from vlmserve.tokenizer.request_stats import MediaTotals, RequestStats, count_media
 from vlmserve.tokenizer.timings import AnswerTimes, Moments, Timings
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -216,18 +216,21 @@ class TokenizerManager:
                 for item in items:
                     yield item
 
-    async def stream(self, request: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
+    async def stream(self, *requests: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
         """The outputs of all choices, all that came since the last time, each choice's last one with a finish_reason.
+
+        Several requests go to the scheduler as one message, and fail as one. Their choices are numbered on from one to
+        the next. Media that are the same in all of them are loaded once.
 
         Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
         """
         self._check_available()
-        state = self._live.enter(request.rid or request.request_id, request.n)
-        self._live.limit_time(state, request.timeout_s, lambda error: self._end(state, error, "timeout"))
+        left, named = sum(request.num_choices for request in requests), requests[0]
+        state = self._live.enter(named.rid or named.request_id, left)
+        self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
         try:
-            await state.interruptible(self._submit(request, state))
-            left = request.n
+            await state.interruptible(self._submit(requests, state))
             while left:
                 items, failure = _until_failure(await state.outputs.take())
                 left -= sum(item.output.finish_reason is not None for item in items)
@@ -324,19 +327,24 @@ class TokenizerManager:
                 self._report(choice, finish)
                 self._send(AbortReq(rid=rid))
 
-    async def _submit(self, request: GenerateReqInput, state: _Request) -> None:
-        seed = secrets.randbits(63)
-        prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
-        moments, media = Moments(started=state.started), []
-        if prompt.media:
-            moments.load_began = self._clock()
-            media = await self._media.load(
-                prompt.media, client=request.client, fetched=lambda: setattr(moments, "fetched", self._clock())
-            )
-        report = self._media.report(prompt.media, media)
+    async def _submit(self, requests: Sequence[GenerateReqInput], state: _Request) -> None:
+        prompts = await self._in_thread(self._tokenize, requests)
+        moments, media = Moments(started=state.started), list[Sequence[ProcessedMedium]]()
+        for prompt, request in zip(prompts, requests, strict=True):
+            shared = bool(media) and same_media(prompt.media, prompts[0].media)
+            media.append(media[0] if shared else await self._load(prompt, request, moments))
+        reports = [
+            self._media.report(prompt.media, loaded)
+            for prompt, loaded, request in zip(prompts, media, requests, strict=True)
+            for _ in range(request.num_choices)
+        ]
 
         def make() -> SchedulerInput:
-            messages = self.builder.build(request, prompt, self.builder.expand(prompt, media))
+            messages = [
+                message
+                for request, prompt, loaded in zip(requests, prompts, media, strict=True)
+                for message in self.builder.build(request, prompt, self.builder.expand(prompt, loaded))
+            ]
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register(rids: Sequence[str]) -> None:
@@ -347,12 +355,25 @@ class TokenizerManager:
                     index=index,
                     outputs=state.outputs,
                     times=AnswerTimes(moments),
-                    ended=request.ended,
-                    media=report,
+                    ended=requests[0].ended,
+                    media=reports[index],
                 )
                 state.rids.append(rid)
 
-        await self._hand_over(make, register, large=bool(media))
+        await self._hand_over(make, register, large=any(media))
+
+    def _tokenize(self, requests: Sequence[GenerateReqInput]) -> list[TokenizedPrompt]:
+        return [self.builder.tokenize(request, default_seed=secrets.randbits(63)) for request in requests]
+
+    async def _load(
+        self, prompt: TokenizedPrompt, request: GenerateReqInput, moments: Moments
+    ) -> Sequence[ProcessedMedium]:
+        if not prompt.media:
+            return []
+        moments.load_began = moments.load_began or self._clock()
+        return await self._media.load(
+            prompt.media, client=request.client, fetched=lambda: setattr(moments, "fetched", self._clock())
+        )
 
     async def _hand_over(
         self, make: Callable[[], SchedulerInput], register: Callable[[Sequence[str]], None], *, large: bool

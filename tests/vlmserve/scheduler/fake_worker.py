@@ -8,7 +8,13 @@ import hashlib
 
 import numpy as np
 
-from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
+from vlmserve.executor.model_worker_batch import (
+    ModelWorkerBatch,
+    ModelWorkerResult,
+    PromptLogprobRows,
+    RowLogprobs,
+    SamplingBatchInfo,
+)
 
 VOCAB = 50
 
@@ -26,6 +32,12 @@ def answer(prompt: list[tuple], length: int, delta: int) -> list[int]:
     return out
 
 
+def score(history: list[tuple], token: int) -> float:
+    """The "logprob" of a token behind a history, which is different for every other history."""
+    digest = hashlib.sha256(repr((history, int(token))).encode()).digest()
+    return -float(int.from_bytes(digest[:3], "little")) / 2**20
+
+
 class FakeWorker:
     def __init__(self, num_slots: int, rows: int, context: int) -> None:
         self.kv: list[tuple | None] = [None] * num_slots
@@ -35,7 +47,7 @@ class FakeWorker:
         self.batches: list[ModelWorkerBatch] = []
         self.fail_at: int | None = None
 
-    def forward(self, batch: ModelWorkerBatch) -> tuple[ModelWorkerBatch, list[list]]:
+    def forward(self, batch: ModelWorkerBatch) -> tuple:
         self.batches.append(batch)
         if self.fail_at == batch.step:
             raise RuntimeError("broken on purpose")
@@ -56,7 +68,7 @@ class FakeWorker:
             self.table[prefix.req_pool_idx, : len(prefix.slots)] = prefix.slots
         assert len(set(batch.out_cache_loc.tolist())) == len(batch.out_cache_loc), "a slot is written twice"
         at = 0
-        histories = []
+        histories, before = [], []
         for row, start, end in zip(batch.req_pool_indices, batch.prefix_lens, batch.seq_lens, strict=True):
             for position in range(start, end):
                 slot = int(batch.out_cache_loc[at])
@@ -64,10 +76,29 @@ class FakeWorker:
                 self.kv[slot] = (what[at], tuple(batch.positions[:, at].tolist()))
                 at += 1
             histories.append([self.kv[slot] for slot in self.table[row, :end]])
-        return batch, histories
+            before += [(histories[-1], position + 1) for position in range(start, end)]
+        asked = batch.prompt_logprobs
+        scores = None if asked is None else self._scores([before[token] for token in asked.tokens], asked)
+        hidden = [[score(history[:end], 0)] for history, end in (before[token] for token in batch.hidden_tokens)]
+        return batch, histories, scores, np.array(hidden, np.float32).reshape(-1, 1)
 
-    def sample(self, forwarded: tuple[ModelWorkerBatch, list[list]], info: SamplingBatchInfo) -> ModelWorkerResult:
-        batch, histories = forwarded
+    @staticmethod
+    def _scores(rows: list[tuple[list, int]], asked: PromptLogprobRows) -> RowLogprobs:
+        known = [history[:end] for history, end in rows]
+        width = max(int(asked.rows.tops.max(initial=0)), 0)
+        best = np.array([[next_token(history)] * width for history in known], np.int64).reshape(len(known), width)
+        pairs = zip(asked.rows.asked_rows, asked.rows.asked_ids, strict=True)
+        return RowLogprobs(
+            logprobs=np.array([score(h, t) for h, t in zip(known, asked.targets, strict=True)], np.float32),
+            ranks=np.array([len(history) for history in known], np.int64),
+            top_ids=best,
+            top_logprobs=best.astype(np.float32),
+            asked=np.array([score(known[row], token) for row, token in pairs], np.float32),
+        )
+
+    def sample(self, forwarded: tuple, info: SamplingBatchInfo) -> ModelWorkerResult:
+        batch, histories, scores, hidden = forwarded
+        of_output = [] if info.logprobs is None else zip(info.logprobs.asked_rows, info.logprobs.asked_ids, strict=True)
         tokens = [next_token(histories[row]) for row in info.batch_indices]
         self.last[batch.req_pool_indices[info.batch_indices]] = tokens
         none = np.zeros((len(tokens), 0))
@@ -78,4 +109,9 @@ class FakeWorker:
             logprobs=np.full(len(tokens), np.nan, np.float32),
             top_ids=none.astype(np.int64),
             top_logprobs=none.astype(np.float32),
+            asked_logprobs=np.array(
+                [score(histories[info.batch_indices[row]], token) for row, token in of_output], np.float32
+            ),
+            prompt_logprobs=scores,
+            hidden_states=hidden,
         )

@@ -40,7 +40,8 @@ def request(rid: str, ids: list[int], media: list[tuple[int, int, bytes]] = (), 
     )
 
 
-def expected(message) -> list[int]:
+def prompt_of(message) -> list[tuple]:
+    """[(what, position), ...], as the fake worker has it in its slots."""
     what = [("id", int(i)) for i in message.input_ids]
     mm = message.mm_inputs
     for item in mm.items if mm else ():
@@ -49,5 +50,9 @@ def expected(message) -> list[int]:
             for k in range(end - start):
                 what[start + k] = ("media", mark(item.patch_digests[k // each]), k % each)
     places = mm.mrope_positions if mm else np.broadcast_to(np.arange(len(what)), (3, len(what)))
-    history = [(w, tuple(places[:, i].tolist())) for i, w in enumerate(what)]
-    return fake.answer(history, message.sampling_params.max_new_tokens, mm.mrope_position_delta if mm else 0)
+    return [(w, tuple(places[:, i].tolist())) for i, w in enumerate(what)]
+
+
+def expected(message) -> list[int]:
+    delta = message.mm_inputs.mrope_position_delta if message.mm_inputs else 0
+    return fake.answer(prompt_of(message), message.sampling_params.max_new_tokens, delta)

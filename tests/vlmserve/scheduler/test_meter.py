@@ -90,9 +90,9 @@ def test_who_is_aborted_waits_for_no_encoder() -> None:
 
 
 def test_retractions_are_counted_and_told() -> None:
-    rig = TimedRig(Knobs(pool=64, page=4, rows=4, radix=False, conservativeness=0.0))
-    for place in range(4):
-        rig.scheduler.handle(request(f"r{place}", [place] * 8, new=20))
+    rig = TimedRig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, radix=False, conservativeness=0.0))
+    for place in range(5):
+        rig.scheduler.handle(request(f"r{place}", [place] * 6, new=40))
     rig.run()
     stats = rig.scheduler.stats()
     told = sum(stages[-1].retractions for stages in rig.stages.values())

@@ -240,9 +240,9 @@ def test_logprobs(client, served):
 
 
 def test_impossible_tokens_have_a_finite_logprob(client, served, monkeypatch):
-    from vlmserve.server import answers
+    from vlmserve.server import prompt_logprobs
 
-    monkeypatch.setattr(answers, "_LEAST_LOGPROB", -0.25)  # the fake says -0.5
+    monkeypatch.setattr(prompt_logprobs, "_LEAST_LOGPROB", -0.25)  # the fake says -0.5
     assert chat(client, logprobs=True)["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.25
 
 

@@ -1,0 +1,177 @@
+"""What is returned besides tokens does not depend on the schedule: over the fake worker, whose scores and states are
+hashes of all that a request's slots hold."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.vlmserve.scheduler import fake_worker as fake
+from tests.vlmserve.scheduler.prompts import expected, prompt_of, request
+from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, requests
+from vlmserve.messages import InputEmbeds, ReturnOptions
+
+ASKED = (3, 11)
+
+
+class ScoringRig(Rig):
+    def __init__(self, knobs: Knobs) -> None:
+        self.scores, self.hidden, self.asked = {}, defaultdict(list), defaultdict(list)
+        super().__init__(knobs)
+
+    def take(self, message) -> None:
+        super().take(message)
+        for out in message.outputs:
+            assert out.prompt_logprobs is None or out.first
+            if out.prompt_logprobs is not None:
+                self.scores[out.rid] = out.prompt_logprobs
+            if out.hidden_states is not None:
+                self.hidden[out.rid] += out.hidden_states[:, 0].tolist()
+            self.asked[out.rid] += [entry.token_ids_logprobs for entry in out.logprobs or ()]
+
+
+def with_returns(draw, message):
+    length = len(message.input_ids)
+    wants = draw(st.booleans())
+    returns = ReturnOptions(
+        prompt_logprobs=draw(st.integers(0, 2)) if wants else None,
+        logprob_start_len=draw(st.integers(0, length - 1)) if wants else 0,
+        token_ids_logprob=draw(st.sampled_from([(), ASKED])),
+        hidden_states=draw(st.sampled_from(["none", "last", "all"])),
+    )
+    new = 0 if draw(st.booleans()) else message.sampling_params.max_new_tokens
+    return replace(message, returns=returns, sampling_params=replace(message.sampling_params, max_new_tokens=new))
+
+
+@st.composite
+def scored_requests(draw):
+    return [with_returns(draw, message) for message in draw(requests())]
+
+
+def check(rig: ScoringRig, message) -> None:
+    prompt, returns, rid = prompt_of(message), message.returns, message.rid
+    tokens = expected(message)
+    assert rig.tokens[rid] == tokens
+    assert rig.finish[rid].type == "length"
+    if returns.prompt_logprobs is not None:
+        found, start = rig.scores[rid], returns.logprob_start_len
+        assert (found.start, found.token_ids.tolist()) == (start, message.input_ids[start:].tolist())
+        assert found.top_ids.shape[1] <= returns.prompt_logprobs
+        assert len(found.logprobs) == len(prompt) - start
+        for row, position in enumerate(range(start, len(prompt))):
+            if not position:
+                assert np.isnan(found.logprobs[0])
+                continue
+            history = prompt[:position]
+            assert found.logprobs[row] == np.float32(fake.score(history, message.input_ids[position]))
+            assert found.ranks[row] == position
+            assert found.top_ids[row].tolist() == [fake.next_token(history)] * returns.prompt_logprobs
+            asked = [np.float32(fake.score(history, token)) for token in returns.token_ids_logprob]
+            assert found.token_ids_logprobs[row].tolist() == asked
+    else:
+        assert rid not in rig.scores
+    delta = message.mm_inputs.mrope_position_delta if message.mm_inputs else 0
+    histories = [
+        prompt + [(("id", token), (len(prompt) + i + delta,) * 3) for i, token in enumerate(tokens[:end])]
+        for end in range(max(len(tokens), 1))
+    ]
+    shown = {"none": [], "last": histories[:1], "all": histories}[returns.hidden_states]
+    assert rig.hidden[rid] == [np.float32(fake.score(history, 0)) for history in shown]
+    if returns.token_ids_logprob:
+        want = [tuple(np.float32(fake.score(history, token)) for token in ASKED) for history in histories]
+        assert rig.asked[rid] == want[: len(tokens)]
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    messages=scored_requests(),
+    page=st.sampled_from([1, 4, 16]),
+    pages=st.integers(6, 40),
+    chunk=st.sampled_from([None, 5, 16, 64]),
+    mixed=st.booleans(),
+    radix=st.booleans(),
+    depth=st.sampled_from([1, 2, 3]),
+    rows=st.integers(1, 6),
+    gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
+)
+def test_scores_do_not_depend_on_the_schedule(messages, page, pages, chunk, mixed, radix, depth, rows, gaps):
+    pool = max(pages * page, 96 // page * page)
+    rig = ScoringRig(
+        Knobs(
+            pool=pool,
+            page=page,
+            chunk=chunk,
+            mixed=mixed,
+            radix=radix,
+            depth=depth,
+            rows=rows,
+            conservativeness=0.0,
+        )
+    )
+    for message, gap in zip(messages, gaps, strict=False):
+        rig.scheduler.handle(message)
+        for _ in range(gap):
+            rig.scheduler.step()
+    rig.run()
+    for message in messages:
+        check(rig, message)
+    stats = rig.scheduler.stats()
+    assert stats.kv_free_tokens + stats.kv_cached_tokens == pool
+    assert stats.req_pool_free == rows
+
+
+def test_retracted_scores_are_asked_for_once():
+    """Its KV is computed again where it must be, and what was known of its prompt stays known."""
+    rig = ScoringRig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, conservativeness=0.0))
+    messages = [request(f"r{i}", [i] * 6, new=40) for i in range(5)]
+    messages = [replace(message, returns=ReturnOptions(prompt_logprobs=1)) for message in messages]
+    for message in messages:
+        rig.scheduler.handle(message)
+    rig.run()
+    assert rig.scheduler.stats().retracted_total > 0
+    for message in messages:
+        check(rig, message)
+    asked = sum(len(batch.prompt_logprobs.tokens) for batch in rig.worker.batches if batch.prompt_logprobs)
+    assert asked == sum(len(message.input_ids) - 1 for message in messages)
+
+
+def test_the_prefix_before_the_first_position_asked_comes_from_the_cache():
+    rig = ScoringRig(Knobs(chunk=None))
+    ids = [i % 7 for i in range(40)]
+    rig.scheduler.handle(request("a", ids))
+    rig.run()
+    late = replace(request("b", ids, new=0), returns=ReturnOptions(prompt_logprobs=0, logprob_start_len=30))
+    rig.scheduler.handle(late)
+    rig.run()
+    check(rig, late)
+    assert rig.cached["b"] == 28  # position 30 needs the logits of 29
+
+
+def test_a_request_without_an_answer_takes_no_slot_for_one():
+    """It fills the context to the last token, and no step decodes or samples."""
+    rig = ScoringRig(Knobs(pool=32, page=4, context=28, chunk=8))
+    message = replace(request("a", [1] * 28, new=0), returns=ReturnOptions(prompt_logprobs=0))
+    rig.scheduler.handle(message)
+    rig.run()
+    check(rig, message)
+    assert rig.scheduler.stats().generation_tokens_total == 0
+    assert sum(len(batch.input_ids) for batch in rig.worker.batches) == 28
+
+
+def test_embeddings_are_known_by_their_digests():
+    rig = ScoringRig(Knobs(chunk=8))
+    digests = np.arange(20, dtype=np.uint8)[:, None].repeat(32, axis=1)
+    for rid, changed in (("a", None), ("b", None), ("c", 9)):
+        own = digests.copy()
+        if changed is not None:
+            own[changed] = 99
+        rows = own[:, :2].astype(np.float32)
+        given_rows = InputEmbeds(rows=rows, digests=own)
+        rig.scheduler.handle(replace(request(rid, [0] * 20, new=2), input_embeds=given_rows))
+        rig.run()
+        sent = [row for batch in rig.worker.batches for part in batch.input_embeds for row in part.embeds.tolist()]
+        assert sent == rows[rig.cached[rid] :].tolist()
+        rig.worker.batches.clear()
+    assert rig.cached == {"a": 0, "b": 16, "c": 8}
