@@ -87,7 +87,7 @@ def test_priority_goes_before_all_and_preempts():
 
 
 def test_unknown_policies_are_refused():
-    with pytest.raises(ValueError, match="'first'.*--schedule-policy"):
+    with pytest.raises(ValueError, match=r"'first'.*--schedule-policy"):
         make_policy("first", match=never, path=never)
 
 
