@@ -15,22 +15,22 @@ requests make room for an older one's, so the oldest request always gets on. Not
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import torch
 
+from vision.batches import Batches
 from vision.cache.disk_tier import DiskTier, Loaded, Saved
 from vision.cache.embedding_cache import EmbeddingCache
 from vision.cache.stats import PoolStats
 from vision.cache.store import EmbeddingStore
-from vision.towers.temporal_patch import EncodeBatch, TemporalPatch, embedding_key
+from vision.entries import UNDER_WAY, Entry, Order, State
+from vision.towers.temporal_patch import TemporalPatch, embedding_key
 from vision.workers.backend import EncoderBackend, EncodeResult
 
 log = logging.getLogger(__name__)
@@ -65,57 +65,6 @@ class EmbedShape:
         return math.prod(self.of(patch)) * self.dtype.itemsize
 
 
-class State(enum.Enum):
-    """Where an entry is; see above."""
-
-    QUEUED = enum.auto()
-    LOADING = enum.auto()
-    WAITING = enum.auto()
-    ENCODING = enum.auto()
-    READY = enum.auto()
-    FAILED = enum.auto()
-
-
-UNDER_WAY = (State.LOADING, State.ENCODING)
-Order: TypeAlias = tuple[int, int]
-
-
-@dataclass
-class _Entry:
-    """One key that somebody holds, or that is under way.
-
-    holders: order and place of each, sorted. last_save: its number.
-    """
-
-    key: bytes
-    patch: TemporalPatch
-    nbytes: int
-    holders: list[Order]
-    state: State = State.QUEUED
-    attempts: int = 0
-    last_save: int | None = None
-    encoded: bool = False
-    saved: bool | None = None
-    error: str = ""
-
-    @property
-    def order(self) -> Order:
-        """That of the first who holds it."""
-        return self.holders[0]
-
-
-@dataclass
-class _Worker:
-    """alone: it retries one entry, and gets nothing else meanwhile."""
-
-    batches: dict[int, list[_Entry]] = field(default_factory=dict)
-    alone: bool = False
-
-    @property
-    def patches(self) -> int:
-        return sum(entry.patch.num_patches for batch in self.batches.values() for entry in batch)
-
-
 class EncoderPool:
     """See above. cache, disk: where embeddings are kept. fingerprint: of tower, settings and dtype."""
 
@@ -135,12 +84,11 @@ class EncoderPool:
         self._embed_shape = embed_shape
         self._limits = limits
         self._disk = disk
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, Entry] = {}
         self._queue: list[tuple[Order, bytes]] = []  # sorted
-        self._admitted: dict[bytes, _Entry] = {}  # neither queued nor failed: these have room, and the cache holds them
+        self._admitted: dict[bytes, Entry] = {}  # neither queued nor failed: these have room, and the cache holds them
         self._used_bytes = 0  # by these
-        self._workers: dict[int, _Worker] = {}
-        self._batches = 0
+        self._batches = Batches(backend, max_patches=limits.max_patches, ahead=limits.batches_ahead)
         self._new_failures: dict[bytes, str] = {}
         self._counts = Counter[str]()
 
@@ -161,7 +109,7 @@ class EncoderPool:
             if entry is not None:
                 self._join(entry, (order, number))
                 continue
-            entry = _Entry(key=key, patch=patch, nbytes=self._embed_shape.nbytes(patch), holders=[(order, number)])
+            entry = Entry(key=key, patch=patch, nbytes=self._embed_shape.nbytes(patch), holders=[(order, number)])
             self._entries[key] = entry
             self._enqueue(entry)
         return keys
@@ -172,6 +120,8 @@ class EncoderPool:
             entry = self._entries[key]
             with self._reordered(entry):
                 entry.holders.remove((order, number))
+            if entry.state is State.ENCODING and not entry.holders:
+                self._batches.cancel_if_free(entry)
             self._forget_if_free(entry)
 
     def is_ready(self, key: bytes) -> bool:
@@ -218,7 +168,7 @@ class EncoderPool:
         entry = self._entries[key]
         return entry.last_save is not None and entry.saved is None
 
-    def _save(self, entry: _Entry, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
+    def _save(self, entry: Entry, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
         assert self._disk is not None, "there is no disk tier"
         entry.saved = None
         entry.last_save = self._disk.save(entry.key, embeds, insist=insist, pin=pin)
@@ -227,17 +177,22 @@ class EncoderPool:
 
     @property
     def inline(self) -> bool:
-        """Whether `advance` itself encodes, and takes its time."""
+        """Whether encoding takes the time of whoever calls `work`."""
         return not self._backend.wait_handles()
 
     @property
     def has_work(self) -> bool:
         """Whether `work` has something to do."""
-        return False
+        return self._backend.has_work
 
     def work(self, budget_s: float) -> bool:
-        """Encode for about so long, in the device's thread."""
-        return False
+        """Encode for about so many seconds, where this process does that; whether it did. `advance` takes what is done.
+        For the device's thread: it may be called while another one calls the rest."""
+        return self._backend.work(budget_s)
+
+    def estimate_s(self, patch: TemporalPatch) -> float | None:
+        """How long encoding a temporal patch is going to take here; None if that is not known."""
+        return self._backend.estimate_s(patch)
 
     @property
     def working(self) -> bool:
@@ -255,8 +210,8 @@ class EncoderPool:
         return handles if self._disk is None else [*handles, self._disk.wait_handle()]
 
     def advance(self, *, urgent: bytes | None = None) -> bool:
-        """Take what has come and start what there is room for; whether anything changed. An inline backend encodes one
-        batch here.
+        """Take what has come and start what there is room for; whether anything changed. Bookkeeping only: an inline
+        backend encodes when it is told to (`work`).
 
         urgent: a held key without whose embeddings no request gets on. It goes first, whether or not there is room.
         """
@@ -301,7 +256,7 @@ class EncoderPool:
             self._take_result(result)
         return bool(done or results)
 
-    def _take_loaded(self, entry: _Entry, embeds: torch.Tensor | None) -> None:
+    def _take_loaded(self, entry: Entry, embeds: torch.Tensor | None) -> None:
         shape = self._embed_shape
         if embeds is not None and embeds.shape == shape.of(entry.patch) and embeds.dtype == shape.dtype:
             entry.saved = True
@@ -318,9 +273,7 @@ class EncoderPool:
             entry.saved = done.ok
 
     def _take_result(self, result: EncodeResult) -> None:
-        worker = next(worker for worker in self._workers.values() if result.number in worker.batches)
-        entries = worker.batches.pop(result.number)
-        worker.alone = False
+        entries = self._batches.take(result.number)
         if result.embeds is None:
             self._take_failure(entries, result.error, result.untried)
             return
@@ -332,23 +285,24 @@ class EncoderPool:
                 self._save(entry, embeds)
             self._make_ready(entry, embeds)
 
-    def _take_failure(self, entries: list[_Entry], error: str, untried: bool) -> None:
-        log.warning("%d temporal patches could not be encoded: %s", len(entries), error)
+    def _take_failure(self, entries: list[Entry], error: str, untried: bool) -> None:
+        if any(entry.holders for entry in entries):
+            log.warning("%d temporal patches could not be encoded: %s", len(entries), error)
         for entry in entries:
             entry.attempts += not untried
             if entry.attempts < MAX_ATTEMPTS:
-                self._counts["retried"] += 1
+                self._counts["retried"] += bool(entry.holders)
                 entry.state = State.WAITING
                 self._forget_if_free(entry)
             else:
                 self._fail(entry, error)
 
-    def _make_ready(self, entry: _Entry, embeds: torch.Tensor) -> None:
+    def _make_ready(self, entry: Entry, embeds: torch.Tensor) -> None:
         entry.state = State.READY
         self.cache.add(entry.key, embeds)
         self._forget_if_free(entry)
 
-    def _fail(self, entry: _Entry, error: str) -> None:
+    def _fail(self, entry: Entry, error: str) -> None:
         self._counts["failed"] += 1
         self._give_back_room(entry)
         entry.state, entry.error = State.FAILED, error
@@ -372,7 +326,7 @@ class EncoderPool:
             admitted = True
         return admitted
 
-    def _make_room(self, entry: _Entry) -> bool:
+    def _make_room(self, entry: Entry) -> bool:
         """Whether there is room for an entry: if need be, that of what waits for younger requests, the youngest
         first. Where even that is not enough they keep it."""
         used, space = self._used_bytes, self._limits.space_bytes
@@ -393,7 +347,7 @@ class EncoderPool:
             self._enqueue(other)
         return True
 
-    def _begin(self, entry: _Entry) -> None:
+    def _begin(self, entry: Entry) -> None:
         self._dequeue(entry)
         self._admitted[entry.key] = entry
         self._used_bytes += entry.nbytes
@@ -410,7 +364,7 @@ class EncoderPool:
         else:
             entry.state = State.WAITING
 
-    def _give_back_room(self, entry: _Entry) -> None:
+    def _give_back_room(self, entry: Entry) -> None:
         del self._admitted[entry.key]
         self._used_bytes -= entry.nbytes
         if entry.patch.encoded:
@@ -425,59 +379,23 @@ class EncoderPool:
         waiting = [entry for entry in self._admitted.values() if entry.state is State.WAITING]
         if not waiting:
             return False
-        usable = self._backend.workers()
-        if not usable:
+        if not self._backend.workers():
             for entry in waiting:
                 self._fail(entry, "no vision encoder worker is left")
             return True
         waiting.sort(key=lambda entry: (entry.key != urgent, entry.order))
-        started = False
-        workers = {number: self._workers.setdefault(number, _Worker()) for number in usable}
-        while waiting:
-            free = [number for number, worker in workers.items() if self._has_room(worker, waiting[0])]
-            if not free:
-                break
-            number = min(free, key=lambda number: (workers[number].patches, number))
-            self._start_batch(number, self._next_batch(waiting, workers[number], list(workers.values())))
-            started = True
-        return started
-
-    def _has_room(self, worker: _Worker, first: _Entry) -> bool:
-        return not worker.alone and len(worker.batches) < (1 if first.attempts else self._limits.batches_ahead)
-
-    def _next_batch(self, waiting: list[_Entry], worker: _Worker, workers: list[_Worker]) -> list[_Entry]:
-        """Take the next batch for a worker from the front: what makes its load an even share of all there is, within
-        the compute budget, but one entry at least. What is retried goes alone."""
-        total = sum(entry.patch.num_patches for entry in waiting) + sum(other.patches for other in workers)
-        target = min(self._limits.max_patches, math.ceil(total / len(workers)) - worker.patches)
-        batch = [waiting.pop(0)]
-        patches = batch[0].patch.num_patches
-        while waiting and not batch[0].attempts and not waiting[0].attempts:
-            patches += waiting[0].patch.num_patches
-            if patches > target:
-                break
-            batch.append(waiting.pop(0))
-        return batch
-
-    def _start_batch(self, number: int, batch: list[_Entry]) -> None:
-        self._batches += 1
-        for entry in batch:
-            entry.state = State.ENCODING
-        worker = self._workers[number]
-        worker.alone = batch[0].attempts > 0
-        worker.batches[self._batches] = batch
-        self._backend.start(number, EncodeBatch(number=self._batches, patches=tuple(entry.patch for entry in batch)))
+        return self._batches.start(waiting)
 
     # ------------------------------------------------------------ entries
 
-    def _enqueue(self, entry: _Entry) -> None:
+    def _enqueue(self, entry: Entry) -> None:
         entry.state = State.QUEUED
         insort(self._queue, (entry.order, entry.key))
 
-    def _dequeue(self, entry: _Entry) -> None:
+    def _dequeue(self, entry: Entry) -> None:
         del self._queue[bisect_left(self._queue, (entry.order, entry.key))]
 
-    def _join(self, entry: _Entry, order: Order) -> None:
+    def _join(self, entry: Entry, order: Order) -> None:
         """One more holder comes to an entry."""
         self._counts["coalesced"] += entry.state not in (State.READY, State.FAILED)
         if entry.state is State.FAILED:
@@ -486,7 +404,7 @@ class EncoderPool:
             insort(entry.holders, order)
 
     @contextlib.contextmanager
-    def _reordered(self, entry: _Entry) -> Iterator[None]:
+    def _reordered(self, entry: Entry) -> Iterator[None]:
         """While its holders change, an entry is not in the queue."""
         queued = entry.state is State.QUEUED
         if queued:
@@ -495,7 +413,7 @@ class EncoderPool:
         if queued and entry.holders:
             self._enqueue(entry)
 
-    def _forget_if_free(self, entry: _Entry) -> None:
+    def _forget_if_free(self, entry: Entry) -> None:
         """To be called when nobody may hold an entry any more, or it is no longer under way."""
         if entry.holders or entry.state in UNDER_WAY:
             return

@@ -28,9 +28,10 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
+from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.ipc.ready import Ready, ReadyReport
+from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.listening import listen
 from vlmserve_common.logs import configure_logging
@@ -52,14 +53,17 @@ logger = logging.getLogger(__name__)
 # How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
 _FAREWELL_S = 1.0
 _BACKLOG = 2048
+# How long a process that hangs gets to write its stacks to the log.
+_STACKS_S = 1.0
 
 
 class Frontend(Protocol):
     """The API process's half of the engine, as the launcher needs it.
 
     app: the ASGI application. handle: takes a message from the detokenizer. fail_all: answers every pending request,
-    and every later one, with 503 and the message; /health too; may be called again. close: frees threads and
-    connections.
+    and every later one, with 503 and the message; /health too; may be called again. suspend: while the engine can do
+    nothing, later requests and /health are answered so, but pending ones go on waiting; None ends that. close: frees
+    threads and connections.
     """
 
     app: Any
@@ -67,6 +71,8 @@ class Frontend(Protocol):
     def handle(self, message: TokenizerManagerInput) -> None: ...
 
     def fail_all(self, message: str) -> None: ...
+
+    def suspend(self, message: str | None) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -102,6 +108,10 @@ def launch_server(
     does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
     """
     configure_logging(settings.log_level, "api")
+    if settings.otlp_traces_endpoint is not None:
+        from vlmserve.server.tracing import check_extra
+
+        check_extra()  # before minutes go by with the model
     if settings.port_file:
         Path(settings.port_file).unlink(missing_ok=True)  # whoever waits for it must not read an older server's
     with ExitStack() as stack:
@@ -160,7 +170,7 @@ def launch_server(
 class _Serving:
     """The time between readiness and the end: HTTP, the way back from the detokenizer, and a watch on the children.
 
-    failure: why it ends, if it has to.
+    failure: why it ends, if it has to. watchdog: once there is something to watch.
     """
 
     settings: ServerSettings
@@ -170,8 +180,10 @@ class _Serving:
     children: Sequence[ChildProcess]
     listener: socket.socket
     failure: str | None = None
+    watchdog: Watchdog | None = None
 
     async def run(self, report: ReadyReport, make_frontend: MakeFrontend) -> int:
+        from vlmserve.ipc.control import ControlClient
         from vlmserve.ipc.sockets import AsyncReceiver, Sender
 
         shared = self.channels.shared_arrays(spare_bytes=SPARE_BYTES)
@@ -179,6 +191,8 @@ class _Serving:
         async with contextlib.AsyncExitStack() as stack:
             sender = Sender(self.channels.scheduler, get_args(SchedulerInput), shared=shared, linger_ms=200)
             stack.callback(sender.close)
+            operator = ControlClient(self.channels.control)
+            stack.callback(operator.close)
             frontend = make_frontend(
                 self.settings,
                 max_model_len=report.max_model_len,
@@ -186,6 +200,7 @@ class _Serving:
                 model_name=self.model_name,
                 send=sender.send,
                 prepare=sender.prepare,
+                control=operator.ask,
                 start=self.start,
             )
             stack.push_async_callback(frontend.close)
@@ -201,9 +216,11 @@ class _Serving:
                 partial(self._receive, frontend),
                 broken=lambda error: self._fail(f"the socket from the engine broke: {error}", frontend, server),
             )
+            watching = loop.create_task(self._watch(frontend, server))
             try:
                 await server.serve(sockets=[self.listener])
             finally:
+                watching.cancel()
                 for child in self.children:
                     loop.remove_reader(child.sentinel)
                 receiver.close()
@@ -237,6 +254,7 @@ class _Serving:
             lifespan="off",
             backlog=_BACKLOG,
             server_header=False,
+            forwarded_allow_ips=self.settings.forwarded_allow_ips,
         )
         return Server(config)
 
@@ -247,13 +265,52 @@ class _Serving:
         shown = f"[{host}]" if ":" in host else host
         logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
 
+    async def _watch(self, frontend: Frontend, server: uvicorn.Server) -> None:
+        """Look after the children for as long as there is a server."""
+        children = {child.pid: child for child in self.children}
+
+        def suspend(problem: str | None) -> None:
+            if problem is None:
+                logger.warning("all processes go on: requests are taken again")
+            else:
+                logger.warning("%s: requests are answered 503 until then", problem)
+            frontend.suspend(problem)
+            if problem is not None and server.should_exit:  # nothing that is waited for will come
+                self._cut_short(server, frontend)
+
+        def give_up(one: Watched, reason: str) -> None:
+            child = children[one.pid]
+            self._fail(f"{reason}; the stacks of its threads are in the log", frontend, server)
+            child.signal(STACKS_SIGNAL)
+            child.signal(signal.SIGCONT)  # or a stopped one would take no signal
+            asyncio.get_running_loop().call_later(_STACKS_S, child.kill)
+
+        self.watchdog = Watchdog(
+            [
+                Watched(title=child.title, pid=child.pid, heartbeat=self.channels.heartbeat(child.name))
+                for child in self.children
+            ],
+            timeout_s=self.settings.watchdog_timeout_s,
+            clock=time.monotonic,
+            suspend=suspend,
+            give_up=give_up,
+        )
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.watchdog.look()
+
     def _on_signal(self, server: uvicorn.Server, frontend: Frontend, number: int) -> None:
         name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
         if server.should_exit:
             logger.info("%s again: not waiting any longer", name)
             self._cut_short(server, frontend)
             return
-        logger.info("%s: running requests get %g s to finish", name, patience_s)
+        problem = None if self.watchdog is None else self.watchdog.problem
+        if problem is None:
+            logger.info("%s: running requests get %g s to finish", name, patience_s)
+        else:
+            logger.info("%s: not waiting for running requests: %s", name, problem)
+            patience_s = 0.0
         server.should_exit = True
         asyncio.get_running_loop().call_later(patience_s, self._cut_short, server, frontend)
 

@@ -46,8 +46,9 @@ class TokenizedGenerateReqInput:
     """One answer to make. input_ids: int64 [L], real ids (image pad tokens included), already expanded.
 
     num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: who
-    asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. priority: lower goes
-    first, where the policy says so.
+    asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. session_id: of the
+    conversation whose KV is kept for its next turn when this one has ended; "" is none. priority: lower goes first,
+    where the policy says so. cache_salt: only requests with the same one share cached prefixes.
     """
 
     rid: str
@@ -58,6 +59,8 @@ class TokenizedGenerateReqInput:
     client: str = ""
     group: str = ""
     choice: int = 0
+    session_id: str = ""
+    cache_salt: str = ""
     priority: int = 0
 
 
@@ -120,6 +123,25 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Where a request's time went at the scheduler, in seconds; None for stages that it had no need of, or not come to.
+
+    encode_s: from its arrival until all embeddings were there; encode_cached: none of them was computed for it.
+    queue_s: from then until the first chunk of its prompt. prefill_s: from that to the first token. decode_s: from that
+    to the last. total_s: from its arrival. retractions: how often its KV slots were taken back; that time is part of
+    the stage it was at.
+    """
+
+    queue_s: float
+    encode_s: float | None
+    encode_cached: bool | None
+    prefill_s: float | None
+    decode_s: float | None
+    total_s: float
+    retractions: int = 0
+
+
 class TokenOutput(NamedTuple):
     """What one scheduler step produced for one request. A tuple: of all messages, only these are made by the hundred in
     every step, and a frozen dataclass takes six times as long to make.
@@ -127,6 +149,7 @@ class TokenOutput(NamedTuple):
     token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
     stop, skip_special_tokens: repeated from the sampling parameters in a request's first output only.
+    stages: in a request's first and last output.
     """
 
     rid: str
@@ -139,6 +162,7 @@ class TokenOutput(NamedTuple):
     first: bool = False
     stop: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    stages: StageTimes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +178,7 @@ class TextOutput:
 
     token_ids/logprobs are those of the step even where their text is held back (it may be part of a stop string or
     an incomplete character): they come out with the delta that follows. Once a stop string matched, tokens after the
-    one that completed it are dropped and completion_tokens does not count them.
+    one that completed it are dropped and completion_tokens does not count them. stages: the step's.
     """
 
     rid: str
@@ -165,6 +189,7 @@ class TextOutput:
     completion_tokens: int
     cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    stages: StageTimes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +229,33 @@ class EncodeOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HistogramStats:
+    """How many values were at most each of `bounds`, and above the one before; the last of `counts`: above all."""
+
+    bounds: tuple[int, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    sum: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStats:
+    """What `scheduler.meter` counts. encoding_reqs: requests that wait for embeddings now. The rest since the start:
+
+    preempted_total: KV slots taken back from requests, running or in their prompts. prompt_tokens_computed_total: of
+    prompts, also when computed again. prefix_queries_total, prefix_hits_total: tokens of computed prompts, and those of
+    them that the prefix cache had. step_reqs, step_tokens: requests and tokens of each step of the model.
+    """
+
+    encoding_reqs: int = 0
+    preempted_total: int = 0
+    prompt_tokens_computed_total: int = 0
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0
+    step_reqs: HistogramStats = HistogramStats()
+    step_tokens: HistogramStats = HistogramStats()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots."""
 
@@ -224,6 +276,7 @@ class SchedulerStats:
     retracted_total: int
     forward_steps_total: int
     num_warmups: int = 0
+    steps: StepStats = StepStats()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

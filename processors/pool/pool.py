@@ -31,6 +31,10 @@ from vlmserve_common.errors import BadRequestError
 _MOST_FATAL = 1024
 
 
+def _ignore() -> None:
+    """What is told of media that were fetched, where nobody asks."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
     """max_workers: threads that decode and resize. max_frame_downloads: frames of one list fetched at a time.
@@ -81,18 +85,21 @@ class ProcessorPool:
         """Figures of the processor cache."""
         return self._cache.stats()
 
-    async def load(self, requests: Sequence[MediaRequest], *, client: str = "") -> list[ProcessedMedium]:
+    async def load(
+        self, requests: Sequence[MediaRequest], *, client: str = "", fetched: Callable[[], None] = _ignore
+    ) -> list[ProcessedMedium]:
         """Fetch, decode and process all media of one request, in order.
 
-        The first failure, or cancelling the caller, calls off the rest. client: who asks; clients take turns. Raises
-        BadRequestError, with status 429 when the pool is full.
+        The first failure, or cancelling the caller, calls off the rest. client: who asks; clients take turns.
+        fetched: called for each medium whose bytes are there. Raises BadRequestError, with status 429 when the pool is
+        full.
         """
         if self._closing:
             raise closing_error()
         for request in requests:
             self._check(request)
         _check_room(len(self._in_pool), len(requests), self._max_queued)
-        tasks = [self._begin(request, client) for request in requests]
+        tasks = [self._begin(request, client, fetched) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         except BaseException as error:
@@ -126,20 +133,20 @@ class ProcessorPool:
             error.param = error.param or request.param
             raise
 
-    def _begin(self, request: MediaRequest, client: str) -> asyncio.Task[ProcessedMedium]:
-        task = asyncio.create_task(self._load(request, client))
+    def _begin(self, request: MediaRequest, client: str, fetched: Callable[[], None]) -> asyncio.Task[ProcessedMedium]:
+        task = asyncio.create_task(self._load(request, client, fetched))
         self._in_pool.add(task)
         task.add_done_callback(self._in_pool.discard)
         return task
 
-    async def _load(self, request: MediaRequest, client: str) -> ProcessedMedium:
+    async def _load(self, request: MediaRequest, client: str, fetched: Callable[[], None]) -> ProcessedMedium:
         try:
             with self._fetcher.claim() as claim:
                 if isinstance(request, ImageRequest):
-                    return await self._load_picture(request, claim, client)
+                    return await self._load_picture(request, claim, client, fetched)
                 if isinstance(request, VideoRequest):
-                    return await self._load_video(request, claim, client)
-                return await self._load_embeds(request, claim)
+                    return await self._load_video(request, claim, client, fetched)
+                return await self._load_embeds(request, claim, fetched)
         except BadRequestError as error:
             # Not the error itself, which is also others' who sent the same medium; its frames hold the medium's bytes,
             # and go round in circles with the futures that it came through.
@@ -147,17 +154,23 @@ class ProcessorPool:
             param = error.param or request.param
             raise BadRequestError(error.message, param=param, code=error.code, status=error.status) from error
 
-    async def _load_picture(self, request: ImageRequest, claim: Claim, client: str) -> ProcessedMedium:
+    async def _load_picture(
+        self, request: ImageRequest, claim: Claim, client: str, fetched: Callable[[], None]
+    ) -> ProcessedMedium:
         knobs = request.knobs or ImageKnobs()
         picture = await file_from(request.source, self._fetcher, claim)
+        fetched()
         if isinstance(picture, Image.Image):
             return await self._threads.picture(picture, knobs, client=client)
         make = partial(self._maker.picture, picture, knobs, client=client)
         return await self._make_once("picture", [picture], knobs, make)
 
-    async def _load_video(self, request: VideoRequest, claim: Claim, client: str) -> ProcessedMedium:
+    async def _load_video(
+        self, request: VideoRequest, claim: Claim, client: str, fetched: Callable[[], None]
+    ) -> ProcessedMedium:
         knobs = request.knobs or VideoKnobs()
         video = await self._videos.fetch(request.source, claim)
+        fetched()
         if isinstance(video, bytes):
             return await self._make_once("clip", [video], knobs, partial(self._maker.clip, video, knobs, client=client))
         files = [frame for frame in video if isinstance(frame, bytes)]
@@ -165,8 +178,9 @@ class ProcessorPool:
             return await self._threads.frames(video, knobs, client=client)
         return await self._make_once("frames", files, knobs, partial(self._maker.frames, files, knobs, client=client))
 
-    async def _load_embeds(self, request: EmbedsRequest, claim: Claim) -> ProcessedMedium:
+    async def _load_embeds(self, request: EmbedsRequest, claim: Claim, fetched: Callable[[], None]) -> ProcessedMedium:
         rows = await file_from(request.source, self._fetcher, claim)
+        fetched()
 
         def process() -> ProcessedMedium:
             return self._processor.process_embeds(parse_embeds(rows) if isinstance(rows, bytes) else rows)

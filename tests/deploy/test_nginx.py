@@ -137,7 +137,7 @@ def _picture_of(size: int) -> bytes:
 
 
 def test_an_answer_comes_while_it_is_made_and_ends_with_its_client(server: ServerProcess, proxy: Proxy) -> None:
-    finished = _figure(server, "requests_finished_total")
+    finished = _figure(server, "request_success_total")
     connection = proxy.connect()
     body = _question(stream=True, max_tokens=3000, ignore_eos=True, temperature=0)
     connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
@@ -148,13 +148,13 @@ def test_an_answer_comes_while_it_is_made_and_ends_with_its_client(server: Serve
         assert line.startswith(b"data: {"), line
         assert response.readline() == b"\n"
     assert _figure(server, "num_requests_running") == 1
-    assert _figure(server, "requests_finished_total") == finished
+    assert _figure(server, "request_success_total") == finished
     # nginx hangs up on the server when the client does on it, so nothing is computed for nobody
     response.close()
     connection.close()
     while _figure(server, "num_requests_running"):
         pass  # each look is a request to the server; the test's own time limit ends it
-    assert _figure(server, 'requests_finished_total{finish_reason="abort"') == 1
+    assert _figure(server, 'request_success_total{finished_reason="abort"') == 1
 
 
 class _Teller(http.server.BaseHTTPRequestHandler):

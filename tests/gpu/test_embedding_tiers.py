@@ -17,7 +17,7 @@ from vision.encoder_pool import EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
-from vision.workers.backend import InlineBackend
+from vision.workers.inline import InlineBackend
 from vlmserve.bench.vision_subject import PLENTY, settle, take_rows
 from vlmserve.engine.encoder import embed_shape
 

@@ -115,6 +115,24 @@ def test_no_pictures(make_pool):
     assert asyncio.run(make_pool().load([])) == []
 
 
+def test_it_is_told_of_each_medium_before_that_is_decoded(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+    fetched = []
+
+    async def scenario():
+        requests = [ImageRequest(source=encoded(picture(40, 60, n))) for n in range(2)]
+        loading = asyncio.ensure_future(
+            make_pool().load(requests, fetched=lambda: fetched.append(gate.opened.is_set()))
+        )
+        await gate.someone_arrived()
+        await gate.someone_arrived()
+        gate.opened.set()
+        await loading
+
+    asyncio.run(scenario())
+    assert fetched == [False, False]
+
+
 def test_knobs_count(make_pool, processor):
     data, knobs = encoded(picture(300, 310)), ImageKnobs(max_pixels=9 * 784)
     requests = [ImageRequest(source=data), ImageRequest(source=data, knobs=knobs), ImageRequest(source=data)]

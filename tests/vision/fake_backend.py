@@ -28,13 +28,18 @@ def rows_of(patch: TemporalPatch) -> torch.Tensor:
 
 
 class FakeBackend:
-    """inline: a batch is finished by the next `collect`; otherwise when a test says `finish`.
+    """inline: a batch is finished by the next `collect`, as if the device's thread were always done by then; otherwise
+    when a test says `finish`. cancels: whether batches can be cancelled.
 
     fail: digests whose batches fail, as often as the number says. handles: what `wait_handles` says.
     """
 
-    def __init__(self, workers: int = 1, *, inline: bool = True) -> None:
+    has_work = False
+
+    def __init__(self, workers: int = 1, *, inline: bool = True, cancels: bool = False) -> None:
         self.inline = inline
+        self.cancels = cancels
+        self.cancelled: list[int] = []
         self.usable = list(range(workers))
         self.queues: dict[int, deque[EncodeBatch]] = {number: deque() for number in self.usable}
         self.batches: list[tuple[int, EncodeBatch]] = []
@@ -65,6 +70,19 @@ class FakeBackend:
         for place, batch in enumerate(self.queues[worker]):
             self.results.append(EncodeResult(number=batch.number, embeds=None, error="died", untried=place > 0))
         self.queues[worker].clear()
+
+    def cancel(self, worker: int, number: int) -> None:
+        self.cancelled.append(number)
+        batch = next((batch for batch in self.queues[worker] if batch.number == number), None)
+        if self.cancels and batch is not None:
+            self.queues[worker].remove(batch)
+            self.results.append(EncodeResult(number=number, embeds=None, error="cancelled", untried=True))
+
+    def work(self, budget_s: float) -> bool:
+        return False
+
+    def estimate_s(self, patch: TemporalPatch) -> float | None:
+        return None
 
     def collect(self) -> list[EncodeResult]:
         if self.inline and self.queues[0]:

@@ -7,6 +7,7 @@ import torch
 
 from vision.towers.attention import segment_attention
 from vision.towers.grids import Segments
+from vision.towers.pieces import UNLIMITED, finish
 from vlmserve_common.compute.rotary import rotate, rotation
 
 HEADS, DIM = 3, 16
@@ -29,7 +30,7 @@ def test_segments_attend_to_themselves(lengths, dtype, limit):
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sum(lengths), 3, HEADS, DIM, generator=generator).to(dtype)
     rotary = rotation(torch.rand(sum(lengths), DIM // 2, generator=generator) * 6, torch.float32)
-    out = segment_attention(qkv, rotary, Segments(lengths, CPU))
+    out = finish(segment_attention(qkv, rotary, Segments(lengths, CPU), UNLIMITED))
     assert out.dtype == dtype
     assert out.shape == (sum(lengths), HEADS, DIM)
     expected = truth(qkv, *rotary, lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import weakref
 from dataclasses import replace
@@ -13,9 +14,10 @@ import torch
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.patches import make_levels, random_patches
 from vision.towers.loading import load_tower
+from vision.towers.pieces import Kind, Piece
 from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import EncodeBatch
-from vision.workers.backend import InlineBackend
+from vision.workers.inline import InlineBackend
 
 CPU = torch.device("cpu")
 
@@ -63,19 +65,24 @@ def small(tmp_path):
     return load_tower(make_checkpoint("qwen2_vl", tmp_path))
 
 
-def test_batches_are_run_one_by_one_in_order(small):
+def test_batches_are_run_when_there_is_time(small):
     backend = InlineBackend(TowerRunner(small, CPU))
     assert (list(backend.workers()), list(backend.wait_handles()), backend.collect()) == ([0], [], [])
     patches = random_patches(small)
     for number, patch in enumerate(patches):
         backend.start(0, EncodeBatch(number=number, patches=(patch,)))
-    for number, patch in enumerate(patches):
-        [result] = backend.collect()
+    assert backend.collect() == []
+    assert backend.has_work
+    assert backend.work(math.inf)
+    assert not backend.has_work
+    results = sorted(backend.collect(), key=lambda result: result.number)
+    for number, (patch, result) in enumerate(zip(patches, results, strict=True)):
         assert (result.number, result.error, result.untried) == (number, "", False)
         torch.testing.assert_close(result.embeds[0], directly(small, patch), rtol=1e-5, atol=1e-5)
     assert backend.collect() == []
     backend.start(0, EncodeBatch(number=9, patches=(patches[0],)))
     backend.close()
+    assert not backend.has_work
     assert backend.collect() == []
 
 
@@ -93,7 +100,8 @@ def test_a_failure_is_the_result_of_its_batch_alone(small, patches, message):
     good = make_levels((4, 4), 1176)
     backend.start(0, EncodeBatch(number=1, patches=tuple(patches)))
     backend.start(0, EncodeBatch(number=2, patches=(good,)))
-    [failed], [done] = backend.collect(), backend.collect()
+    backend.work(math.inf)
+    failed, done = backend.collect()
     assert (failed.number, failed.embeds) == (1, None)
     assert re.match(message, failed.error)
     assert torch.equal(done.embeds[0], directly(small, good))
@@ -113,8 +121,9 @@ def test_out_of_memory_frees_the_failed_batch_before_the_cache_is_emptied(small,
     left = []
 
     class Full(TowerRunner):
-        def encode(self, patches):
+        def steps(self, patches, limits):
             held = torch.zeros(3)
+            yield Piece(Kind.PRODUCT, 1.0)
             left.append(weakref.ref(held))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
 
@@ -124,8 +133,9 @@ def test_out_of_memory_frees_the_failed_batch_before_the_cache_is_emptied(small,
     backend.start(0, EncodeBatch(number=1, patches=(make_levels((2, 2), 1176),)))
     gc.disable()
     try:
-        [result] = backend.collect()
+        backend.work(math.inf)
     finally:
         gc.enable()
+    [result] = backend.collect()
     assert result.error == "OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB"
     assert emptied == [True]

@@ -41,8 +41,8 @@ class Request:
 class CountingBackend(FakeBackend):
     """Counts what was done, and how often each content was in a batch that was tried and failed."""
 
-    def __init__(self, workers: int, *, inline: bool) -> None:
-        super().__init__(workers, inline=inline)
+    def __init__(self, workers: int, *, inline: bool, cancels: bool) -> None:
+        super().__init__(workers, inline=inline, cancels=cancels)
         self.tried: Counter[bytes] = Counter()
         self.done = 0
 
@@ -68,9 +68,10 @@ class PoolMachine(RuleBasedStateMachine):
         host=st.sampled_from([None, 0, 5, 100]),
         with_disk=st.booleans(),
         max_patches=st.sampled_from([4, 12, 64]),
+        cancels=st.booleans(),
     )
-    def begin(self, workers, space, cache, host, with_disk, max_patches):
-        self.backend = CountingBackend(max(workers, 1), inline=workers == 0)
+    def begin(self, workers, space, cache, host, with_disk, max_patches, cancels):
+        self.backend = CountingBackend(max(workers, 1), inline=workers == 0, cancels=cancels)
         self.disk = FakeDisk() if with_disk else None
         self.pool = make_pool(
             self.backend,
@@ -235,6 +236,18 @@ class PoolMachine(RuleBasedStateMachine):
             if key not in self.forced
         ]
         assert sum(used) <= self.space or len(used) == 1
+
+    @invariant()
+    def what_nobody_wants_is_cancelled_once(self):
+        if not hasattr(self, "pool"):
+            return
+        wanted = {key for request in self.requests for key in request.keys}
+        for queue in self.backend.queues.values():
+            for batch in queue:
+                unwanted = not any(self.pool.key(patch) in wanted for patch in batch.patches)
+                times = self.backend.cancelled.count(batch.number)
+                assert times <= 1
+                assert times or not unwanted
 
     @invariant()
     def figures_add_up(self):

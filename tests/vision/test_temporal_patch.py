@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, embedding_key, temporal_patches
-from vision.workers.backend import InlineBackend
+from vision.workers.inline import InlineBackend
 from vlmserve_common.checkpoint.reader import read_json
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def patches_of(medium: ProcessedMedium) -> tuple[TemporalPatch, ...]:
 
 
 def rows_of(pool: EncoderPool, keys: list[bytes]) -> torch.Tensor:
-    while pool.advance():
+    while pool.advance() or pool.work(math.inf):
         pass
     return torch.cat([pool.embeds(key) for key in keys])
 

@@ -1,7 +1,8 @@
 """A server of the real launcher with fake insides: `python -m tests.vlmserve.fake_server MODEL_FOLDER [FLAGS]`.
 
 GET /PROMPT answers PROMPT's bytes after a round trip through both child processes. Prompts that start with:
-hang: are answered never, slow: on SIGUSR1 to the scheduler, die: kill the scheduler.
+hang: are answered never, freeze: nor does the scheduler do anything else any more, slow: on SIGUSR1 to the scheduler,
+die: kill the scheduler.
 How the scheduler starts is told by $FAKE_START: ok, error, crash, exit, hang,
 late: what it waits for itself is not there in time. What child processes are forks of imports $FAKE_IMPORTS.
 """
@@ -9,6 +10,7 @@ late: what it waits for itself is not there in time. What child processes are fo
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -58,6 +60,7 @@ def fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, r
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays())
     sender = Sender(channels.detokenizer, get_args(DetokenizerInput))
     postponed: list[BatchTokenOutput] = []
+    heartbeat = channels.heartbeat("scheduler")
     signal.signal(signal.SIGUSR1, lambda *_: [sender.send(message) for message in postponed])
     ready(max_model_len=123)
     while True:
@@ -71,6 +74,11 @@ def fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, r
         if text.startswith("slow"):
             postponed.append(answer)
             print("postponed", file=sys.stderr, flush=True)
+        elif text.startswith("freeze"):
+            heartbeat.working()
+            print("frozen", file=sys.stderr, flush=True)
+            while True:
+                ctypes.PyDLL(None).sleep(3600)  # native code that keeps the interpreter to itself
         elif text.startswith("hang"):
             print("hanging", file=sys.stderr, flush=True)
         else:
@@ -119,6 +127,7 @@ class FakeFrontend:
         self.send = send
         self.waiting: dict[str, asyncio.Future[str]] = {}
         self.failure: str | None = None
+        self.suspended: str | None = None
         self.requests = 0
         self.app = self._answer
 
@@ -132,6 +141,9 @@ class FakeFrontend:
             future.set_exception(RuntimeError(message))
         self.waiting.clear()
 
+    def suspend(self, message: str | None) -> None:
+        self.suspended = message
+
     async def close(self) -> None:
         print("frontend closed", file=sys.stderr, flush=True)
 
@@ -141,8 +153,8 @@ class FakeFrontend:
         await send({"type": "http.response.body", "body": text.encode()})
 
     async def _reply(self, path: str) -> tuple[int, str]:
-        if self.failure is not None:
-            return 503, self.failure
+        if self.failure or self.suspended:
+            return 503, self.failure or self.suspended
         if path == "info":
             return 200, json.dumps(self.info)
         self.requests += 1

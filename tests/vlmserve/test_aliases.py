@@ -81,7 +81,6 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
         ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8' or 'int4'"),
         ("--enable-lora", "--enable-lora: LoRA adapters are not supported yet"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype is 'fp8'; it must be 'auto', 'fp8_e4m3' or 'int8'"),
-        ("--log-requests", "--access-log prints a line for each"),
         ("--limit-mm-per-prompt x", "--limit-mm-per-prompt is 'x': it must be a JSON object such as"),
         ("--limit-mm-per-prompt audio=2", "there is no 'audio' here"),
         ('--mm-processor-kwargs {"size":1}', "'size' belongs into a request's mm_processor_kwargs"),

@@ -54,7 +54,11 @@ def _another_value(type_: typing.Any, default: object, name: str, folder: Path) 
         return 32  # chunks are whole pages
     if name in ("device", "encoder_devices"):
         return "cpu"
-    if name in ("allowed_local_media_path", "file_store_dir"):
+    if name == "metrics_prefixes":
+        return "vllm,sglang"
+    if name == "otlp_traces_endpoint":
+        return "http://127.0.0.1:4318/v1/traces"
+    if name in ("allowed_local_media_path", "file_store_dir", "profile_dir"):
         return str(folder)
     if type_ is bool:
         return not default

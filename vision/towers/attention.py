@@ -1,30 +1,110 @@
-"""Attention inside segments of a packed batch."""
+"""Attention inside segments of a packed batch, in pieces."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional as F
 
 from vision.towers.grids import Segments
+from vision.towers.pieces import TORCH_ROWS, Kind, Piece, PieceLimits, Steps, even_tiles, limited_tiles
 from vlmserve_common.compute.rotary import Rotation, rotate
-from vlmserve_common.kernels import segment_attention as operators
+from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAttention, can_attend
+
+# Turning and laying out a patch for attention takes as long as attending to so many others.
+_PACK_KEYS = 64
 
 
-def segment_attention(qkv: torch.Tensor, rotary: Rotation, segments: Segments) -> torch.Tensor:
+def attention_cost(rows: float, length: float, width: int) -> float:
+    """Of a piece in which so many patches attend to segments of `length` patches each; heads are `width` together."""
+    return 4.0 * width * rows * (length + _PACK_KEYS)
+
+
+def segment_attention(
+    qkv: torch.Tensor, rotary: Rotation, segments: Segments, limits: PieceLimits
+) -> Steps[torch.Tensor]:
     """Each patch attends to its own segment: qkv [P, 3, heads, dim], not turned yet -> [P, heads, dim] in its dtype.
 
     rotary: float32 cos and signed sin [P, 1, dim].
     """
-    if operators.can_attend(qkv):
-        return operators.segment_attention(qkv, *rotary, segments.bounds)
-    heads = qkv.shape[2]
-    turned = rotate(qkv[:, :2].flatten(1, 2).float(), *rotary)
+    out = qkv.new_empty(qkv[:, 0].shape)
+    if can_attend(qkv):
+        yield from _by_operators(qkv, rotary, segments, limits, out)
+    else:
+        yield from _by_torch(qkv, rotary, segments, out)
+    return out
+
+
+def _by_operators(
+    qkv: torch.Tensor, rotary: Rotation, segments: Segments, limits: PieceLimits, out: torch.Tensor
+) -> Steps[None]:
+    """Some segments at a time, or some patches of a long one."""
+    width = out[0].numel()
+    first = 0
+    while first < len(segments.lengths):
+        limit = limits.most(Kind.ATTENTION)
+        last, cost = first + 1, attention_cost(segments.lengths[first], segments.lengths[first], width)
+        while last < len(segments.lengths):
+            more = attention_cost(segments.lengths[last], segments.lengths[last], width)
+            if cost + more > limit:
+                break
+            last, cost = last + 1, cost + more
+        bounds = segments.bounds[first : last + 1]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        if cost <= limit:
+            yield Piece(Kind.ATTENTION, cost)
+            attention = SegmentAttention(qkv, *rotary, bounds, out)
+            attention.pack(begin, end)
+            attention.attend(begin, end)
+        else:
+            attention = SegmentAttention(qkv, *rotary, bounds, out)
+            yield from _one_by_operators(attention, begin, end - begin, width, limits)
+        first = last
+
+
+def _one_by_operators(
+    attention: SegmentAttention, begin: int, length: int, width: int, limits: PieceLimits
+) -> Steps[None]:
+    packing, attending = attention_cost(1, 0, width), attention_cost(1, length, width) - attention_cost(1, 0, width)
+    for tile in limited_tiles(length, packing, limits, Kind.ATTENTION, multiple=BLOCK_PATCHES):
+        yield Piece(Kind.ATTENTION, packing * (tile.stop - tile.start))
+        attention.pack(begin + tile.start, begin + tile.stop)
+    for tile in limited_tiles(length, attending, limits, Kind.ATTENTION):
+        yield Piece(Kind.ATTENTION, attending * (tile.stop - tile.start))
+        attention.attend(begin + tile.start, begin + tile.stop)
+
+
+def _by_torch(qkv: torch.Tensor, rotary: Rotation, segments: Segments, out: torch.Tensor) -> Steps[None]:
+    """On a CPU in tiles that are always the same; see `pieces`."""
+    count, _, heads, dim = qkv.shape
+    rows = TORCH_ROWS if qkv.is_cpu else count
     # on a CPU torch attends in float32, and is slower from 16 bits
     dtype = torch.float32 if qkv.is_cpu else qkv.dtype
-    parts = torch.cat((turned.to(dtype), qkv[:, 2].to(dtype)), dim=1)
-    out = torch.empty_like(qkv[:, 0])
+    parts = torch.empty(count, 3 * heads, dim, dtype=dtype, device=qkv.device)
+    cos, sin = rotary
+    for tile in even_tiles(count, rows):
+        yield Piece(Kind.ELEMENTS, 3.0 * heads * dim * (tile.stop - tile.start))
+        parts[tile, : 2 * heads] = rotate(qkv[tile, :2].flatten(1, 2).float(), cos[tile], sin[tile])
+        parts[tile, 2 * heads :] = qkv[tile, 2]
+    for length, chosen in _chosen(segments, rows):
+        several = parts[chosen].unflatten(0, (-1, length)).transpose(1, 2)
+        keys, values = several[:, heads : 2 * heads], several[:, 2 * heads :]
+        attended = out[chosen].unflatten(0, (-1, length))
+        for tile in even_tiles(length, rows):
+            yield Piece(Kind.ATTENTION, attention_cost(len(several) * (tile.stop - tile.start), length, heads * dim))
+            queries = several[:, :heads, tile]
+            attended[:, tile] = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).to(out.dtype)
+        if isinstance(chosen, torch.Tensor):  # of which `attended` is a copy
+            out[chosen] = attended.flatten(0, 1)
+
+
+def _chosen(segments: Segments, rows: int) -> Iterator[tuple[int, slice | torch.Tensor]]:
+    """Lengths of segments, and the rows of some segments of that length."""
     for group in segments.groups:
-        q, k, v = parts[group.rows].unflatten(0, (-1, group.length)).transpose(1, 2).split(heads, dim=1)
-        attended = F.scaled_dot_product_attention(q, k, v)
-        out[group.rows] = attended.transpose(1, 2).flatten(0, 1).to(out.dtype)
-    return out
+        chosen, step = group.rows, max(1, rows // group.length) * group.length
+        if isinstance(chosen, torch.Tensor):
+            yield from ((group.length, part) for part in chosen.split(step))
+        else:
+            for first in range(chosen.start, chosen.stop, step):
+                yield group.length, slice(first, min(first + step, chosen.stop))

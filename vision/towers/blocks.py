@@ -2,27 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from vision.towers.attention import segment_attention
 from vision.towers.grids import Grid, Segments
+from vision.towers.pieces import (
+    TORCH_ROWS,
+    UNLIMITED,
+    Kind,
+    Piece,
+    PieceLimits,
+    Steps,
+    even_tiles,
+    finish,
+    limited_tiles,
+)
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
 from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
 
 NORM_EPS = 1e-6
-# Rows that go through an MLP together on a CPU, at the most: what is between its products is several times as wide.
-_MLP_ROWS = 2048
+# Rows that go through products together, at the most: what is between an MLP's is several times as wide.
+_MOST_ROWS = 2048
 
 
-def row_tiles(x: torch.Tensor, most: int) -> list[slice]:
-    """The rows of x that are computed together: `most` or fewer, about as many in each part; all of them on a GPU."""
-    parts = -(-len(x) // most) if x.is_cpu else 1
-    step = max(1, -(-len(x) // max(1, parts)))
-    return [slice(first, first + step) for first in range(0, len(x), step)]
+def _linears(module: nn.Module) -> list[Linear]:
+    return [child for child in module.modules() if isinstance(child, Linear)]
+
+
+def product_flops(module: nn.Module) -> float:
+    """Floating-point operations of a module's products with weights, for one row; to be asked before these are packed
+    for the operators."""
+    return sum(2.0 * linear.weight.numel() for linear in _linears(module) if linear.weight is not None)
+
+
+def product_rows(
+    module: nn.Module,
+    compute: Callable[[slice], torch.Tensor],
+    count: int,
+    flops: float,
+    limits: PieceLimits,
+    out: torch.Tensor | None = None,
+) -> Steps[torch.Tensor]:
+    """compute(rows) for `count` rows, some at a time -> all of them, in `out` if that is given.
+
+    module: has the products. flops: of these, for a row.
+    """
+    plain = [linear.weight for linear in _linears(module) if linear.weight is not None]
+    tiles: Iterable[slice]
+    if not plain:
+        tiles = limited_tiles(count, flops, limits, Kind.PRODUCT, most=_MOST_ROWS)
+    else:
+        tiles = even_tiles(count, -(-count // -(-count // TORCH_ROWS)) if plain[0].is_cpu else count)
+    for rows in tiles:
+        yield Piece(Kind.PRODUCT, flops * (rows.stop - rows.start))
+        part = compute(rows)
+        if out is None and rows.stop - rows.start == count:
+            return part
+        if out is None:
+            out = part.new_empty(count, *part.shape[1:])
+        out[rows] = part
+        del part  # not kept while the work waits
+    assert out is not None
+    return out
 
 
 class VisionTower(nn.Module):
@@ -30,13 +75,16 @@ class VisionTower(nn.Module):
 
     spatial_merge_size: patches merged per side. out_hidden_size: width of the main embeddings. num_deepstack_layers:
     embeddings of that width that follow the main one, one per tapped layer. num_full_attention: layers that attend over
-    a whole temporal patch rather than over windows; None: all.
+    a whole temporal patch rather than over windows; None: all. window_patches: of a whole window.
     """
 
     spatial_merge_size: int
     out_hidden_size: int
     num_deepstack_layers: int = 0
     num_full_attention: int | None = None
+    window_patches: int = 0
+    patch_embed: PatchEmbed
+    blocks: nn.ModuleList
 
     def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
         """Encode a packed batch: every embedding depends on its own temporal patch only.
@@ -45,6 +93,18 @@ class VisionTower(nn.Module):
         patches of every item in time, height and width. Returns embeddings [P / merge**2, out_hidden_size * (1 +
         num_deepstack_layers)] in the tower's dtype. Raises ValueError when grids and pixels do not fit.
         """
+        return finish(self.steps(pixel_values, grid_thw, UNLIMITED))
+
+    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
+        """`forward` in pieces; the same bits, whatever the limits."""
+        raise NotImplementedError
+
+    def layers(self) -> list[VisionBlock]:
+        """The blocks, first to last."""
+        return [block for block in self.blocks if isinstance(block, VisionBlock)]
+
+    def mergers(self) -> list[PatchMerger]:
+        """All that make embeddings."""
         raise NotImplementedError
 
 
@@ -54,10 +114,16 @@ class PatchEmbed(nn.Module):
     def __init__(self, kernel: tuple[int, int, int, int], size: int, *, bias: bool) -> None:
         super().__init__()
         self.proj = PatchProjection(kernel, size, bias=bias)
+        self.width = size
+        self.flops = product_flops(self)
 
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def steps(self, pixel_values: torch.Tensor, limits: PieceLimits) -> Steps[torch.Tensor]:
         """float32 [P, patch elements] -> [P, size] in the weights' dtype."""
-        return self.proj(pixel_values.to(self.proj.dtype))
+
+        def embed(rows: slice) -> torch.Tensor:
+            return self.proj(pixel_values[rows].to(self.proj.dtype))
+
+        return (yield from product_rows(self, embed, len(pixel_values), self.flops, limits))
 
 
 class AxialRotary:
@@ -81,11 +147,23 @@ class VisionAttention(nn.Module):
         self.num_heads = num_heads
         self.qkv = Linear(size, 3 * size, bias=True)
         self.proj = Linear(size, size, bias=True)
+        self._qkv_flops, self._proj_flops = product_flops(self.qkv), product_flops(self.proj)
 
-    def forward(self, x: torch.Tensor, rotary: Rotation, segments: Segments, residual: torch.Tensor) -> torch.Tensor:
-        """x [P, size] -> [P, size], added to `residual`."""
-        qkv = self.qkv(x).unflatten(1, (3, self.num_heads, -1))
-        return self.proj(segment_attention(qkv, rotary, segments).flatten(1), residual=residual)
+    def steps(
+        self, x: torch.Tensor, norm: nn.Module, rotary: Rotation, segments: Segments, limits: PieceLimits
+    ) -> Steps[None]:
+        """Add attention over norm(x) to x [P, size]."""
+
+        def project(rows: slice) -> torch.Tensor:
+            return self.qkv(norm(x[rows])).unflatten(1, (3, self.num_heads, -1))
+
+        def add(rows: slice) -> torch.Tensor:
+            return self.proj(attended[rows].flatten(1), residual=x[rows])
+
+        qkv = yield from product_rows(self.qkv, project, len(x), self._qkv_flops, limits)
+        attended = yield from segment_attention(qkv, rotary, segments, limits)
+        del qkv
+        yield from product_rows(self.proj, add, len(x), self._proj_flops, limits, out=x)
 
 
 class VisionMLP(nn.Module):
@@ -113,24 +191,52 @@ class VisionBlock(nn.Module):
         self.norm2 = make_norm()
         self.attn = attn
         self.mlp = mlp
+        self._mlp_flops = product_flops(mlp)
+        self.flops = product_flops(attn) + self._mlp_flops
 
-    def forward(self, x: torch.Tensor, rotary: Rotation, segments: Segments) -> torch.Tensor:
-        """x [P, size] -> [P, size]."""
-        x = self.attn(self.norm1(x), rotary, segments, residual=x)
-        for rows in row_tiles(x, _MLP_ROWS):
-            x[rows] = self.mlp(self.norm2(x[rows]), residual=x[rows])
-        return x
+    def steps(self, x: torch.Tensor, rotary: Rotation, segments: Segments, limits: PieceLimits) -> Steps[None]:
+        """Change x [P, size] to the block's output."""
+
+        def add(rows: slice) -> torch.Tensor:
+            out: torch.Tensor = self.mlp(self.norm2(x[rows]), residual=x[rows])
+            return out
+
+        yield from self.attn.steps(x, self.norm1, rotary, segments, limits)
+        yield from product_rows(self.mlp, add, len(x), self._mlp_flops, limits, out=x)
 
 
-class QwenPatchMerger(nn.Module):
-    """merge x merge neighbouring tokens -> one embedding (Qwen2-VL, Qwen2.5-VL)."""
+class PatchMerger(nn.Module):
+    """merge x merge neighbouring tokens -> one embedding.
 
-    def __init__(self, norm: nn.Module, merged_size: int, out_size: int, act: Activation) -> None:
+    joined: how many tokens that are. flops: of one embedding's products, for subclasses to set.
+    """
+
+    flops: float
+
+    def __init__(self, joined: int) -> None:
         super().__init__()
+        self._joined = joined
+
+    def steps(self, x: torch.Tensor, limits: PieceLimits, out: torch.Tensor) -> Steps[None]:
+        """x [P, size] -> out [P / joined, out_size], which may be some columns of a tensor."""
+
+        def merge(rows: slice) -> torch.Tensor:
+            merged: torch.Tensor = self(x[rows.start * self._joined : rows.stop * self._joined])
+            return merged
+
+        yield from product_rows(self, merge, len(out), self.flops, limits, out=out)
+
+
+class QwenPatchMerger(PatchMerger):
+    """As in Qwen2-VL and Qwen2.5-VL."""
+
+    def __init__(self, norm: nn.Module, size: int, joined: int, out_size: int, act: Activation) -> None:
+        super().__init__(joined)
         self.ln_q = norm
-        self.mlp = VisionMLP(("0", "2"), (merged_size, merged_size, out_size), act)
-        self._merged_size = merged_size
+        self._merged_size = size * joined
+        self.mlp = VisionMLP(("0", "2"), (self._merged_size, self._merged_size, out_size), act)
+        self.flops = product_flops(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [P, size] -> [P / merge**2, out_size]."""
+        """x [P, size] -> [P / joined, out_size]."""
         return self.mlp(self.ln_q(x).view(-1, self._merged_size))

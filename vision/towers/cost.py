@@ -1,11 +1,12 @@
-"""What a picture costs a tower, in arithmetic."""
+"""What a picture costs a tower."""
 
 from __future__ import annotations
 
-from vision.towers.blocks import VisionTower
+from collections.abc import Mapping
 
-_PER_PATCH = ("blocks.", "patch_embed.")
-_LOOKED_UP = ("pos_embed.",)
+from vision.towers.attention import attention_cost
+from vision.towers.blocks import VisionTower
+from vision.towers.pieces import Kind
 
 
 def encoding_flops(tower: VisionTower, patches: int) -> float:
@@ -14,14 +15,29 @@ def encoding_flops(tower: VisionTower, patches: int) -> float:
 
     The tower may be on the meta device.
     """
-    merged = patches / tower.spatial_merge_size**2
-    weights = {name: weight for name, weight in tower.named_parameters() if weight.ndim == 2}
-    products = sum(
-        2 * weight.numel() * (patches if name.startswith(_PER_PATCH) else merged)
-        for name, weight in weights.items()
-        if not name.startswith(_LOOKED_UP)
-    )
-    layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
-    full = len(layers) if tower.num_full_attention is None else tower.num_full_attention
-    width = weights["patch_embed.proj.weight"].shape[0]
-    return products + 4.0 * full * width * patches**2
+    return _products(tower, patches) + 4.0 * _full_layers(tower) * _width(tower) * patches**2
+
+
+def encoding_cost(tower: VisionTower, patches: int) -> Mapping[Kind, float]:
+    """Costs of all pieces together, as `VisionTower.steps` tells them, for a temporal patch of so many patches; small
+    windows at its edges count as whole ones, and preparing values is left out."""
+    full, width = _full_layers(tower), _width(tower)
+    attention = full * attention_cost(patches, patches, width)
+    windowed = len(tower.blocks) - full
+    if windowed:
+        attention += windowed * attention_cost(patches, min(patches, tower.window_patches), width)
+    return {Kind.PRODUCT: _products(tower, patches), Kind.ATTENTION: attention}
+
+
+def _products(tower: VisionTower, patches: int) -> float:
+    layers = tower.patch_embed.flops + sum(block.flops for block in tower.layers())
+    return layers * patches + sum(merger.flops for merger in tower.mergers()) * patches / tower.spatial_merge_size**2
+
+
+def _full_layers(tower: VisionTower) -> int:
+    return len(tower.blocks) if tower.num_full_attention is None else tower.num_full_attention
+
+
+def _width(tower: VisionTower) -> int:
+    """Of all heads together."""
+    return tower.patch_embed.width

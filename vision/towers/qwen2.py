@@ -12,6 +12,7 @@ from vision.towers.blocks import (
     NORM_EPS,
     AxialRotary,
     PatchEmbed,
+    PatchMerger,
     QwenPatchMerger,
     VisionAttention,
     VisionBlock,
@@ -20,6 +21,7 @@ from vision.towers.blocks import (
 )
 from vision.towers.config import TowerConfig
 from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, patch_coordinates
+from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import LayerNorm
@@ -46,16 +48,22 @@ class Qwen2VisionTower(VisionTower):
             )
             for _ in range(config.depth)
         )
-        merged = config.size * config.merge_size**2
-        self.merger = QwenPatchMerger(LayerNorm(config.size, NORM_EPS), merged, config.out_size, activation("gelu"))
+        norm, joined = LayerNorm(config.size, NORM_EPS), config.merge_size**2
+        self.merger = QwenPatchMerger(norm, config.size, joined, config.out_size, activation("gelu"))
         self._rotary = AxialRotary(config.head_dim, config.rope_theta)
 
-    def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
-        """See `VisionTower.forward`."""
+    def mergers(self) -> list[PatchMerger]:
+        """See `VisionTower`."""
+        return [self.merger]
+
+    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
+        """See `VisionTower`."""
         check_grids(grid_thw, len(pixel_values), self.spatial_merge_size)
-        x = self.patch_embed(pixel_values)
+        x = yield from self.patch_embed.steps(pixel_values, limits)
         rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
         segments = Segments(frame_lengths(grid_thw), x.device)
-        for block in self.blocks:
-            x = block(x, rotary, segments)
-        return self.merger(x)
+        for block in self.layers():
+            yield from block.steps(x, rotary, segments, limits)
+        out = x.new_empty(len(x) // self.spatial_merge_size**2, self.out_hidden_size)
+        yield from self.merger.steps(x, limits, out)
+        return out

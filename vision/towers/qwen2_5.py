@@ -12,6 +12,7 @@ from vision.towers.blocks import (
     NORM_EPS,
     AxialRotary,
     PatchEmbed,
+    PatchMerger,
     QwenPatchMerger,
     VisionAttention,
     VisionBlock,
@@ -19,6 +20,7 @@ from vision.towers.blocks import (
 )
 from vision.towers.config import TowerConfig
 from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, patch_coordinates, window_order
+from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import GatedMLP, RMSNorm
@@ -51,23 +53,29 @@ class Qwen2_5VisionTower(VisionTower):
             )
             for _ in range(config.depth)
         )
-        merged = config.size * config.merge_size**2
-        self.merger = QwenPatchMerger(RMSNorm(config.size, NORM_EPS), merged, config.out_size, activation("gelu"))
+        norm, joined = RMSNorm(config.size, NORM_EPS), config.merge_size**2
+        self.merger = QwenPatchMerger(norm, config.size, joined, config.out_size, activation("gelu"))
+        self.window_patches = joined * self._window**2
         self._rotary = AxialRotary(config.head_dim, config.rope_theta)
 
-    def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
-        """See `VisionTower.forward`. Between the first and the last layer, patches lie window by window."""
+    def mergers(self) -> list[PatchMerger]:
+        """See `VisionTower`."""
+        return [self.merger]
+
+    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
+        """See `VisionTower`. Between the first and the last layer, patches lie window by window."""
         merge = self.spatial_merge_size
         check_grids(grid_thw, len(pixel_values), merge)
         order, window_lengths = window_order(grid_thw, merge, self._window)
         patch_order = (order[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
-        x = self.patch_embed(pixel_values)
+        x = yield from self.patch_embed.steps(pixel_values, limits)
         x = x[patch_order.to(x.device)]
         rotary = self._rotary(patch_coordinates(grid_thw, merge)[:, patch_order], x.device)
         # a frame's windows stay inside it, so frames are contiguous in either order
         frames = Segments(frame_lengths(grid_thw), x.device)
         windows = Segments(window_lengths, x.device)
-        for index, block in enumerate(self.blocks):
-            x = block(x, rotary, frames if index in self._full_attention else windows)
-        embeds = self.merger(x)
+        for index, block in enumerate(self.layers()):
+            yield from block.steps(x, rotary, frames if index in self._full_attention else windows, limits)
+        embeds = x.new_empty(len(order), self.out_hidden_size)
+        yield from self.merger.steps(x, limits, embeds)
         return torch.empty_like(embeds).index_copy_(0, order.to(x.device), embeds)

@@ -13,14 +13,16 @@ from vision.towers.blocks import (
     NORM_EPS,
     AxialRotary,
     PatchEmbed,
+    PatchMerger,
     VisionAttention,
     VisionBlock,
     VisionMLP,
     VisionTower,
-    row_tiles,
+    product_flops,
 )
 from vision.towers.config import TowerConfig
 from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, interpolation, patch_coordinates
+from vision.towers.pieces import Kind, Piece, PieceLimits, Steps, even_tiles
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import Embedding, LayerNorm
@@ -31,17 +33,18 @@ from vlmserve_common.errors import CheckpointError
 _POSITION_ROWS = 512
 
 
-class Qwen3PatchMerger(nn.Module):
-    """merge x merge neighbouring tokens -> one embedding; normalised before or (DeepStack) after they are joined."""
+class Qwen3PatchMerger(PatchMerger):
+    """Tokens are normalised before or (DeepStack) after they are joined."""
 
     def __init__(self, config: TowerConfig, *, norm_joined: bool) -> None:
-        super().__init__()
+        super().__init__(config.merge_size**2)
         self._merged_size = config.size * config.merge_size**2
         self._norm_joined = norm_joined
         self.norm = LayerNorm(self._merged_size if norm_joined else config.size, NORM_EPS)
         self.linear_fc1 = Linear(self._merged_size, self._merged_size, bias=True)
         self.linear_fc2 = Linear(self._merged_size, config.out_size, bias=True)
         self._act = activation("gelu")
+        self.flops = product_flops(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [P, size] -> [P / merge**2, out_size]."""
@@ -88,23 +91,33 @@ class Qwen3VisionTower(VisionTower):
         self.deepstack_merger_list = nn.ModuleList(Qwen3PatchMerger(config, norm_joined=True) for _ in self._taps)
         self._rotary = AxialRotary(config.head_dim, config.rope_theta)
 
-    def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
-        """See `VisionTower.forward`. DeepStack embeddings follow the main ones in layer order."""
+    def mergers(self) -> list[PatchMerger]:
+        """See `VisionTower`."""
+        return [self.merger, *self._deepstack_mergers()]
+
+    def _deepstack_mergers(self) -> list[Qwen3PatchMerger]:
+        return [merger for merger in self.deepstack_merger_list if isinstance(merger, Qwen3PatchMerger)]
+
+    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
+        """See `VisionTower`. DeepStack embeddings follow the main ones in layer order."""
         merge = self.spatial_merge_size
         check_grids(grid_thw, len(pixel_values), merge)
-        x = self.patch_embed(pixel_values)
-        self._add_positions(x, grid_thw)
+        x = yield from self.patch_embed.steps(pixel_values, limits)
+        yield from self._add_positions(x, grid_thw)
         rotary = self._rotary(patch_coordinates(grid_thw, merge), x.device)
         segments = Segments(frame_lengths(grid_thw), x.device)
-        tapped: list[torch.Tensor] = []
-        for index, block in enumerate(self.blocks):
-            x = block(x, rotary, segments)
+        out = x.new_empty(len(x) // merge**2, 1 + len(self._taps), self.out_hidden_size)
+        for index, block in enumerate(self.layers()):
+            yield from block.steps(x, rotary, segments, limits)
             if index in self._taps:
-                tapped.append(self.deepstack_merger_list[len(tapped)](x))
-        return torch.cat([self.merger(x), *tapped], dim=-1)
+                place = self._taps.index(index)
+                yield from self._deepstack_mergers()[place].steps(x, limits, out[:, 1 + place])
+        yield from self.merger.steps(x, limits, out[:, 0])
+        return out.flatten(1)
 
-    def _add_positions(self, x: torch.Tensor, grids: Sequence[Grid]) -> None:
+    def _add_positions(self, x: torch.Tensor, grids: Sequence[Grid]) -> Steps[None]:
         """Add interpolated position embeddings, summed in float32 and in the dtype of x, to x [P, size]."""
         taps, weights = (part.to(x.device) for part in interpolation(grids, self.spatial_merge_size, self._side))
-        for rows in row_tiles(x, _POSITION_ROWS):
+        for rows in even_tiles(len(x), _POSITION_ROWS if x.is_cpu else len(x)):
+            yield Piece(Kind.ELEMENTS, 4.0 * x[rows].numel())
             x[rows] += (self.pos_embed(taps[rows]) * weights[rows, :, None]).sum(1).to(x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -11,7 +11,12 @@ import torch
 from processors.inputs import Normalization
 from processors.normalize import normalize, value_width
 from vision.towers.blocks import VisionTower
+from vision.towers.cost import encoding_cost
+from vision.towers.pieces import UNLIMITED, Kind, Piece, PieceLimits, Steps, even_tiles, finish
 from vision.towers.temporal_patch import TemporalPatch
+
+# Patches whose values are made together on a CPU.
+_VALUE_ROWS = 512
 
 
 class TowerRunner:
@@ -21,21 +26,43 @@ class TowerRunner:
         self._tower = tower
         self._device = device
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tower is."""
+        return self._device
+
+    @torch.inference_mode()
     def encode(self, patches: Sequence[TemporalPatch]) -> tuple[torch.Tensor, ...]:
         """Embeddings of each temporal patch [h * w / merge**2, width] in the tower's dtype, from one call of the tower.
 
         Each has memory of its own, so that dropping one frees it. Raises as `encode_packed` does.
         """
-        packed = self.encode_packed(patches)
-        if len(patches) == 1:
-            return (packed,)
-        return tuple(embeds.clone() for embeds in packed.split(self.row_counts(patches)))
+        return finish(self.steps(patches, UNLIMITED))
 
     @torch.inference_mode()
     def encode_packed(self, patches: Sequence[TemporalPatch]) -> torch.Tensor:
         """Embeddings of temporal patches (one at least), one behind the other: [sum of h * w / merge**2, width] on the
         tower's device. ValueError as `pixel_values` and `VisionTower.forward` raise it."""
-        return self._tower(pixel_values(patches, self._device), [(1, *patch.grid) for patch in patches])
+        return finish(self._packed_steps(patches, UNLIMITED))
+
+    def steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[tuple[torch.Tensor, ...]]:
+        """`encode` in pieces; see `vision.towers.pieces`."""
+        packed = yield from self._packed_steps(patches, limits)
+        if len(patches) == 1:
+            return (packed,)
+        return tuple(embeds.clone() for embeds in packed.split(self.row_counts(patches)))
+
+    def _packed_steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[torch.Tensor]:
+        values = yield from _value_steps(patches, self._device)
+        return (yield from self._tower.steps(values, [(1, *patch.grid) for patch in patches], limits))
+
+    def cost(self, patches: Sequence[TemporalPatch]) -> Mapping[Kind, float]:
+        """Of the pieces of `steps`, about."""
+        total: dict[Kind, float] = {}
+        for patch in patches:
+            for kind, cost in encoding_cost(self._tower, patch.num_patches).items():
+                total[kind] = total.get(kind, 0.0) + cost
+        return total
 
     def row_counts(self, patches: Sequence[TemporalPatch]) -> list[int]:
         """How many embeddings temporal patches have."""
@@ -45,6 +72,10 @@ class TowerRunner:
 def pixel_values(patches: Sequence[TemporalPatch], device: torch.device) -> torch.Tensor:
     """What a tower takes, made of temporal patches (one at least): float32 [P, patch elements], theirs one behind the
     other. ValueError for pixels that are not those of their grid, or not as wide as the others'."""
+    return finish(_value_steps(patches, device))
+
+
+def _value_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Steps[torch.Tensor]:
     for patch in patches:
         if len(patch.pixels) != patch.num_patches:
             raise ValueError(
@@ -57,7 +88,10 @@ def pixel_values(patches: Sequence[TemporalPatch], device: torch.device) -> torc
     done = 0
     for normalization, group in groupby(patches, key=_normalization):  # nearly always one or two
         pixels = np.concatenate([patch.pixels for patch in group])
-        normalize(pixels, normalization, values[done : done + len(pixels)])
+        for rows in even_tiles(len(pixels), _VALUE_ROWS if values.is_cpu else len(pixels)):
+            target = values[done + rows.start : done + rows.stop]
+            yield Piece(Kind.ELEMENTS, target.numel())
+            normalize(pixels[rows], normalization, target)
         done += len(pixels)
     return values
 

@@ -1,16 +1,14 @@
-"""Where batches of temporal patches are encoded: in this process (here), or in others (`process_backend`)."""
+"""Where batches of temporal patches are encoded: in this process (`inline`), or in others (`process_backend`)."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 
-from vision.towers.runner import TowerRunner
-from vision.towers.temporal_patch import EncodeBatch
+from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 
 _T = TypeVar("_T")
 
@@ -20,7 +18,8 @@ class EncodeResult:
     """embeds: of each temporal patch in order, [h * w / merge**2, width] in the tower's dtype, each with memory of
     its own; None: error says why not.
 
-    untried: the worker was gone before it came to this batch, which therefore cannot be what ended it.
+    untried: the worker was gone before it came to this batch, which therefore cannot be what ended it; or the batch was
+    cancelled.
     """
 
     number: int
@@ -30,7 +29,10 @@ class EncodeResult:
 
 
 class EncoderBackend(Protocol):
-    """Workers that encode batches. Every started batch gives one result, unless the backend is closed before."""
+    """Workers that encode batches. Every started batch gives one result, unless the backend is closed before.
+
+    One thread calls all but `work`, which is for the device's thread; that may be the same one.
+    """
 
     def workers(self) -> Sequence[int]:
         """Ids of the usable workers; one that was given up is not among them."""
@@ -41,49 +43,35 @@ class EncoderBackend(Protocol):
         that comes as its result."""
         ...
 
+    def cancel(self, worker: int, number: int) -> None:
+        """Nobody wants a started batch any more: what is not computed yet may be left."""
+        ...
+
     def collect(self) -> list[EncodeResult]:
-        """What has finished or failed since. Never blocks, but for the inline backend, which runs a started batch."""
+        """What has finished, failed or been cancelled since. Never blocks, never computes."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether batches wait for `work`; never where workers compute by themselves."""
+        ...
+
+    def work(self, budget_s: float) -> bool:
+        """Compute for about so many seconds, at least one piece if there is any; whether there was one. Infinity: all
+        there is."""
+        ...
+
+    def estimate_s(self, patch: TemporalPatch) -> float | None:
+        """How long encoding a temporal patch is going to take here; None if that is not known."""
         ...
 
     def wait_handles(self) -> Sequence[int]:
-        """File descriptors that are readable when `collect` has something; none: call it whenever batches are out."""
+        """File descriptors that are readable when `collect` has something; none: whatever is out waits for `work`."""
         ...
 
     def close(self) -> None:
         """End the workers. May be called again."""
         ...
-
-
-class InlineBackend:
-    """One worker, number 0: this thread, whenever it collects."""
-
-    def __init__(self, runner: TowerRunner) -> None:
-        self._runner = runner
-        self._started: deque[EncodeBatch] = deque()
-
-    def workers(self) -> Sequence[int]:
-        """See `EncoderBackend`."""
-        return (0,)
-
-    def start(self, worker: int, batch: EncodeBatch) -> None:
-        """See `EncoderBackend`."""
-        self._started.append(batch)
-
-    def collect(self) -> list[EncodeResult]:
-        """Run the batch that was started first; nothing when there is none. A failure is its result."""
-        if not self._started:
-            return []
-        batch = self._started.popleft()
-        embeds, error = attempt(lambda: self._runner.encode(batch.patches))
-        return [EncodeResult(number=batch.number, embeds=embeds, error=error)]
-
-    def wait_handles(self) -> Sequence[int]:
-        """None: see `EncoderBackend`."""
-        return ()
-
-    def close(self) -> None:
-        """Forget what was started."""
-        self._started.clear()
 
 
 def attempt(run: Callable[[], _T]) -> tuple[_T | None, str]:

@@ -27,6 +27,7 @@ from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.sessions import Sessions
 
 T = TypeVar("T")
 
@@ -127,7 +128,8 @@ class Subject:
         context = PROMPT_TOKENS + _MOST_NEW + load.page
         size = load.running * context // load.page * load.page * 2
         allocator = TokenToKVPoolAllocator(size, load.page)
-        self.kv = KVCacheManager(allocator, RadixCache(allocator), ReqPoolAllocator(load.running, context))
+        cache = RadixCache(allocator)
+        self.kv = KVCacheManager(allocator, cache, ReqPoolAllocator(load.running, context))
         self.worker = InstantWorker()
         device: DeviceQueue = _InstantQueue(load.depth)
         self.ended = 0
@@ -150,6 +152,7 @@ class Subject:
             policy=make_policy(load.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(1.0),
             media_keys=MediaKeyTable(),
+            sessions=Sessions(cache, max_sessions=0, timeout_s=0, clock=time.monotonic),
             send=self._take,
         )
         for _ in range(load.running + load.waiting):

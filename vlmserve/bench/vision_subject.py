@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -21,7 +22,8 @@ from vision.towers.grids import Grid
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
-from vision.workers.backend import EncoderBackend, InlineBackend
+from vision.workers.backend import EncoderBackend
+from vision.workers.inline import InlineBackend
 from vlmserve.bench.interleaved import Timing, in_turns
 from vlmserve.bench.media import jpeg
 from vlmserve.bench.processor_reference import write_settings
@@ -129,7 +131,7 @@ def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch
     """The rows of temporal patches as a request gets them: held, waited for, taken and released."""
     keys = pool.submit(patches, order=0)
     while not all(map(pool.is_ready, keys)):
-        if not pool.advance():
+        if not pool.advance() and not pool.work(math.inf):
             wait(pool.wait_handles())
         failures = pool.take_failures()
         if failures:
@@ -142,5 +144,5 @@ def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch
 def settle(pool: EncoderPool) -> None:
     """Wait until nothing is under way, such as rows on their way to the disk."""
     while pool.busy:
-        if not pool.advance():
+        if not pool.advance() and not pool.work(math.inf):
             wait(pool.wait_handles())

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vlmserve.config.fields import ABOVE_0, AT_LEAST_1, CACHE_SIZE, SECONDS, Allowed, settings_of
+from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CACHE_SIZE, SECONDS, Allowed, settings_of
 
 _model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
 _memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))
@@ -161,6 +161,23 @@ class EngineArgs:
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
     disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = _memory(
+        "lru",
+        "which cached prefix goes first: the least recently used one, the one with the fewest hits, the oldest one, or "
+        "the one of the lowest priority",
+    )
+    enable_hierarchical_cache: bool = _memory(
+        False, "keep cached prefixes that the KV cache has no room for in host memory, and bring them back"
+    )
+    hicache_size_gib: float = _memory(4.0, "host memory for --enable-hierarchical-cache, in GiB", ABOVE_0)
+    hicache_write_policy: Literal["write_back", "write_through_selective"] = _memory(
+        "write_back",
+        "what goes to host memory: every prefix that is given up, or those that were used twice, at that time",
+    )
+    hicache_storage_dir: str | None = _memory(
+        None, "folder that keeps prefixes which host memory has no room for, also across restarts; default: none"
+    )
+    hicache_storage_gib: float = _memory(32.0, "limit of --hicache-storage-dir, in GiB", ABOVE_0)
     max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
     max_queued_requests: int = _scheduling(
         1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1
@@ -173,7 +190,11 @@ class EngineArgs:
     chunked_prefill_size: int = _scheduling(
         2048, "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts"
     )
-    enable_mixed_chunk: bool = _scheduling(False, "let prompt chunks and decoding share a step")
+    enable_mixed_chunk: bool = _scheduling(True, "let prompt chunks and decoding share a step")
+    max_sessions: int = _scheduling(
+        256, "most conversations (session_id) whose KV is kept between turns; 0: none", _NOT_NEGATIVE
+    )
+    session_timeout_s: float = _scheduling(600.0, "seconds that a conversation's KV is kept after a turn", _POSITIVE)
     disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the one before has ended")
     max_decode_slowdown: float = _scheduling(
         2.0, "most times that prompts and pictures may lengthen the time between tokens; 0: no limit", _NOT_NEGATIVE
@@ -191,6 +212,11 @@ class EngineArgs:
     )
     random_seed: int = _other(
         0, "LLM only: seed of the first request without one; the server draws a seed for each", _SEED
+    )
+    log_interval_s: float = _other(
+        10.0,
+        "seconds of work after which the scheduler logs a line: requests, KV cache, hits, tokens a second; 0: never",
+        AT_LEAST_0,
     )
     check_pools_when_idle: bool = _other(True, "when idle, check that every KV slot and request row is accounted for")
 

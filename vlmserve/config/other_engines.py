@@ -133,10 +133,14 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("chunked_prefill_size", vllm="max_num_batched_tokens", answer="of prompts; decoding comes on top"),
     _same("page_size", vllm="block_size"),
     _same("quantization", vllm="q"),
+    _same("hicache_size_gib", sglang="hicache_size"),
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
     _same("chunked_prefill_size", vllm="enable_chunked_prefill", switch=True, convert=_whole_prompts, answer="off: -1"),
     _same("random_seed", vllm="seed"),
+    _same("disable_overlap_schedule", vllm="async_scheduling", switch=True, negated=True),
     _same("schedule_policy", vllm="scheduling_policy"),
+    _same("watchdog_timeout_s", sglang="watchdog_timeout"),
+    _same("log_requests", vllm="enable_log_requests", switch=True, answer="without their contents"),
     _same("log_level", vllm="uvicorn_log_level", sglang="log_level_http"),
     _same("max_images_per_request max_videos_per_request", vllm="limit_mm_per_prompt", convert=_media_counts),
     _same("max_images_per_request", vllm="limit_mm_per_prompt.image"),
@@ -148,7 +152,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     ),
     # what is so anyway
     _answered(
-        "requests are logged with --access-log only",
+        "requests are logged with --access-log and --log-requests only",
         "disable_log_requests disable_uvicorn_access_log",
         fine=ANY,
         switch=True,
@@ -157,10 +161,8 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("GET /metrics is always there", sglang="enable_metrics", fine=ANY, switch=True),
     _answered("that is what is served", sglang="enable_multimodal", fine=ANY, switch=True),
     _answered(_NO_GRAPHS, "enforce_eager", "disable_cuda_graph", fine=ANY, switch=True),
-    _answered("there is no overlap to turn off yet", sglang="disable_overlap_schedule", fine=ANY, switch=True),
     _answered("there is none at the start", sglang="skip_server_warmup", fine=ANY, switch=True),
     _answered("requests that lose their KV cache are computed again", "swap_space", fine=ANY),
-    _answered("the least recently used prefix goes first", sglang="radix_eviction_policy", fine="lru"),
     _answered("weights are read from safetensors", both="load_format", fine="auto safetensors"),
     _answered("the checkpoint's fast tokenizer is used", both="tokenizer_mode", fine="auto"),
     _answered("every token is sent as it comes", both="stream_interval", fine="1"),
@@ -168,16 +170,16 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("a request may ask for 20 at the most", "max_logprobs", convert=_twenty_at_the_most),
     # said in another way here
     _answered(
-        "requests' contents are not logged; --access-log prints a line for each",
-        "enable_log_requests",
-        "log_requests",
-        switch=True,
-    ),
-    _answered(
         "--max-total-tokens says how many tokens it holds, --cpu-kv-cache-gib how large it may get on a CPU",
         "kv_cache_memory_bytes",
     ),
     _answered("--max-total-tokens says it in tokens: blocks times --page-size", "num_gpu_blocks_override"),
+    _answered(
+        "--schedule-policy priority takes requests by their priority, lower first",
+        sglang="enable_priority_scheduling schedule_low_priority_values_first",
+        switch=True,
+        fine="false",
+    ),
     _answered("--device cuda:N names the GPU", sglang="base_gpu_id", fine="0"),
     _answered(_ENCODERS, "mm_encoder_tp_mode", fine="weights"),
     _answered(_ENCODERS, sglang="mm_enable_dp_encoder", switch=True, fine="false"),
@@ -225,9 +227,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         "kv_transfer_config",
         "disaggregation_mode",
         fine="null",
-    ),
-    _answered(
-        "a host tier of the KV cache is not there yet", sglang="enable_hierarchical_cache", switch=True, fine="false"
     ),
 )
 """One thing a row, in the order of the documentation."""

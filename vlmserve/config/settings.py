@@ -64,6 +64,11 @@ _WRITABLE = Allowed(
     words="an existing folder that can be written to",
     holds=lambda path: os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK),
 )
+_PREFIXES = Allowed(
+    words="vllm, sglang, or both with a comma between them",
+    holds=lambda names: {"vllm", "sglang"}.issuperset(names.split(",")),
+)
+_URL = Allowed(words="an http: or https: URL", holds=lambda url: re.fullmatch(r"https?://\S+", url))
 _DOMAINS = Allowed(
     words="host names such as example.com or .example.com, with commas between them",
     holds=lambda names: all(map(_DOMAIN.fullmatch, names.split(","))),
@@ -89,8 +94,26 @@ class ServerSettings:
         60.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS
     )
     log_level: Literal["debug", "info", "warning", "error"] = _http("info", "log messages of this severity and above")
+    forwarded_allow_ips: str = _http(
+        "127.0.0.1",
+        "proxies whose X-Forwarded-For says which client a request is of: addresses or networks with commas between "
+        "them; *: all",
+    )
     access_log: bool = _http(
         False, "log a line for each HTTP request: client, method, path, status, duration, X-Request-Id"
+    )
+    log_requests: bool = _http(
+        False, "log a line for each answer: id, tokens, how it ended, and the seconds of each stage; no contents"
+    )
+    metrics_prefixes: str | None = _http(
+        None,
+        "show metrics under the names of other engines, too: vllm, sglang, or both with a comma; default: ours only",
+        _PREFIXES,
+    )
+    otlp_traces_endpoint: str | None = _http(
+        None,
+        "URL that gets a trace of each request, by OTLP over HTTP (http://HOST:4318/v1/traces); needs vlmserve[otel]",
+        _URL,
     )
     startup_timeout_s: float = _http(
         1800.0,
@@ -98,6 +121,25 @@ class ServerSettings:
         SECONDS,
     )
     shutdown_timeout_s: float = _http(30.0, "seconds that running requests get when the server is stopped", _PATIENCE)
+    watchdog_timeout_s: float = _http(
+        300.0,
+        "seconds that the scheduler or the detokenizer may take for one step, or be stopped, before its stacks are "
+        "logged and the server ends with an error; 0: for ever",
+        _PATIENCE,
+    )
+    request_timeout_s: float = _http(
+        0.0,
+        "seconds from a request's arrival to its whole answer, after which it is answered 504; 0: no limit",
+        _PATIENCE,
+    )
+    admin_api_key: str | None = _http(
+        None,
+        "key for the endpoints that control the server (docs/api.md), in place of --api-key; set it by its variable",
+        _KEY,
+    )
+    profile_dir: str | None = _http(
+        None, "folder for the traces of POST /start_profile; default: profiling is refused", _WRITABLE
+    )
     max_images_per_request: int = _pictures(64, "most pictures in one request", AT_LEAST_0)
     max_image_pixels: int = _pictures(64_000_000, "largest picture, in pixels; checked before decoding", AT_LEAST_1)
     max_image_decode_s: float = _pictures(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +12,22 @@ from pathlib import Path
 import torch
 
 from vlmserve.attention.choice import choose_backend
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.start_settings import StartSettings
+from vlmserve.engine.activations import (
+    cuda_meter,
+    estimate_activations,
+    measure_activations,
+    step_limits,
+)
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
-from vlmserve.engine.picture_limit import auto_max_pixels
+from vlmserve.engine.kv_tiers import build_tiers
+from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
 from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
-from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
@@ -30,6 +37,7 @@ from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.sessions import Sessions
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
@@ -74,14 +82,29 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     kv_dtype = cache_dtype(args.kv_cache_dtype, model.dtype)
     per_token = _bytes_per_token(model, kv_dtype)
     max_model_len = args.max_model_len or config.max_position_embeddings
-    tokens = kv_cache_size(args, bytes_per_token=per_token, max_model_len=max_model_len, device=device)
+    attn_backend = choose_backend(
+        args.attention_backend,
+        device=device,
+        dtype=model.dtype,
+        cache_dtype=kv_dtype,
+        head_dim=config.head_dim,
+    )
+    auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
+    limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
+    if device.type == "cuda":
+        activations = measure_activations(model, attn_backend, limits, cuda_meter(device))
+    else:
+        activations = estimate_activations(model, limits)
+    tokens = kv_cache_size(
+        args, bytes_per_token=per_token, max_model_len=max_model_len, device=device, activations=activations
+    )
     max_req_len = min(max_model_len, tokens - args.page_size)
     info = EngineInfo(
         max_total_tokens=tokens,
         max_req_len=max_req_len,
         device=str(device),
         dtype=dtype_name(model.dtype),
-        auto_pixels=auto_max_pixels(args, dtype=model.dtype, device=device),
+        auto_pixels=auto_pixels,
     )
     runner = ModelRunner(
         model=model,
@@ -94,17 +117,11 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
             device=device,
         ),
         req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
-        attn_backend=choose_backend(
-            args.attention_backend,
-            device=device,
-            dtype=model.dtype,
-            cache_dtype=kv_dtype,
-            head_dim=config.head_dim,
-        ),
+        attn_backend=attn_backend,
         device=device,
     )
     log.info(
-        "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d",
+        "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,
         info.dtype,
         info.device,
@@ -112,6 +129,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         per_token,
         dtype_name(kv_dtype),
         max_req_len,
+        activations,
     )
     return runner, info
 
@@ -150,12 +168,16 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> N
         decoder = weight_bytes(outline.language_model.layers)
         weights -= int(decoder * (1 - _part_of(scheme.bits, outline.dtype)))
     check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)
+    # what a CPU's pictures come to is found out later, and is this at the least
+    auto_pixels = SMALLEST_PIXELS if args.max_pixels == AUTO and device.type == "cpu" else None
+    limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
     kv_cache_size(
         args,
         bytes_per_token=_bytes_per_token(outline, cache_dtype(args.kv_cache_dtype, outline.dtype)),
         max_model_len=max_model_len,
         device=device,
         weights_to_come=weights,
+        activations=estimate_activations(outline, limits),
     )
 
 
@@ -182,9 +204,16 @@ def build_scheduler(
     start: needed where `args` asks for encoder processes.
     """
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
-    cache = RadixCache(allocator, disabled=args.disable_radix_cache)
+    media_keys = MediaKeyTable()
+    cache, close_cache = build_tiers(
+        args,
+        runner,
+        allocator,
+        media_keys,
+        bytes_per_token=_bytes_per_token(runner.model, runner.kv_cache.dtype),
+    )
     req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
-    kv = KVCacheManager(allocator, cache, req_pool)
+    kv = KVCacheManager(allocator, cache, req_pool, close=close_cache)
     threads = torch.get_num_threads()  # of this thread; each has its own
     return Scheduler(
         args,
@@ -198,6 +227,9 @@ def build_scheduler(
         ),
         policy=make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
-        media_keys=MediaKeyTable(),
+        media_keys=media_keys,
+        sessions=Sessions(
+            cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=time.monotonic
+        ),
         send=send,
     )

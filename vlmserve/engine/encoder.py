@@ -17,7 +17,8 @@ from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
 from vision.towers.fingerprint import tower_fingerprint
 from vision.towers.runner import TowerRunner
-from vision.workers.backend import EncoderBackend, InlineBackend
+from vision.workers.backend import EncoderBackend
+from vision.workers.inline import BATCHES_IN_WORK, InlineBackend
 from vision.workers.settings import WorkerSettings
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
@@ -96,7 +97,7 @@ def build_encoder_pool(
             limits=PoolLimits(
                 max_patches=resolve_max_patches(args, device),
                 space_bytes=space_bytes,
-                batches_ahead=2 if args.num_encoders else 1,
+                batches_ahead=2 if args.num_encoders else BATCHES_IN_WORK,
             ),
             disk=None if store is None else DiskTier(store),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.encoder_warmups import EncoderWarmups
@@ -15,9 +16,11 @@ from vlmserve.messages import (
     SchedulerStats,
     TokenizedGenerateReqInput,
 )
+from vlmserve.scheduler.batch_log import BatchLog
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import EngineError
 
+_T = TypeVar("_T")
 # An encoder in this process takes its time from requests: beside them, media that are encoded ahead of time come in at
 # every so many turns.
 _TURNS_PER_WARMUP = 16
@@ -26,17 +29,24 @@ _TURNS_PER_WARMUP = 16
 class EngineLoop:
     """A scheduler and the warmups that share its encoder. Single-threaded: call `handle` and `step` in turn.
 
-    max_patches: see `EncoderWarmups`. send: gets the warmups' answers.
+    max_patches: see `EncoderWarmups`. send: gets the warmups' answers. batch_log: none by default.
     """
 
     def __init__(
-        self, scheduler: Scheduler, encoder: EncoderPool, send: Callable[[SchedulerOutput], None], *, max_patches: int
+        self,
+        scheduler: Scheduler,
+        encoder: EncoderPool,
+        send: Callable[[SchedulerOutput], None],
+        *,
+        max_patches: int,
+        batch_log: BatchLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._encoder = encoder
         self._send = send
         self._warmups = EncoderWarmups(encoder, send=send, max_patches=max_patches)
         self._turns = 0
+        self._batch_log = batch_log or BatchLog(0.0)
 
     def handle(self, message: TokenizedGenerateReqInput | EncodeReqInput | AbortReq) -> None:
         """Take one message. One that can never be answered is refused at once."""
@@ -56,10 +66,23 @@ class EngineLoop:
         may_ask = not self._encoder.inline or alone or self._turns % _TURNS_PER_WARMUP == 0
         self._turns += 1
         # behind the requests that are there, and before those to come
-        busy |= self._warmups.advance(order=self.scheduler.arrivals if may_ask else None)
+        busy |= self._warmups.advance(order=self.scheduler.encoder_order.behind_all() if may_ask else None)
+        self._batch_log.step(self.stats, idle=alone)
         if alone and not busy and len(self._warmups) and not self._encoder.busy:
             raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
         return busy
+
+    def drain(self) -> None:
+        """See `Scheduler.drain`."""
+        self.scheduler.drain()
+
+    def on_device(self, run: Callable[[], _T]) -> _T:
+        """See `Scheduler.on_device`."""
+        return self.scheduler.on_device(run)
+
+    def flush_cache(self) -> int:
+        """See `Scheduler.flush_cache`."""
+        return self.scheduler.flush_cache()
 
     def is_idle(self) -> bool:
         """Whether there is neither a request nor anything to be encoded ahead of time."""

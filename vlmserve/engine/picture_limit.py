@@ -23,7 +23,7 @@ from vlmserve_common.compute.linear import Linear
 
 log = logging.getLogger(__name__)
 
-_SMALLEST = 448 * 448
+SMALLEST_PIXELS = 448 * 448
 # What else an encoding takes, beside its products at full speed.
 _OVERHEAD = 1.5
 _ROWS, _MEASURE_S = 256, 0.06
@@ -77,8 +77,8 @@ def allowed_sizes(config: ProcessorConfig) -> list[int]:
     Few, so that a start on the same machine finds the same one: embeddings that are kept are of one size.
     """
     token = config.patches.factor**2
-    steps = max(0, math.ceil(2 * math.log2(config.max_pixels / _SMALLEST)))
-    areas = [int(_SMALLEST * 2 ** (step / 2)) // token * token for step in range(steps)]
+    steps = max(0, math.ceil(2 * math.log2(config.max_pixels / SMALLEST_PIXELS)))
+    areas = [int(SMALLEST_PIXELS * 2 ** (step / 2)) // token * token for step in range(steps)]
     return [*(area for area in areas if config.min_pixels <= area < config.max_pixels), config.max_pixels]
 
 

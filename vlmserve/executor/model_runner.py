@@ -15,6 +15,7 @@ from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.executor.sampler import sample
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.vlm import VisionLanguageModel
 
@@ -42,6 +43,7 @@ class ModelRunner:
         attn_backend: AttentionBackend,
         device: torch.device,
     ) -> None:
+        self._kv_transfer: KVTransfer | None = None
         self.model = model
         self.kv_cache = kv_cache
         self.req_to_token_pool = req_to_token_pool
@@ -49,11 +51,18 @@ class ModelRunner:
         self.device = device
         self._last_tokens = torch.zeros(req_to_token_pool.size, dtype=torch.int64, device=device)
 
+    def attach_host_tier(self, transfer: KVTransfer) -> None:
+        """From now on steps may bring copies between the tiers of the KV cache."""
+        self._kv_transfer = transfer
+
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:
-        """Compute a step as far as the hidden states of its tokens. Side effects in this order: request table, KV
-        cache."""
+        """Compute a step as far as the hidden states of its tokens. Side effects in this order: copies between the
+        tiers of the KV cache, request table, KV cache."""
         began = time.perf_counter()
+        if batch.kv_copies:
+            assert self._kv_transfer is not None, "KV to copy, and no second tier"
+            self._kv_transfer.run(batch.kv_copies)
         forward_batch = self._prepare(batch)
         embeds, mm_index, deepstack = self._embed(batch, forward_batch.input_ids)
         self.attn_backend.init_forward_metadata(forward_batch)

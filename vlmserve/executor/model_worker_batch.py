@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vlmserve.memory.kv_transfer import KVCopyJob
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MMEmbeds:
@@ -66,7 +68,7 @@ class ModelWorkerBatch:
     req_pool_indices int64 [B]. input_ids int64 [N]: real ids; -1 stands for the token sampled last at that
     req_pool_idx, which the worker knows and the host may not yet. positions int64 [3, N]. seq_lens, prefix_lens int64
     [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
-    mm_embeds: in the order of their tokens.
+    mm_embeds: in the order of their tokens. kv_copies: between the tiers of the KV cache, to be done first.
     """
 
     step: int
@@ -79,6 +81,7 @@ class ModelWorkerBatch:
     out_cache_loc: np.ndarray
     prefix_slots: tuple[PrefixSlots, ...]
     mm_embeds: tuple[MMEmbeds, ...]
+    kv_copies: tuple[KVCopyJob, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

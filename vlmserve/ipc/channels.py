@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmserve.ipc.heartbeat import Heartbeat
 from vlmserve_common.transport.shm import SharedArrays
 
 
@@ -16,12 +17,16 @@ class Channels:
     scheduler: takes `SchedulerInput`, from the API process and the detokenizer.
     detokenizer: takes `DetokenizerInput`, from the scheduler.
     api: takes `TokenizerManagerInput`, from the detokenizer.
+    control: bound by the scheduler; takes `ControlRequest`, from the API process, and answers each.
+    runtime_dir: where the sockets are, and heartbeats.
     shared_dir: where `SharedArrays` puts arrays that are too large for a socket.
     """
 
     scheduler: str
     detokenizer: str
     api: str
+    control: str
+    runtime_dir: str
     shared_dir: str
 
     @classmethod
@@ -31,9 +36,15 @@ class Channels:
             scheduler=f"ipc://{runtime_dir}/scheduler",
             detokenizer=f"ipc://{runtime_dir}/detokenizer",
             api=f"ipc://{runtime_dir}/api",
+            control=f"ipc://{runtime_dir}/control",
+            runtime_dir=str(runtime_dir),
             shared_dir=str(shared_dir),
         )
 
     def shared_arrays(self, *, mapped: bool = False, spare_bytes: int = 0) -> SharedArrays:
         """This process's access to the large arrays."""
         return SharedArrays(Path(self.shared_dir), mapped=mapped, spare_bytes=spare_bytes)
+
+    def heartbeat(self, process: str) -> Heartbeat:
+        """The sign of life of a process of that name: for itself, to beat, and for others, to look at."""
+        return Heartbeat(Path(self.runtime_dir) / f"{process}.heartbeat")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,6 +21,8 @@ from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess, Parent
 ChildMain: TypeAlias = Callable[[EngineArgs, Channels, StartSettings, Ready], None]
 """A child's work: calls `ready` once, then never returns. Must be importable by name in a fresh interpreter."""
 
+STACKS_SIGNAL = signal.SIGUSR2
+"""Sent to a child, it has all threads' stacks written to the log, even while native code runs."""
 LAST_WORDS_S = 3 * STOP_PATIENCE_S
 """A child that gives up one of its own at `StartSettings.ready_by` may take so long to end it and to say so."""
 
@@ -64,4 +69,5 @@ def _run(parent: Parent, main: ChildMain, args: EngineArgs, channels: Channels, 
             parent.before_end = before_end
         parent.ready(asdict(ReadyReport(max_model_len=max_model_len, auto_pixels=auto_pixels)))
 
+    faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
     main(args, channels, start, ready)

@@ -21,9 +21,13 @@ def run_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, 
     receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
     to_api = Sender(channels.api, get_args(TokenizerManagerInput))
     to_scheduler = Sender(channels.scheduler, (AbortReq,))
+    heartbeat = channels.heartbeat("detokenizer")
     ready()
     while True:
-        passed_on, aborts = handle(manager, receiver.recv())
+        heartbeat.idle()
+        message = receiver.recv()
+        heartbeat.working()
+        passed_on, aborts = handle(manager, message)
         # The aborts first: they free slots.
         for abort in aborts:
             to_scheduler.send(abort)

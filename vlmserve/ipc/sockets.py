@@ -149,9 +149,9 @@ class Receiver:
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(address)
 
-    def recv(self, timeout_s: float | None = None, wake: Sequence[int] = ()) -> Any:
-        """The next message; None if none came in time (None waits for ever), or if a file descriptor of `wake` becomes
-        readable before. A malformed one is a `RequestsLost`, or dropped."""
+    def recv(self, timeout_s: float | None = None, wake: Sequence[Any] = ()) -> Any:
+        """The next message; None if none came in time (None waits for ever), or if a file descriptor or another
+        ZeroMQ socket of `wake` becomes readable before. A malformed one is a `RequestsLost`, or dropped."""
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
         # Where there is nothing to wait for but a message, ZeroMQ's own waiting is the cheapest.
         flags = zmq.NOBLOCK if wake or timeout_ms is not None else 0
@@ -161,7 +161,7 @@ class Receiver:
                 return message
         return None
 
-    def _is_next(self, timeout_ms: int | None, wake: Sequence[int]) -> bool:
+    def _is_next(self, timeout_ms: int | None, wake: Sequence[Any]) -> bool:
         if not wake:
             return bool(self._socket.poll(timeout_ms))
         poller = zmq.Poller()
@@ -169,7 +169,7 @@ class Receiver:
             poller.register(source, zmq.POLLIN)
         return self._socket in dict(poller.poll(timeout_ms))
 
-    def drain(self, timeout_s: float | None = 0.0, wake: Sequence[int] = ()) -> list[Any]:
+    def drain(self, timeout_s: float | None = 0.0, wake: Sequence[Any] = ()) -> list[Any]:
         """All messages that are waiting; if there are none, waits for the first as `recv` does."""
         messages = []
         message = self.recv(timeout_s, wake)

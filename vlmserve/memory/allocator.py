@@ -112,6 +112,25 @@ class TokenToKVPoolAllocator:
             # a room behind a page that is gone is nobody's
             self._open.add(start, end - start + self._rooms.remove(end))
 
+    def truncate(self, prefix_len: int, seq_len: int, slots: np.ndarray) -> None:
+        """Undo `alloc_extend(prefix_len, seq_len, ...)`, or the end of it: take back tokens prefix_len..seq_len-1 of a
+        request, whose `slots` (int [seq_len - prefix_len]) they lie in.
+
+        Pages that become empty are freed. A page that keeps tokens stays the request's own, and its rest is filled
+        first when the request grows again. The pages behind are its room, as before. ValueError for other lengths.
+        """
+        if not 0 <= prefix_len <= seq_len or len(slots) != seq_len - prefix_len:
+            raise ValueError(f"cannot go back from {seq_len} to {prefix_len} tokens in {len(slots)} slots")
+        pages = slots[-prefix_len % self.page_size :] // self.page_size
+        if not len(pages):
+            return
+        first, last = int(pages[0]), int(pages[-1])
+        room = last + 1 - first + self._rooms.length_at(last + 1)
+        self.free(slots[-prefix_len % self.page_size :])
+        # somebody else's run may have ended where this one begins; then nobody's room begins here
+        if prefix_len and self._open.length_at(first):
+            self._keep_room(first, room)
+
     def release_room(self, last_loc: int) -> None:
         """Open the room behind slot `last_loc` (-1: none) to all: its request will not grow any more."""
         if last_loc >= 0:

@@ -21,6 +21,7 @@ class MediaKeyTable:
     def __init__(self, max_keys: int = 4096) -> None:
         self._min_limit = self._limit = max_keys
         self._ids: dict[MediaKey, int] = {}
+        self._keys: dict[int, MediaKey] = {}
         self._next = -1
 
     def __len__(self) -> int:
@@ -31,8 +32,13 @@ class MediaKeyTable:
         pad_value = self._ids.get(media_key)
         if pad_value is None:
             pad_value = self._ids[media_key] = self._next
+            self._keys[pad_value] = media_key
             self._next -= 1
         return pad_value
+
+    def identity(self, pad_value: int) -> bytes:
+        """What a pad value stands for, in bytes that are the same in every process. KeyError for a dropped one."""
+        return repr(self._keys[pad_value]).encode()
 
     @property
     def is_large(self) -> bool:
@@ -46,6 +52,7 @@ class MediaKeyTable:
         costs a prefix hit and is never wrong.
         """
         self._ids = {key: pad_value for key, pad_value in self._ids.items() if pad_value in live}
+        self._keys = {pad_value: key for key, pad_value in self._ids.items()}
         self._limit = max(self._min_limit, 2 * len(self._ids))
 
 

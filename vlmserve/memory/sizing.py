@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,6 +18,35 @@ log = logging.getLogger(__name__)
 _GIB = 1024**3
 _USABLE = 0.95  # of the memory that is left: computing takes some, too
 _SLOT_BYTES = 4  # of a request's table of KV slots, once on the device and once on the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Peak bytes that computing takes beside weights and caches: a batch of the vision tower, the layers of a step, and
+    what is sampled from behind these. Tower and step take turns."""
+
+    tower: int = 0
+    step: int = 0
+    logits: int = 0
+
+    @property
+    def peak(self) -> int:
+        """What must be left free for computing."""
+        return max(self.tower, self.step + self.logits)
+
+    def __str__(self) -> str:
+        parts = f"vision tower {show_gib(self.tower)}, prompt chunk {show_gib(self.step)}"
+        return f"{show_gib(self.peak)} ({parts}, logits {show_gib(self.logits)})"
+
+
+def activation_bytes(rows: int, *, stream: int, widest: int, itemsize: int, beside: int = 0) -> int:
+    """About what layers over `rows` tokens or patches take at their peak.
+
+    stream: width of the residual stream, of which three are there at a time: itself, normalised, and the next one; and
+    three in float32, inside norms and products.
+    widest: what the widest layer has beside it, in elements. beside: bytes a row that stay for all layers.
+    """
+    return rows * (3 * stream * (itemsize + torch.float32.itemsize) + widest * itemsize + beside)
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -36,22 +66,29 @@ def check_weights_fit(weights: int, *, model: str, dtype: torch.dtype, device: t
 
 
 def kv_cache_size(
-    args: EngineArgs, *, bytes_per_token: int, max_model_len: int, device: torch.device, weights_to_come: int = 0
+    args: EngineArgs,
+    *,
+    bytes_per_token: int,
+    max_model_len: int,
+    device: torch.device,
+    weights_to_come: int = 0,
+    activations: Activations = Activations(),
 ) -> int:
     """KV slots, a multiple of the page size: `max_total_tokens` if set, else what memory allows, and never more than
-    `max_running_requests` full contexts.
+    `max_running_requests` full contexts. What computing takes stays free.
 
     Call it before the weights are loaded, with their bytes, so that what cannot be is known at once; and when they are.
     EngineError if not even a page fits, or not what was asked for.
     """
     size = args.page_size
     free, total = free_memory(device)
-    left = max(0, free - weights_to_come)
+    left = max(0, free - weights_to_come - activations.peak)
     if args.max_total_tokens is not None:
         tokens = args.max_total_tokens // size * size
     else:
         if device.type == "cuda":
-            budget = left - total * (1 - args.mem_fraction_static)
+            # the rest of its memory is for computing; where that takes more, it gets more
+            budget = min(left * _USABLE, free - weights_to_come - total * (1 - args.mem_fraction_static))
         else:
             budget = min(left * min(args.mem_fraction_static, _USABLE), args.cpu_kv_cache_gib * _GIB)
         contexts = args.max_running_requests * (max_model_len + size)
@@ -68,9 +105,9 @@ def kv_cache_size(
                 args.mem_fraction_static,
                 show_gib(budget),
             )
-    room = _free(free, device)
-    if weights_to_come:
-        room += f", of which the weights take {show_gib(weights_to_come)}"
+    taken = [f"the weights take {show_gib(weights_to_come)}"] * bool(weights_to_come)
+    taken += [f"computing takes {activations}"] * bool(activations.peak)
+    room = ", of which ".join([_free(free, device), *[" and ".join(taken)][: len(taken)]])
     if tokens < 2 * size:
         raise EngineError(
             f"there is room for {tokens} KV slots of {bytes_per_token} bytes, and at least {2 * size} are needed; "
@@ -89,6 +126,23 @@ def kv_cache_size(
             f"--max-running-requests is {args.max_running_requests}: the tables of so many requests of up to {context} "
             f"tokens take {show_gib(tables)} beside a KV cache of {show_gib(tokens * bytes_per_token)}; {room} "
             "(--max-model-len makes them shorter)"
+        )
+    return tokens
+
+
+def host_pool_size(args: EngineArgs, *, bytes_per_token: int, device: torch.device) -> int:
+    """Host slots of the hierarchical cache, a multiple of the page size; 0 without one. Call it when weights are
+    loaded and the KV cache is there. EngineError if that much memory is not free, or not even a page fits."""
+    if not args.enable_hierarchical_cache or args.disable_radix_cache:
+        return 0
+    size = int(args.hicache_size_gib * _GIB)
+    tokens = size // bytes_per_token // args.page_size * args.page_size - args.page_size  # a dummy page comes on top
+    host = torch.device("cpu")
+    free, _ = free_memory(host)
+    if tokens < args.page_size or size > free * _USABLE:
+        raise EngineError(
+            f"--hicache-size-gib is {args.hicache_size_gib:g}, room for {max(0, tokens)} tokens of {bytes_per_token} "
+            f"bytes; {_free(free, host)}, and the model is on {device}"
         )
     return tokens
 

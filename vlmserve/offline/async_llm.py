@@ -8,11 +8,24 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 import torch
 
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.control_messages import (
+    AbortRequestsReq,
+    ContinueReq,
+    ControlRefused,
+    ControlRequest,
+    ControlResult,
+    FlushCacheReq,
+    FlushCacheResult,
+    PauseReq,
+)
+from vlmserve.engine.control import EngineControl
+from vlmserve.engine.profiling import Profiler
 from vlmserve.messages import (
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
@@ -28,12 +41,21 @@ from vlmserve.offline.engine import build_offline_engine
 from vlmserve.tokenizer.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
 from vlmserve.tokenizer.stage import StageLimits
-from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, TokenizerManager
+from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, EngineUnavailableError, TokenizerManager
+from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)
 
 _STOP = object()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Asked:
+    """A control message on its way to the engine's thread. answer: of the event loop."""
+
+    question: ControlRequest
+    answer: asyncio.Future[ControlResult]
 
 
 class AsyncLLM:
@@ -50,6 +72,10 @@ class AsyncLLM:
         self._torch_threads = torch.get_num_threads()
         self.args, self.info = self._engine.args, self._engine.info
         self._detokenizer = DetokenizerManager(self._engine.stage.tokenizer)
+        self._control = EngineControl(
+            self._engine.scheduler, Profiler("engine"), device=self.info.device, dtype=self.info.dtype
+        )
+        self._asked: set[asyncio.Future[ControlResult]] = set()
         self._unfinished: dict[str, TextOutput] | None = {} if joined else None
         self._inbox: queue.SimpleQueue[SchedulerInput | object] = queue.SimpleQueue()
         self._wake_up = WakeUp()
@@ -84,6 +110,41 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         return await self._manager.scheduler_stats()
 
+    async def abort(self, request_id: str | None = None) -> list[str]:
+        """End a request by its `request_id` (or `rid`), or all of them; returns the ids of those that there were. Their
+        `generate` raises RequestAbortedError. Nothing is left of them when this returns."""
+        ended = self._manager.abort(request_id)
+        await self._control_engine(AbortRequestsReq(rids=tuple(rid for one in ended for rid in one.rids)))
+        return [one.request_id for one in ended]
+
+    async def flush_cache(self) -> int:
+        """Forget the cached prefixes that no request uses; returns how many tokens these had."""
+        result = await self._control_engine(FlushCacheReq())
+        assert isinstance(result, FlushCacheResult)
+        return result.tokens
+
+    async def pause(self) -> None:
+        """Begin no further step until `resume`; requests wait. EngineError if that is so already."""
+        await self._control_engine(PauseReq())
+
+    async def resume(self) -> None:
+        """Go on after `pause`. EngineError if there was none."""
+        await self._control_engine(ContinueReq())
+
+    async def _control_engine(self, question: ControlRequest) -> ControlResult:
+        """What the engine's thread answers between two steps. EngineError with its reason where it refuses."""
+        if self._manager.unavailable is not None:
+            raise EngineUnavailableError(self._manager.unavailable)
+        self._loop = asyncio.get_running_loop()
+        asked = _Asked(question=question, answer=self._loop.create_future())
+        self._asked.add(asked.answer)
+        asked.answer.add_done_callback(self._asked.discard)
+        self._put(asked)
+        result = await asked.answer
+        if isinstance(result, ControlRefused):
+            raise EngineError(result.message)
+        return result
+
     def close(self) -> None:
         """End the engine after the step in work, and its processes. Blocks; while the event loop runs, call it in
         another thread than that."""
@@ -110,13 +171,15 @@ class AsyncLLM:
         try:
             while True:
                 if not busy:
-                    wait([self._wake_up.fd, *scheduler.wait_handles()])
+                    # paused, the encoder's results wait with the requests
+                    handles = [] if self._control.paused else scheduler.wait_handles()
+                    wait([self._wake_up.fd, *handles])
                 if not self._take_messages():
                     return
-                busy = scheduler.step()
+                busy = self._control.step()
         except Exception as error:
             logger.exception("the engine failed")
-            self._tell(self._manager.fail, f"the engine has failed: {type(error).__name__}: {error}")
+            self._tell(self._fail, f"the engine has failed: {type(error).__name__}: {error}")
 
     def _take_messages(self) -> bool:
         """Hand what has come to the scheduler; False when it is time to stop."""
@@ -127,7 +190,9 @@ class AsyncLLM:
                 message = self._inbox.get_nowait()
                 if message is _STOP:
                     return False
-                if isinstance(message, BatchTokenizedGenerateReqInput):
+                if isinstance(message, _Asked):
+                    self._tell(_settle, message.answer, self._control.handle(message.question))
+                elif isinstance(message, BatchTokenizedGenerateReqInput):
                     for request in message.requests:
                         scheduler.handle(request)
                 elif isinstance(message, GetStatsReq):
@@ -135,6 +200,13 @@ class AsyncLLM:
                 elif not isinstance(message, RequestsLost):  # which only processes can lose
                     scheduler.handle(message)  # type: ignore[arg-type]
         return True
+
+    def _fail(self, reason: str) -> None:
+        """In the event loop: nobody answers any more."""
+        self._manager.fail(reason)
+        for answer in tuple(self._asked):
+            if not answer.done():
+                answer.set_exception(EngineUnavailableError(reason))
 
     def _take(self, batch: SchedulerOutput) -> None:
         if not isinstance(batch, BatchTokenOutput):
@@ -162,3 +234,8 @@ class AsyncLLM:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
+
+
+def _settle(answer: asyncio.Future[ControlResult], result: ControlResult) -> None:
+    if not answer.done():  # else nobody waits for it any more
+        answer.set_result(result)

@@ -135,9 +135,9 @@ class LLM(AbstractContextManager["LLM"]):
         """Plain figures of the engine."""
         return self._scheduler.stats()
 
-    def flush_cache(self) -> None:
-        """Forget all cached prefixes."""
-        self._scheduler.flush_cache()
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes; returns how many tokens these had."""
+        return self._scheduler.flush_cache()
 
     def close(self) -> None:
         """End the media threads and the encoder's workers. The model goes with the object."""

@@ -11,12 +11,12 @@ Slots of a request, in order: locked tree slots (`protected_len`), then the requ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.prefix_cache import MatchResult, PrefixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.req import Req
 
@@ -26,8 +26,17 @@ MAX_ROOM = 1024
 class KVCacheManager:
     """The scheduler's one place for KV slots and the request pool."""
 
-    def __init__(self, allocator: TokenToKVPoolAllocator, prefix_cache: RadixCache, req_pool: ReqPoolAllocator) -> None:
+    def __init__(
+        self,
+        allocator: TokenToKVPoolAllocator,
+        prefix_cache: PrefixCache,
+        req_pool: ReqPoolAllocator,
+        *,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """close: ends what the prefix cache uses."""
         self.allocator = allocator
+        self.close = close
         self.prefix_cache = prefix_cache
         self.req_pool = req_pool
 
@@ -42,29 +51,40 @@ class KVCacheManager:
 
     def matched_len(self, req: Req) -> int:
         """How many tokens of a waiting request are cached, leaving at least one to compute."""
-        return self.prefix_cache.match_len(self.key_of(req))
+        return self.prefix_cache.match_len(self.key_of(req), req.namespace)
 
     def matched_path(self, req: Req) -> list[int]:
         """The nodes of the prefix cache along a waiting request's cached prefix, from the root, by their numbers."""
-        return self.prefix_cache.path_ids(self.key_of(req))
+        return self.prefix_cache.path_ids(self.key_of(req), req.namespace)
 
     def key_of(self, req: Req) -> np.ndarray:
         """What of a waiting request is looked up in the prefix cache: all but its last token, int64."""
         return req.radix_key(req.fill_len - 1)
 
-    def start(self, req: Req) -> bool:
-        """Give a waiting request a place in the pool and its cached prefix, locked. False if no place is free."""
+    def start(self, req: Req) -> MatchResult | None:
+        """Give a waiting request a place in the pool and its cached prefix, locked. None if no place is free."""
         req_pool_idx = self.req_pool.alloc()
         if req_pool_idx is None:
-            return False
-        match = self.prefix_cache.match_prefix(self.key_of(req))
+            return None
+        req.req_pool_idx = req_pool_idx
+        match = self.prefix_cache.match_prefix(self.key_of(req), req.namespace)
+        self._take_prefix(req, match)
+        return match
+
+    def load_back(self, req: Req, match: MatchResult) -> None:
+        """Of what `start` found on the host, as much as there is room for becomes part of the request's prefix."""
+        if match.host_len:
+            self._take_prefix(req, self.prefix_cache.load_back(match))
+
+    def _take_prefix(self, req: Req, match: MatchResult) -> None:
         self.prefix_cache.inc_lock_ref(match.last_node)
-        self.req_pool.write(req_pool_idx, 0, match.indices)
-        req.req_pool_idx, req.last_node, req.prefix_unsent = req_pool_idx, match.last_node, True
+        self._unlock(req)
+        assert req.req_pool_idx is not None
+        self.req_pool.write(req.req_pool_idx, 0, match.indices)
+        req.last_node, req.prefix_unsent = match.last_node, True
         req.kv_len = req.kv_allocated_len = req.kv_committed_len = req.protected_len = len(match.indices)
         if not req.output_ids:
             req.cached_tokens = req.kv_len
-        return True
 
     def cancel_start(self, req: Req) -> None:
         """Undo `start` for a request that was not scheduled after all."""
@@ -120,15 +140,15 @@ class KVCacheManager:
     def share(self, req: Req) -> None:
         """Put the computed full pages of a request that goes on into the prefix cache, and lock them there."""
         cache = self.prefix_cache
-        if cache.disabled:
+        if not cache.shares:
             return
         assert req.req_pool_idx is not None
         full = req.kv_committed_len // self.page_size * self.page_size
         if full <= req.protected_len:
             return
         key, slots = req.radix_key(full), self.slots(req, 0, full)
-        already = cache.insert(key, slots)
-        match = cache.match_prefix(key)
+        already = cache.insert(key, slots, req.namespace, priority=-req.priority)
+        match = cache.match_prefix(key, req.namespace, count_hit=False)
         assert len(match.indices) == full, (req.rid, len(match.indices), full)
         if already > req.protected_len:
             self.allocator.free(slots[req.protected_len : already])  # ours, computed twice; the tree's replace them
@@ -146,10 +166,12 @@ class KVCacheManager:
         """
         slots = self.slots(req, 0, req.kv_allocated_len)
         kept = req.protected_len
-        if not self.prefix_cache.disabled:
+        if self.prefix_cache.shares:
             full = req.kv_committed_len // self.page_size * self.page_size
             if full > req.protected_len:
-                already = self.prefix_cache.insert(req.radix_key(full), slots[:full])
+                already = self.prefix_cache.insert(
+                    req.radix_key(full), slots[:full], req.namespace, priority=-req.priority
+                )
                 self.allocator.free(slots[req.protected_len : max(already, req.protected_len)])  # computed twice
                 kept = full
         self.allocator.free(slots[kept:])  # the partial last page and those in flight, or all without a prefix cache

@@ -27,6 +27,7 @@ def token_output(req: Req, tokens: Sequence[int], logprobs: tuple[TokenLogprobs,
         first=first,
         stop=req.sampling_params.stop if first else (),
         skip_special_tokens=req.sampling_params.skip_special_tokens,
+        stages=req.times.so_far() if first or req.finish_reason is not None else None,
     )
 
 

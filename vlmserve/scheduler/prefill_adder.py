@@ -90,10 +90,17 @@ class PrefillAdder:
         """Try to admit a waiting request, not in the pool yet; then it is in `can_run`, with slots for its chunk."""
         if self._rem_input <= 0 or (self._rem_chunk is not None and self._rem_chunk <= 0):
             return AddReqResult.OTHER
-        if len(self._admitted) >= self._max_running or not self.kv.start(req):
+        match = self.kv.start(req) if len(self._admitted) < self._max_running else None
+        if match is None:
             return AddReqResult.NO_ROW
-        req.media.hold_from(req.kv_len)
-        result = self._admit(req)
+        if self._reserved is None:
+            self._reserved = self._reserve()
+        # alone, everything unlocked can be evicted for it, and longer requests than the pool were refused on arrival
+        result = AddReqResult.NO_TOKEN
+        if not self._admitted or self._fits(req):
+            self.kv.load_back(req, match)
+            req.media.hold_from(req.kv_len)
+            result = self._admit(req)
         if result is not AddReqResult.CONTINUE:
             self.kv.cancel_start(req)
         return result
@@ -102,11 +109,6 @@ class PrefillAdder:
         ready = self._ready_part(req)
         if ready == 0:
             return AddReqResult.NOT_READY
-        if self._reserved is None:
-            self._reserved = self._reserve()
-        # alone, everything unlocked can be evicted for it, and longer requests than the pool were refused on arrival
-        if self._admitted and not self._fits(req):
-            return AddReqResult.NO_TOKEN
         length = self._chunk_of(req, ready)
         if length == 0:
             return AddReqResult.OTHER
@@ -115,6 +117,7 @@ class PrefillAdder:
         self._admitted.append(req)
         self._take(req, length)
         # `reachable` is less by the slots of its chunk now
+        assert self._reserved is not None
         self._reserved += self._expected(req) - length
         return AddReqResult.CONTINUE
 

@@ -32,20 +32,20 @@ class PrefixLeaders:
         self._page = page_size
         self._shared = max(min_shared, page_size)
         # Keys whose next uncached tokens are equal, from an equal offset on, are compared as a whole.
-        self._leaders: dict[tuple[int, bytes], list[np.ndarray]] = {}
+        self._leaders: dict[tuple[bytes, int, bytes], list[np.ndarray]] = {}
 
     def lead(self, req: Req) -> None:
         """A prompt that is being computed leads. What others find of it is what it has committed, in whole pages."""
-        end = req.kv_len + req.extend_len
-        self._join(req.radix_key(min(end, req.prompt_len)), req.kv_committed_len // self._page * self._page)
+        key = req.radix_key(min(req.fill_len, req.prompt_len))
+        self._join(req.namespace, key, req.kv_committed_len // self._page * self._page)
 
     def must_wait(self, req: Req) -> bool:
         """Whether a waiting request follows another; if not, it leads from now on."""
         key, cached = self._key_of(req), self._match(req)
-        return len(key) - cached >= self._shared and not self._join(key, cached)
+        return len(key) - cached >= self._shared and not self._join(req.namespace, key, cached)
 
-    def _join(self, key: np.ndarray, cached: int) -> bool:
-        group = self._leaders.setdefault((cached, key[cached : cached + self._shared].tobytes()), [])
+    def _join(self, namespace: bytes, key: np.ndarray, cached: int) -> bool:
+        group = self._leaders.setdefault((namespace, cached, key[cached : cached + self._shared].tobytes()), [])
         if any(np.array_equal(leader[:cached], key[:cached]) for leader in group):
             return False
         group.append(key)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 import numpy as np
 
-from vlmserve.memory.radix_cache import RadixNode
+from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.req_status import MOVES, ReqStatus
+from vlmserve.scheduler.req_times import ReqTimes
 
 TURNS_PER_CHOICE = 8
 """The second of several answers to a prompt waits as if so many other requests had come before it, and so on."""
@@ -27,6 +31,7 @@ class Req:
     The first `protected_len` of its KV slots belong to the prefix cache and are locked by this request (`last_node`
     is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does not know
     yet which slots hold its first kv_len tokens. flow: whose requests it takes turns with (see `WaitingQueue`).
+    prefetch: under way while more of its prefix is read from disk.
     arrival counts requests as they come; turn is that, and more for the later of several answers to one prompt.
     """
 
@@ -39,6 +44,7 @@ class Req:
         max_new_tokens: int,
         eos_token_ids: frozenset[int],
         arrival: int,
+        times: ReqTimes | None = None,
     ) -> None:
         params = message.sampling_params
         self.rid = message.rid
@@ -49,6 +55,9 @@ class Req:
         self.priority = message.priority
         self.flow = f"{message.client} {'media' if message.mm_inputs is not None else 'text'}"
         self.client = message.client
+        self.namespace = message.cache_salt.encode()
+        self.prefetch: Future[Any] | None = None
+        self.session_id = message.session_id
         self.group = message.group or message.rid
         self.key_ids = key_ids
         self.media = media
@@ -60,6 +69,7 @@ class Req:
         self.samples_by_history = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
+        self.times = times or ReqTimes()
 
         self.status = ReqStatus.WAITING
         self.output_ids: list[int] = []

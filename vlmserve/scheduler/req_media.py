@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ def patch_spans(mm_inputs: MultimodalInputs | None) -> list[PatchSpan]:
     return spans
 
 
+def num_patches(mm_inputs: MultimodalInputs | None) -> int:
+    """Vision patches of a prompt's media, those that came encoded not counted."""
+    items = mm_inputs.items if mm_inputs is not None else ()
+    return sum(math.prod(item.grid_thw) for item in items if not item.encoded)
+
+
 class ReqMedia:
     """Holds, of an encoder pool, the embeddings that the rest of a prompt needs.
 
@@ -49,7 +56,7 @@ class ReqMedia:
         self._spans = patch_spans(mm_inputs)
         self._ends = [span.end for span in self._spans]
         self._pool = pool
-        self._order = order
+        self.order = order
         self._keys: list[bytes] = [b""] * len(self._spans)
         self._held_from = len(self._spans)  # spans from here on are held
 
@@ -58,7 +65,7 @@ class ReqMedia:
         first = bisect_right(self._ends, start)
         if first < self._held_from:
             more = [span.patch for span in self._spans[first : self._held_from]]
-            self._keys[first : self._held_from] = self._pool.submit(more, order=self._order, place=first)
+            self._keys[first : self._held_from] = self._pool.submit(more, order=self.order, place=first)
             self._held_from = first
         else:
             self._release_until(first)
@@ -68,7 +75,7 @@ class ReqMedia:
         self._release_until(len(self._spans))
 
     def _release_until(self, first: int) -> None:
-        self._pool.release(self._keys[self._held_from : first], order=self._order, place=self._held_from)
+        self._pool.release(self._keys[self._held_from : first], order=self.order, place=self._held_from)
         self._held_from = first
 
     def ready_until(self, start: int = 0) -> int | None:
@@ -91,6 +98,10 @@ class ReqMedia:
     def holds(self, keys: Collection[bytes]) -> bytes | None:
         """One of `keys` that is held, or None."""
         return next((key for _, key in self._held() if key in keys), None)
+
+    def was_encoded(self) -> bool:
+        """Whether some of the embeddings that are held were computed while they were, and not found."""
+        return any(self._pool.was_encoded(key) for _, key in self._held())
 
     def embeds(self, start: int, end: int, *, at: int) -> list[MMEmbeds]:
         """What tokens [start, end) take, where `start` is token number `at` of a batch. They must be ready."""

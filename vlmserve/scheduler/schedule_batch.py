@@ -72,7 +72,7 @@ class ScheduleBatch:
     """One step: whose tokens, and which. The slots are allocated before (`PrefillAdder`, `prepare_for_decode`); making
     a batch advances the lengths of its requests as if it had been computed.
 
-    sampling: kept from step to step by those who make them.
+    beside: requests decode, in it or not. sampling: kept from step to step by those who make them.
     """
 
     def __init__(
@@ -82,8 +82,11 @@ class ScheduleBatch:
         prompts: Sequence[Req],
         decoding: Sequence[Req],
         sampling: SamplingArrays,
+        *,
+        beside: bool = False,
     ) -> None:
         self.kv = kv
+        self.beside = beside
         self._sampling = sampling if decoding else SamplingArrays()  # a prompt step would only push out those kept
         self.forward_mode = mode
         self.prompt_tokens = sum(req.kv_allocated_len - req.kv_len for req in prompts)
@@ -150,6 +153,7 @@ class ScheduleBatch:
             ),
             prefix_slots=self._unsent_prefixes(),
             mm_embeds=_mm_embeds(spans),
+            kv_copies=self.kv.prefix_cache.take_copy_jobs(),
         )
 
     def _unsent_prefixes(self) -> tuple[PrefixSlots, ...]:

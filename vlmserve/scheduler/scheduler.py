@@ -14,9 +14,12 @@ in this process works in slices between steps, on the same queue of the device.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import wait
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,7 +38,9 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
+from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.meter import SchedulerMeter
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.outputs import error, refused, token_output
 from vlmserve.scheduler.policy import SchedulePolicy
@@ -43,16 +48,20 @@ from vlmserve.scheduler.preemption import less_urgent, over_share
 from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
 from vlmserve.scheduler.prefix_leaders import PrefixLeaders
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_media import ReqMedia
+from vlmserve.scheduler.req_media import ReqMedia, num_patches
 from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.req_times import ReqTimes
 from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
+from vlmserve.scheduler.sessions import Sessions
 from vlmserve.scheduler.step import ModelWorker, StepHandle
 from vlmserve.scheduler.step_costs import StepCosts
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 from vlmserve_common.errors import EngineError
+from vlmserve_common.process.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _OUTPUT_COST = 2.0
 """What a generated token counts in a flow's turns, where a prompt token counts 1 (as in the paper; see there)."""
 
@@ -77,15 +86,21 @@ class Scheduler:
         policy: SchedulePolicy,
         new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
+        sessions: Sessions,
         send: Callable[[SchedulerOutput], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
+        self._clock = clock
+        self.meter = SchedulerMeter()
         self._max_req_len = max_req_len
         self._eos_token_ids = eos_token_ids
         self.kv = kv
         self.waiting_queue = WaitingQueue(policy)
         self.running_batch = RunningBatch(kv)
         self.encoder = encoder
+        self.sessions = sessions
+        self.encoder_order = FairOrder()
         self.arrivals = 0  # requests that have come so far
         self._reqs: dict[str, Req] = {}
         self._worker = worker
@@ -97,6 +112,8 @@ class Scheduler:
         self._send = send
         self._in_flight: deque[StepHandle | Work[bool]] = deque()
         self._must_drain = False
+        self._fetches: list[Future[Any]] = []
+        self._wake_up = WakeUp()  # when one of them is done
         self._steps = 0
         self._decode_is_due = False
         self._slice_is_due = False
@@ -120,22 +137,43 @@ class Scheduler:
             return
         room = self._max_req_len - len(message.input_ids)
         wanted = message.sampling_params.max_new_tokens
+        order = 0
+        if message.mm_inputs is not None:
+            patches = 0 if message.choice else num_patches(message.mm_inputs)  # the other choices have the same ones
+            order = self.encoder_order.tag(message.client, patches, self.arrivals)
         req = Req(
             message,
             key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys),
-            media=ReqMedia(message.mm_inputs, self.encoder, order=self.arrivals),
+            media=ReqMedia(message.mm_inputs, self.encoder, order=order),
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self._eos_token_ids,
             arrival=self.arrivals,
+            times=ReqTimes(self._clock),
         )
         self.arrivals += 1
         if self._media_keys.is_large:
             self._trim_media_keys(req)
         self._prompt_tokens += req.prompt_len
-        if message.mm_inputs is not None:
+        req.prefetch = self._begin_prefetch(req)
+        if message.mm_inputs is not None and req.prefetch is None:
             req.media.hold_from(self.kv.matched_len(req))
         self._reqs[req.rid] = req
         self.waiting_queue.arrive(req)
+        self.meter.arrived(req)
+
+    def _begin_prefetch(self, req: Req) -> Future[Any] | None:
+        """What of its prefix is on disk only is read while it waits."""
+        future = self.kv.prefix_cache.prefetch(self.kv.key_of(req), req.namespace)
+        if future is not None:
+            self._fetches.append(future)
+            future.add_done_callback(lambda _: self._wake_up.call())
+        return future
+
+    def _take_fetched(self) -> None:
+        if self._fetches:
+            self._wake_up.take()
+            self._fetches = [future for future in self._fetches if not future.done()]
+            self.kv.prefix_cache.take_fetched()
 
     def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
         length, limit = len(message.input_ids), self._max_req_len
@@ -188,7 +226,10 @@ class Scheduler:
         req.finish(reason)
         req.media.release()
         if req.req_pool_idx is not None:
+            key = req.radix_key(req.kv_committed_len)
             self.kv.release(req)
+            if req.session_id and reason.type in ("stop", "length"):
+                self.sessions.keep(req.session_id, key, req.namespace)
         del self._reqs[req.rid]
 
     # ------------------------------------------------------------ the loop
@@ -200,7 +241,9 @@ class Scheduler:
         encoder_is_shared: others hold embeddings, too, so that those held say nothing of requests.
         """
         encoded = self._advance_encoder()
-        self.waiting_queue.unblock(PrefillAdder.is_ready)
+        self.sessions.expire()
+        self._take_fetched()
+        self.waiting_queue.unblock(self._has_what_it_waits_for)
         batch = self.get_next_batch_to_run()
         if batch is not None:
             self._urgent = None
@@ -225,7 +268,13 @@ class Scheduler:
             except Exception as failure:
                 self._in_flight.popleft()
                 assert isinstance(oldest, StepHandle), "the encoder tells its failures by its results"
-                log.exception("step %d failed; its %d requests get an error", oldest.number, len(oldest.batch))
+                rids = ", ".join(part.req.rid for part in oldest.batch.reqs)
+                log.exception(
+                    "step %d failed; its %d requests are answered with an error: %s",
+                    oldest.number,
+                    len(oldest.batch),
+                    rids,
+                )
                 self._fail(oldest.batch, failure)
                 return
             self._in_flight.popleft()  # not before: an interrupted wait leaves it to the next turn
@@ -246,7 +295,8 @@ class Scheduler:
     def wait_handles(self) -> list[int]:
         """After `step` said False: file descriptors one of which becomes readable when it has something to do again,
         without a message. None if only a message can change that."""
-        return self.encoder.wait_handles() if self.encoder.busy else []
+        handles = self.encoder.wait_handles() if self.encoder.busy else []
+        return [*handles, self._wake_up.fd] if self._fetches else handles
 
     def step_or_wait(self) -> None:
         """`step`, for those who have no messages to attend to: if requests wait for the encoder, wait with them."""
@@ -257,10 +307,21 @@ class Scheduler:
         """Whether no request is waiting, being computed or decoding, and no step in flight."""
         return not self._reqs and not self._in_flight
 
+    def on_device(self, run: Callable[[], _T]) -> _T:
+        """Have something done where steps are computed, after those in flight."""
+        return self._device.submit(run).result()
+
+    def drain(self) -> None:
+        """Take what is in flight, and launch nothing."""
+        while self._in_flight:
+            self._take_oldest()
+
     def close(self) -> None:
-        """End the device's thread and the encoder's workers."""
+        """End the device's thread, the encoder's workers, and the disk's."""
         self._device.close()
         self.encoder.close()
+        self.kv.close()
+        self._wake_up.close()
 
     # ------------------------------------------------------------ deciding
 
@@ -291,7 +352,10 @@ class Scheduler:
             decoding = self._prepare_for_decode(decoding, alone=not prompts)
         if not prompts and not decoding:
             return None
-        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, self.running_batch.sampling)
+        running = self.running_batch
+        batch = ScheduleBatch(
+            self.kv, _mode(prompts, decoding), prompts, decoding, running.sampling, beside=len(running) > 0
+        )
         for part in batch.prompts:
             if part.output_index is not None:  # its last chunk: it decodes from here on
                 self.waiting_queue.set_in_progress(part.req, False)
@@ -321,18 +385,25 @@ class Scheduler:
         )
         leaders = self._prefix_leaders(in_progress)
 
+        begun = dict.fromkeys(in_progress)
+
         def attempt(req: Req) -> bool:
-            if req.status is ReqStatus.PREFILLING:
+            if req in begun:
+                del begun[req]
                 result = self._continue_prompt(adder, req)
             else:
                 result = self._admit(adder, req, leaders)
             return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
 
         queue.visit(attempt)
+        for req in begun:  # a waiting request without a place holds nobody up whose prompt has begun
+            if adder.full:
+                break
+            self._continue_prompt(adder, req)
         return adder.can_run
 
     def _prefix_leaders(self, in_progress: Sequence[Req]) -> PrefixLeaders | None:
-        if self.kv.prefix_cache.disabled:
+        if not self.kv.prefix_cache.shares:
             return None
         leaders = PrefixLeaders(self.kv.matched_len, self.kv.key_of, page_size=self.kv.page_size)
         for req in in_progress:
@@ -347,8 +418,11 @@ class Scheduler:
     def _continue_prompt(self, adder: PrefillAdder, req: Req) -> AddReqResult:
         """The next chunk of a prompt in progress; running requests are retracted if it has no slots otherwise."""
         result = adder.add_chunked_req(req)
-        while result is AddReqResult.NO_TOKEN and len(self.running_batch) and self._may_retract():
-            self._retract(self.running_batch.retract_decode())
+        while result is AddReqResult.NO_TOKEN:
+            if not self.sessions.release_oldest():
+                if not len(self.running_batch) or not self._may_retract():
+                    break
+                self._retract(self.running_batch.retract_decode())
             result = adder.add_chunked_req(req)
         if result is AddReqResult.CONTINUE:
             self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
@@ -356,15 +430,22 @@ class Scheduler:
 
     def _admit(self, adder: PrefillAdder, req: Req, leaders: PrefixLeaders | None) -> AddReqResult:
         """A waiting request's first chunk; it may take the place of one that runs."""
+        if req.prefetch is not None:
+            if not req.prefetch.done():
+                return self._wait_for(req, ReqStatus.WAITING_FOR_REMOTE_KV)
+            req.prefetch = None
+            req.media.hold_from(self.kv.matched_len(req))
         if not adder.is_ready(req):
-            return self._wait_for_encoder(req)
+            return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if leaders is not None and leaders.must_wait(req):
             return AddReqResult.NOT_READY
         result = adder.add_one_req(req)
+        while result is AddReqResult.NO_TOKEN and self.sessions.release_oldest():
+            result = adder.add_one_req(req)
         if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and self._preempt_for(req):
             return AddReqResult.OTHER  # it comes next
         if result is AddReqResult.NOT_READY:
-            return self._wait_for_encoder(req)
+            return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if result is AddReqResult.CONTINUE:
             self.waiting_queue.remove(req)
             req.move_to(ReqStatus.PREFILLING)
@@ -372,15 +453,25 @@ class Scheduler:
             self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
         return result
 
-    def _wait_for_encoder(self, req: Req) -> AddReqResult:
-        self.waiting_queue.block(req, ReqStatus.WAITING_FOR_ENCODER)
+    def _wait_for(self, req: Req, status: ReqStatus) -> AddReqResult:
+        self.waiting_queue.block(req, status)
         return AddReqResult.NOT_READY
+
+    def _has_what_it_waits_for(self, req: Req) -> bool:
+        if req.status is ReqStatus.WAITING_FOR_REMOTE_KV:
+            return req.prefetch is None or req.prefetch.done()
+        ready = PrefillAdder.is_ready(req)
+        if ready:
+            self.encoder_order.encoded(req.media.order)
+        return ready
 
     def _prepare_for_decode(self, reqs: list[Req], *, alone: bool) -> list[Req]:
         """Slots for the next token of each running request; who gets one. If slots are short, requests are retracted,
         and, if there is nothing else in the step, prompts in progress wait again."""
         running = self.running_batch
         while not running.check_decode_mem(reqs):
+            if self.sessions.release_oldest():
+                continue
             if not alone:
                 return []
             if not self._may_retract():
@@ -429,6 +520,7 @@ class Scheduler:
             self._ratio.raise_after_retraction(self.running_batch.reqs)
             log.info("retracted %s: %d requests go on", req.rid, len(self.running_batch))
         self.kv.release(req)
+        self.meter.preempted(req)
         req.move_to(ReqStatus.RETRACTED)
         self.waiting_queue.add(req)
 
@@ -436,7 +528,7 @@ class Scheduler:
         """When no request can be computed: the encoder is to wait for, or requests block each other. Whether another
         step may get on."""
         tried, self._urgent = self._urgent, None
-        if self.encoder.working:
+        if self.encoder.working or self._fetches:
             return False
         # With nothing running, the first in line lacks either embeddings, for which there is no room, or KV slots.
         in_progress = self.waiting_queue.in_progress
@@ -453,6 +545,8 @@ class Scheduler:
     def _advance_encoder(self) -> bool:
         """Take what has been encoded, and start what there is room for; whether anything changed."""
         changed = self.encoder.advance(urgent=self._urgent)
+        if changed:
+            self.meter.encoder_moved()
         failures = self.encoder.take_failures()
         return self._fail_unencodable(failures) or changed
 
@@ -475,6 +569,7 @@ class Scheduler:
             return False
         found = [(req, key) for req in self._reqs.values() if (key := req.media.holds(failures.keys()))]
         for req, key in found:
+            log.warning("%s fails: a picture or video of it could not be encoded", req.rid)
             self._cut_off(req, error(500, f"a picture or video could not be encoded: {failures[key]}"))
         return bool(found)
 
@@ -483,6 +578,7 @@ class Scheduler:
     def run_batch(self, batch: ScheduleBatch) -> StepHandle:
         """Launch a step. It is sampled as soon as it is computed, unless that depends on tokens in flight."""
         self._steps += 1
+        self.meter.step(batch)
         try:
             return StepHandle(self._device, self._worker, batch, self._steps)
         except BaseException as failure:  # interrupted: nothing of the step may stay behind
@@ -497,7 +593,12 @@ class Scheduler:
 
     def process_batch_result(self, batch: ScheduleBatch, result: ModelWorkerResult) -> None:
         """Take what a step brought: KV is committed, tokens are appended, prefixes shared, answers ended."""
-        self._costs.observe(prompt_tokens=batch.prompt_tokens, decoding=len(batch.decoding), seconds=result.compute_s)
+        self._costs.observe(
+            prompt_tokens=batch.prompt_tokens,
+            decoding=len(batch.decoding),
+            beside=batch.beside,
+            seconds=result.compute_s,
+        )
         outputs: list[TokenOutput] = []
         tokens = result.next_token_ids.tolist()
         sampled = 0
@@ -516,6 +617,7 @@ class Scheduler:
             token = tokens[at]
             if not part.output_index:
                 self._cached_tokens += req.cached_tokens
+                self.meter.first_token(req)
             reason = req.append_output(token)
             self._generated += 1
             self.waiting_queue.charge(req, _OUTPUT_COST)
@@ -542,18 +644,20 @@ class Scheduler:
             live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
         self._media_keys.retain(live)
 
-    def flush_cache(self) -> None:
-        """Forget every cached prefix that no request uses."""
-        self.kv.prefix_cache.reset()
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no request uses, those of sessions, too; returns how many tokens they had."""
+        self.sessions.release_all()
+        return self.kv.prefix_cache.reset()
 
     def check_pools(self, *, encoder_is_shared: bool = False) -> None:
         """When idle: free + cached-and-unlocked = total, for KV slots, the request pool and, unless it is shared, the
         encoder's memory; else EngineError."""
         stats = self.stats()
         problems = []
-        if stats.kv_locked_tokens:
+        if stats.kv_locked_tokens and not len(self.sessions):
             problems.append(f"{stats.kv_locked_tokens} KV slots are locked")
-        free, cached, total = stats.kv_free_tokens, stats.kv_cached_tokens, stats.kv_total_tokens
+        free, total = stats.kv_free_tokens, stats.kv_total_tokens
+        cached = stats.kv_cached_tokens + stats.kv_locked_tokens
         if free + cached != total:
             problems.append(f"{free} free + {cached} cached KV slots are not {total}")
         if stats.req_pool_free != stats.req_pool_total:
@@ -584,6 +688,7 @@ class Scheduler:
             aborted_total=self._aborted,
             retracted_total=self._retracted,
             forward_steps_total=self._steps,
+            steps=self.meter.stats(),
         )
 
 

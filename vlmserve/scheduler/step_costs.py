@@ -11,7 +11,8 @@ _SMOOTH = 0.2
 _MIN_SLICE_S = 0.002
 _MIN_IDLE_SLICE_S = 0.005
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 1.25
-_MARGIN = 0.9
+_MARGIN = 0.85
+_LEAST_TOKENS = 16  # fewer cost about as much
 
 
 class _ChunkSize:
@@ -30,23 +31,25 @@ class _ChunkSize:
 
 
 class StepCosts:
-    """slowdown: --max-decode-slowdown, 0 for no limit. max_step_s: 0 for no limit. page_size: the least chunk."""
+    """slowdown: --max-decode-slowdown, 0 for no limit. max_step_s: 0 for no limit."""
 
     def __init__(self, *, slowdown: float, max_step_s: float, page_size: int) -> None:
         self._slowdown = slowdown
         self._max_step_s = max_step_s
         self._decode_s: float | None = None
-        self._beside = _ChunkSize(4 * page_size, page_size)
-        self._alone = _ChunkSize(32 * page_size, page_size)
+        least = max(_LEAST_TOKENS, page_size)
+        self._beside = _ChunkSize(4 * least, least)
+        self._alone = _ChunkSize(32 * least, least)
 
-    def observe(self, *, prompt_tokens: int, decoding: int, seconds: float) -> None:
-        """A step is done."""
+    def observe(self, *, prompt_tokens: int, decoding: int, beside: bool, seconds: float) -> None:
+        """A step is done. decoding: requests that got a token of it. beside: there were some, in it or waiting."""
         if not prompt_tokens:
             before = seconds if self._decode_s is None else self._decode_s
             self._decode_s = before + _SMOOTH * (seconds - before)
-        elif decoding:
-            if self._decode_s is not None:
-                self._beside.observe(prompt_tokens, seconds, self._slowdown * self._decode_s)
+        elif beside:
+            if self._slowdown and self._decode_s is not None:
+                times = self._slowdown if decoding else self._slowdown - 1
+                self._beside.observe(prompt_tokens, seconds, times * self._decode_s)
         elif self._max_step_s:
             self._alone.observe(prompt_tokens, seconds, self._max_step_s)
 

@@ -10,7 +10,8 @@ from processors.families.report import MediumReport, report_json
 from vlmserve.messages import FinishReason, TextOutput, TokenLogprobs
 from vlmserve.server.streaming import json_text, sse_event
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
-from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput, Timings
+from vlmserve.tokenizer.timings import Timings
+from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
 
 # JSON has no infinity; a token that sampling made impossible has this instead, as in other servers.
 _LEAST_LOGPROB = -9999.0
@@ -31,7 +32,7 @@ class AnswerHead:
 
 class AnswerWriter:
     """Writes one request's answer of n choices. logprobs, mm_report, include_usage: whether they were asked for;
-    timings come with mm_report.
+    timings, those of choice 0, come with mm_report.
 
     Where something could not be done as the request has it, the answer has `warnings`, asked for or not.
     """
@@ -127,8 +128,8 @@ class AnswerWriter:
         self._completions[item.index] = item.output.completion_tokens
         if item.index == 0:  # later choices find the first one's prompt in the cache
             self._cached = item.output.cached_tokens
+            self._timings = item.timings
         self._media = item.media
-        self._timings = self._timings or item.timings
 
     def _usage(self) -> dict[str, Any]:
         """Tokens of the whole request: the prompt once, the answers of all choices."""

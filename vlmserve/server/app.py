@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,26 +12,41 @@ from starlette.responses import JSONResponse, Response
 from vlmserve.config.settings import ServerSettings
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.chat import complete_chat
+from vlmserve.server.control import AskEngine, ControlApi, no_engine
 from vlmserve.server.errors import error_body, install_error_handlers
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, WarmupRequest
+from vlmserve.server.request_log import log_request
 from vlmserve.server.served_model import ServedModel
+from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 from vlmserve_common.version import __version__
 
 _STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
 
 
-def build_app(manager: TokenizerManager, model_name: str, settings: ServerSettings, files: FileStore) -> FastAPI:
-    """The application. model_name: what clients call the model."""
+def build_app(
+    manager: TokenizerManager,
+    model_name: str,
+    settings: ServerSettings,
+    files: FileStore,
+    control: AskEngine | None = None,
+    tracer: RequestTracer | None = None,
+) -> FastAPI:
+    """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
+    gets ended chat requests."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
-    install_error_handlers(app)
-    metrics = ServerMetrics(model_name)
-    manager.observe = metrics.observe_request
+    install_error_handlers(app, manager.retry_after_s)
+    prefixes = settings.metrics_prefixes
+    metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else ())
+    manager.observe = _observer(metrics, settings)
+    manager.observe_tokens = metrics.observe_tokens
+    operators = ControlApi(manager, control or no_engine, settings, model_name)
     served = ServedModel(name=model_name, manager=manager, files=files, settings=settings)
     model = {
         "id": model_name,
@@ -56,7 +72,7 @@ def build_app(manager: TokenizerManager, model_name: str, settings: ServerSettin
     async def health() -> Response:
         if manager.unavailable is not None:
             return JSONResponse(error_body(503, manager.unavailable, code="engine_unavailable"), 503)
-        return Response()
+        return JSONResponse({"status": "paused" if operators.paused else "ok"})
 
     async def show_metrics() -> Response:
         stats = await manager.scheduler_stats(_STATS_TIMEOUT_S)
@@ -74,11 +90,21 @@ def build_app(manager: TokenizerManager, model_name: str, settings: ServerSettin
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
     FilesApi(files, stall_s=settings.body_timeout_s).add_routes(app)
+    operators.add_routes(app)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
     # The one added last is the outermost: it sees refused keys, and what fails further in.
-    if settings.api_key:
-        app.add_middleware(ApiKeyMiddleware, key=settings.api_key)
-    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log)
+    if settings.api_key or settings.admin_api_key:
+        app.add_middleware(ApiKeyMiddleware, key=settings.api_key, admin_key=settings.admin_api_key)
+    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log, tracer=tracer)
     return app
+
+
+def _observer(metrics: ServerMetrics, settings: ServerSettings) -> Callable[[RequestStats], None]:
+    def observe(stats: RequestStats) -> None:
+        metrics.observe_request(stats)
+        if settings.log_requests:
+            log_request(stats)
+
+    return observe

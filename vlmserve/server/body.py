@@ -24,7 +24,7 @@ _INLINE_COMMAS = 2000
 
 async def read_body(request: Request, model: type[_Model], settings: ServerSettings) -> _Model:
     """The body, checked. Raises BadRequestError."""
-    body = await _read(request, settings)
+    body = await read_whole(request, settings)
     if len(body) <= _INLINE_BYTES and body.count(b",") <= _INLINE_COMMAS:
         return _parse(body, model)
     return await asyncio.to_thread(_parse, body, model)
@@ -48,7 +48,8 @@ async def body_parts(request: Request, stall_s: float) -> AsyncIterator[bytes]:
         yield part
 
 
-async def _read(request: Request, settings: ServerSettings) -> bytes:
+async def read_whole(request: Request, settings: ServerSettings) -> bytes:
+    """The body as it came, within its limits. Raises BadRequestError."""
     limit = int(settings.max_body_mib * 2**20)
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
@@ -16,8 +15,10 @@ from vlmserve.server.body import read_body
 from vlmserve.server.convert import to_generate_request
 from vlmserve.server.errors import describe
 from vlmserve.server.protocol import ChatCompletionRequest
+from vlmserve.server.request_id import name_answer
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.streaming import DONE, EventStream, sse_event, while_connected
+from vlmserve.server.tracing import asked_of
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
 
 
@@ -25,9 +26,12 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
     chat = await read_body(request, ChatCompletionRequest, served.settings)
     served.check_name(chat.model)
-    head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=chat.model)
+    own_id = name_answer(request, "chatcmpl")
+    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=chat.model)
+    request.state.asked = asked_of(chat)
     find_file = served.files.for_owner(owner_of(request))
-    wanted = to_generate_request(chat, head.id, find_file=find_file, client=client_of(request))
+    client, owner, ended = client_of(request), owner_of(request), request.state.answers.add
+    wanted = to_generate_request(chat, own_id, find_file=find_file, client=client, owner=owner, ended=ended)
     writer = AnswerWriter(
         head,
         served.manager.builder.tokenizer,
@@ -36,11 +40,10 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
         mm_report=bool(chat.return_mm_report),
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
     )
-    headers = {"X-Request-Id": head.id}
     if not chat.stream:
         async with aclosing(served.manager.generate(wanted)) as outputs:
             answer = await while_connected(request.receive, writer.whole(outputs))
-        return JSONResponse(answer, headers=headers)
+        return JSONResponse(answer)
     batches = served.manager.stream(wanted)
     try:
         # Whatever is wrong shows before the first output, while a status can still be sent.
@@ -48,9 +51,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     except BaseException:
         await batches.aclose()
         raise
-    stream = EventStream(_events(writer, first, batches), batches)
-    stream.headers.update(headers)
-    return stream
+    return EventStream(_events(writer, first, batches), batches)
 
 
 async def _events(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve_common.errors import BadRequestError
 
@@ -17,12 +19,19 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def to_generate_request(
-    request: ChatCompletionRequest, request_id: str, *, max_n: int = 128, find_file: FindFile, client: str = ""
+    request: ChatCompletionRequest,
+    request_id: str,
+    *,
+    max_n: int = 128,
+    find_file: FindFile,
+    client: str = "",
+    owner: str = "",
+    ended: Callable[[RequestStats], None] | None = None,
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
-    max_n: most choices of a request. find_file: finds the uploaded files that the client may use. client: who
-    it is.
+    max_n: most choices of a request. find_file: finds the uploaded files that the client may use. client, owner:
+    who it is, and whose sessions are its own. ended: is told what became of each choice.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -46,6 +55,12 @@ def to_generate_request(
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         client=client,
+        session_id="" if request.session_id is None else f"{owner} {request.session_id}",
+        cache_salt=request.cache_salt or "",
+        priority=request.priority or 0,
+        rid=request.rid,
+        timeout_s=request.timeout,
+        ended=ended,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from vlmserve.config.plain_problems import sentence
 from vlmserve.config.spelling import did_you_mean
+from vlmserve.tokenizer.live_requests import RequestAbortedError, RequestTimeoutError
 from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError
 
@@ -36,21 +37,28 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return error.status, error_body(error.status, str(error), param=error.param, code=error.code)
     if isinstance(error, EngineUnavailableError):
         return 503, error_body(503, str(error), code="engine_unavailable")
+    if isinstance(error, RequestTimeoutError):
+        return 504, error_body(504, str(error), code="request_timeout")
+    if isinstance(error, RequestAbortedError):
+        return CLIENT_CLOSED_REQUEST, error_body(CLIENT_CLOSED_REQUEST, str(error), code="request_aborted")
     if isinstance(error, EngineError):
         return 500, error_body(500, str(error), code="engine_error")
     logger.error("a request failed unexpectedly", exc_info=error)
     return 500, error_body(500, "internal error; the server's log has the details", code="internal_error")
 
 
-def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
+def error_response(error: Exception, *, retry_after_s: Callable[[], int] | None = None) -> Response:
     """`describe` as a response, with Retry-After where trying again makes sense.
+
+    retry_after_s: estimates it for what was refused because of a limit (429).
 
     Who was too slow gets no further request on the same connection, as the rest of this one may still come on it.
     """
     status, body = describe(error)
-    extra = dict(headers or {})
+    extra: dict[str, str] = {}
     if status in (429, 503):
-        extra["Retry-After"] = str(RETRY_AFTER_S)
+        estimated = status == 429 and retry_after_s is not None
+        extra["Retry-After"] = str(retry_after_s() if estimated else RETRY_AFTER_S)  # type: ignore[misc]
     if status == 408:
         extra["Connection"] = "close"
     return JSONResponse(body, status_code=status, headers=extra)
@@ -68,8 +76,8 @@ def refuse_invalid(error: ValidationError, raw: Any, known_fields: Collection[st
     return BadRequestError(message, param=path or None, code="invalid_value")
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Answer every failure of `app` in OpenAI's form."""
+def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
+    """Answer every failure of `app` in OpenAI's form. retry_after_s: see `error_response`."""
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -82,7 +90,8 @@ def install_error_handlers(app: FastAPI) -> None:
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return error_response(error)
+        request.state.error_code = getattr(error, "code", None)
+        return error_response(error, retry_after_s=retry_after_s)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -16,8 +16,11 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.app import build_app
+from vlmserve.server.control import AskEngine
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.outermost import access
+from vlmserve.server.request_log import requests
+from vlmserve.server.tracing import RequestTracer, otlp_processor
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
 from vlmserve.tokenizer.tokenizer_manager import PreparedMessage, TokenizerManager
@@ -40,6 +43,10 @@ class ApiFrontend:
         """Answer every pending and every later request with 503 and the message."""
         self.manager.fail(message)
 
+    def suspend(self, message: str | None) -> None:
+        """Answer later requests with 503 and the message, until it is None."""
+        self.manager.suspend(message)
+
     async def close(self) -> None:
         """Free threads and connections."""
         self.manager.close()
@@ -55,10 +62,12 @@ def make_frontend(
     model_name: str,
     send: Callable[[SchedulerInput], None],
     prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
+    control: AskEngine | None = None,
     start: StartSettings | None = None,
 ) -> ApiFrontend:
     """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
-    auto_pixels: what `--max-pixels auto` comes to. start: what media processes need.
+    auto_pixels: what `--max-pixels auto` comes to. control: asks the engine what operators want. start: what media
+    processes need.
 
     Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
     of uploaded files that another server uses.
@@ -66,6 +75,8 @@ def make_frontend(
     engine = settings.engine
     if settings.access_log:
         access.setLevel(logging.INFO)  # whatever --log-level is: it was asked for
+    if settings.log_requests:
+        requests.setLevel(logging.INFO)
     with ExitStack() as stack:
         files = _open_files(settings, stack)
         stage = make_tokenizer_stage(
@@ -81,8 +92,13 @@ def make_frontend(
             send=send,
             prepare=prepare,
             max_pending=engine.max_running_requests + engine.max_queued_requests,
+            request_timeout_s=settings.request_timeout_s,
         )
-        app = build_app(manager, model_name, settings, files)
+        tracer = None
+        if settings.otlp_traces_endpoint is not None:
+            tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
+            stack.callback(tracer.close)
+        app = build_app(manager, model_name, settings, files, control, tracer)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 

@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from vlmserve.config.fields import MOST_SECONDS
+
 
 class StrictModel(BaseModel):
     """No unknown fields, no conversions between types."""
@@ -374,6 +376,8 @@ class ChatCompletionRequest(StrictModel):
     function_call: str | dict[str, Any] | None = None
 
     # extensions
+    rid: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$")] = None
+    timeout: Annotated[float | None, Field(gt=0, le=MOST_SECONDS)] = None
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: list[int] | None = None
@@ -382,6 +386,9 @@ class ChatCompletionRequest(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

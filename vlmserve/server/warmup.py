@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +12,7 @@ from vlmserve.messages import EncodedItem
 from vlmserve.server.auth import client_of, owner_of
 from vlmserve.server.body import read_body
 from vlmserve.server.protocol import WarmupRequest
+from vlmserve.server.request_id import name_answer
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.streaming import while_connected
 from vlmserve.tokenizer.tokenizer_manager import WarmupInput
@@ -31,7 +31,7 @@ async def warm_up(served: ServedModel, request: Request) -> Response:
             code="no_embedding_cache",
         )
     wanted = WarmupInput(
-        request_id=f"warmup-{uuid.uuid4().hex}",
+        request_id=name_answer(request, "warmup"),
         messages=body.messages,  # type: ignore[arg-type]  # kept as the client wrote them
         find_file=served.files.for_owner(owner_of(request)),
         mm_processor_kwargs=body.mm_processor_kwargs or {},
@@ -40,7 +40,7 @@ async def warm_up(served: ServedModel, request: Request) -> Response:
     )
     items = await while_connected(request.receive, served.manager.warm_up(wanted))
     answer = {"id": wanted.request_id, "object": "warmup", "items": [_describe(item) for item in items]}
-    return JSONResponse(answer, headers={"X-Request-Id": wanted.request_id})
+    return JSONResponse(answer)
 
 
 def _describe(item: EncodedItem) -> dict[str, Any]:

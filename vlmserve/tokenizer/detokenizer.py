@@ -113,6 +113,7 @@ def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason
         completion_tokens=output.completion_tokens - (len(output.token_ids) - kept),
         cached_tokens=output.cached_tokens,
         logprobs=None if output.logprobs is None else output.logprobs[:kept],
+        stages=output.stages,
     )
 
 
@@ -125,4 +126,5 @@ def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
         text=before.text + output.text,
         token_ids=before.token_ids + output.token_ids,
         logprobs=None if output.logprobs is None else (before.logprobs or ()) + output.logprobs,
+        stages=output.stages or before.stages,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,14 @@ class RequestMedia:
                 raise BadRequestError(what, param=ref.param, code="unsupported_content")
         return settle_media(media, self.parse_kwargs(kwargs) if kwargs else None, most)
 
-    async def load(self, media: Sequence[MediaRef], *, client: str = "") -> list[ProcessedMedium]:
+    async def load(
+        self, media: Sequence[MediaRef], *, client: str = "", fetched: Callable[[], None] = lambda: None
+    ) -> list[ProcessedMedium]:
         """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request.
 
-        client: who asks; clients take turns.
+        client: who asks; clients take turns. fetched: called for each medium whose bytes are there.
         """
-        return await self._pool.load([self._request(medium) for medium in media], client=client)
+        return await self._pool.load([self._request(medium) for medium in media], client=client, fetched=fetched)
 
     def process(self, prompt_ids: Sequence[int], media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put the media at their placeholders. BadRequestError if they do not match up."""

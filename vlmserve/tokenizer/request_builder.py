@@ -6,7 +6,7 @@ media), `expand` (media into the prompt), `build` (one message per choice). All 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from vlmserve.tokenizer.chat_messages import MediaCounts, MediaRef, settle_media
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
 from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
@@ -55,7 +56,10 @@ class GenerateReqInput:
     """A request for n answers to one prompt. num_logprobs as in TokenizedGenerateReqInput.
 
     mm_processor_kwargs: how its media are prepared where a part does not say (`processors.families.processor_kwargs`).
-    client: who asks; clients take turns where media are processed.
+    client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
+    the first answer); "" is none. cache_salt, priority: see `TokenizedGenerateReqInput`. request_id: of its own among
+    all requests ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s:
+    seconds that it may take; None: as long as it takes. ended: is told what became of each choice.
     """
 
     request_id: str
@@ -65,6 +69,12 @@ class GenerateReqInput:
     num_logprobs: int | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     client: str = ""
+    session_id: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    rid: str | None = None
+    timeout_s: float | None = None
+    ended: Callable[[RequestStats], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +168,9 @@ class RequestBuilder:
                 client=request.client,
                 group=request.request_id,
                 choice=index,
+                session_id="" if index else request.session_id,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
             )
             for index in range(request.n)
         ]

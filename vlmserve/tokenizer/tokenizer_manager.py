@@ -3,7 +3,7 @@
 Order of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
 -> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever
 iterates. Closing the iterator early, at any of these points, takes everything back; what the scheduler already has is
-aborted.
+aborted. So do its time when it is over (504), and operators (499).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from processors.families.base import data_item
 from processors.families.report import MediumReport
@@ -37,9 +37,12 @@ from vlmserve.messages import (
 )
 from vlmserve.tokenizer.chat_messages import Message
 from vlmserve.tokenizer.file_parts import FindFile
+from vlmserve.tokenizer.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.outbox import Outbox
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder
+from vlmserve.tokenizer.request_stats import MediaTotals, RequestStats, count_media
+from vlmserve.tokenizer.timings import AnswerTimes, Moments, Timings
 from vlmserve_common.errors import BadRequestError, EngineError
 
 _P = ParamSpec("_P")
@@ -90,19 +93,11 @@ class _Plain:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timings:
-    """Seconds since a request came in. prepare_s: until it went to the scheduler, its media decoded and resized.
-
-    first_token_s: until the first output, the encoder's work and the prefill done.
-    """
-
-    prepare_s: float
-    first_token_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceOutput:
-    """New text of choice `index` of a request. media: what became of the request's media, in prompt order."""
+    """New text of choice `index` of a request. media: what became of the request's media, in prompt order.
+
+    timings: as of the choice's first output; of all of it in its last.
+    """
 
     index: int
     output: TextOutput
@@ -110,47 +105,21 @@ class ChoiceOutput:
     timings: Timings | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestStats:
-    """What became of one choice, in tokens and seconds; for metrics and logs.
-
-    finish: "stop", "length", "abort" or "error". ttft_s: until the first output. prompt_tokens and cached_tokens are
-    given for choice 0 only, so that sums count a prompt once.
-    """
-
-    finish: str
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    ttft_s: float | None
-    e2e_s: float
-
-    @property
-    def seconds_per_output_token(self) -> float | None:
-        """Mean time between tokens after the first."""
-        if self.ttft_s is None or self.completion_tokens < 2:
-            return None
-        return (self.e2e_s - self.ttft_s) / (self.completion_tokens - 1)
-
-
 @dataclass(slots=True)
 class _Choice:
     """One answer under way at the scheduler."""
 
+    rid: str
     index: int
     outputs: Outbox[ChoiceOutput | Exception]
-    started: float
-    prepared: float
+    times: AnswerTimes
+    ended: Callable[[RequestStats], None] | None = None
     media: tuple[MediumReport, ...] = ()
     timings: Timings | None = None
     last: TextOutput | None = None
 
 
-@dataclass(slots=True)
-class _Request:
-    started: float
-    outputs: Outbox[ChoiceOutput | Exception] = field(default_factory=Outbox)
-    rids: list[str] = field(default_factory=list)
+_Request: TypeAlias = LiveRequest[ChoiceOutput]
 
 
 class TokenizerManager:
@@ -159,7 +128,9 @@ class TokenizerManager:
     send: hands a message to the scheduler. prepare: does so in two halves, the first of which copies arrays, in any
     thread; without it `send` does all. max_pending: choices in the house (waiting, running or being prepared) above
     which requests are refused with 429; max_pending_setting is what the message names.
-    observe: is told what became of each choice.
+    observe: is told what became of each choice. observe_tokens: of each output with tokens how many they are, and the
+    seconds since those before (None: a choice's first). request_timeout_s: that a request may take, whatever it asks
+    for; 0: as long as it takes.
     """
 
     def __init__(
@@ -172,6 +143,8 @@ class TokenizerManager:
         max_pending: int,
         max_pending_setting: str = "--max-queued-requests",
         observe: Callable[[RequestStats], None] | None = None,
+        observe_tokens: Callable[[int, float | None], None] | None = None,
+        request_timeout_s: float = 0.0,
         num_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -179,13 +152,15 @@ class TokenizerManager:
         self._media = media
         self._send = send
         self._prepare = prepare
-        self._max_pending = max_pending
-        self._max_pending_setting = max_pending_setting
         self.observe = observe
+        self.observe_tokens = observe_tokens
         self._clock = clock
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="vlmserve-tokenize")
         self._unavailable: str | None = None
-        self._pending = 0
+        self._suspended: str | None = None
+        self._live: LiveRequests[ChoiceOutput] = LiveRequests(
+            Admission(max_pending=max_pending, setting=max_pending_setting, timeout_s=request_timeout_s), clock
+        )
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
@@ -193,12 +168,27 @@ class TokenizerManager:
     @property
     def num_pending(self) -> int:
         """Choices in the house: zero when idle."""
-        return self._pending
+        return self._live.num_pending
 
     @property
     def unavailable(self) -> str | None:
         """Why the engine cannot answer now, or None when it can."""
-        return self._unavailable
+        return self._unavailable or self._suspended
+
+    def retry_after_s(self) -> int:
+        """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
+        return self._live.retry_after_s()
+
+    def suspend(self, reason: str | None) -> None:
+        """Refuse requests with 503 for the time being; those under way go on waiting. None: take them again."""
+        self._suspended = reason
+
+    def abort(self, request_id: str | None) -> list[LiveRequest[ChoiceOutput]]:
+        """End a request, wherever it is, or all of them (None); returns those that there were."""
+        found = self._live.find(request_id)
+        for request in found:
+            self._end(request, RequestAbortedError("the request was aborted by an operator"), "abort")
+        return found
 
     def fail(self, reason: str) -> None:
         """The engine is gone: requests under way fail now, later ones are refused, all with 503. May be repeated."""
@@ -233,11 +223,10 @@ class TokenizerManager:
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
         """
         self._check_available()
-        self._check_room(request.n)
-        self._pending += request.n
-        state = _Request(started=self._clock())
+        state = self._live.enter(request.rid or request.request_id, request.n)
+        self._live.limit_time(state, request.timeout_s, lambda error: self._end(state, error, "timeout"))
         try:
-            await self._submit(request, state)
+            await state.interruptible(self._submit(request, state))
             left = request.n
             while left:
                 items, failure = _until_failure(await state.outputs.take())
@@ -247,12 +236,8 @@ class TokenizerManager:
                 if failure is not None:
                     raise failure
         finally:
-            self._pending -= request.n
-            for rid in state.rids:
-                choice = self._choices.pop(rid, None)
-                if choice is not None:
-                    self._report(choice, "abort")
-                    self._send(AbortReq(rid=rid))
+            self._live.leave(state)
+            self._take_back(state, "abort")
 
     async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         """What became of each medium, when all of them are encoded and, where there is a disk, saved.
@@ -260,8 +245,13 @@ class TokenizerManager:
         Cancel it to call that off. Raises as `generate` does.
         """
         self._check_available()
-        self._check_room(1)
-        self._pending += 1
+        state = self._live.enter(request.request_id, 1)
+        try:
+            return await state.interruptible(self._warm_up(request))
+        finally:
+            self._live.leave(state)
+
+    async def _warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         rid = request.request_id
         try:
             named = await self._in_thread(
@@ -284,7 +274,6 @@ class TokenizerManager:
                 raise _error_of(output.error)
             return output.items
         finally:
-            self._pending -= 1
             if self._warmups.pop(rid, None) is not None:
                 self._send(AbortReq(rid=rid))
 
@@ -323,10 +312,27 @@ class TokenizerManager:
             if waiter in self._stats_waiters:
                 self._stats_waiters.remove(waiter)
 
+    def _end(self, state: _Request, error: Exception, finish: str) -> None:
+        """End a request before its time; its slots do not wait for its client to read the error."""
+        self._take_back(state, finish)
+        state.end(error)
+
+    def _take_back(self, state: _Request, finish: str) -> None:
+        for rid in state.rids:
+            choice = self._choices.pop(rid, None)
+            if choice is not None:
+                self._report(choice, finish)
+                self._send(AbortReq(rid=rid))
+
     async def _submit(self, request: GenerateReqInput, state: _Request) -> None:
         seed = secrets.randbits(63)
         prompt = await self._in_thread(self.builder.tokenize, request, default_seed=seed)
-        media = await self._media.load(prompt.media, client=request.client) if prompt.media else []
+        moments, media = Moments(started=state.started), []
+        if prompt.media:
+            moments.load_began = self._clock()
+            media = await self._media.load(
+                prompt.media, client=request.client, fetched=lambda: setattr(moments, "fetched", self._clock())
+            )
         report = self._media.report(prompt.media, media)
 
         def make() -> SchedulerInput:
@@ -334,10 +340,15 @@ class TokenizerManager:
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register(rids: Sequence[str]) -> None:
-            prepared = self._clock()
+            moments.prepared = self._clock()
             for index, rid in enumerate(rids):
                 self._choices[rid] = _Choice(
-                    index=index, outputs=state.outputs, started=state.started, prepared=prepared, media=report
+                    rid=rid,
+                    index=index,
+                    outputs=state.outputs,
+                    times=AnswerTimes(moments),
+                    ended=request.ended,
+                    media=report,
                 )
                 state.rids.append(rid)
 
@@ -354,7 +365,7 @@ class TokenizerManager:
         except asyncio.CancelledError:
             made.add_done_callback(_discard)
             raise
-        if self._unavailable is not None:
+        if self.unavailable is not None:
             prepared.discard()
         self._check_available()
         register(rids)
@@ -376,14 +387,15 @@ class TokenizerManager:
         if choice is None:  # its client is gone
             return
         choice.last = output
-        if choice.timings is None:
-            choice.timings = Timings(
-                prepare_s=choice.prepared - choice.started, first_token_s=self._clock() - choice.started
-            )
-        finish = output.finish_reason
+        now, finish = self._clock(), output.finish_reason
+        gap = choice.times.output(now, output.stages, tokens=len(output.token_ids))
+        if output.token_ids and self.observe_tokens is not None:
+            self.observe_tokens(len(output.token_ids), gap)
+        if choice.timings is None or finish is not None:
+            choice.timings = choice.times.timings(now, ended_here=output.stages is None)
         if finish is not None:
             del self._choices[output.rid]
-            self._report(choice, finish.type)
+            self._report(choice, finish.type, choice.timings, status=finish.status if finish.type == "error" else None)
         if finish is not None and finish.type == "error":
             choice.outputs.put(_error_of(finish))
         elif finish is not None and finish.type == "abort":
@@ -405,33 +417,30 @@ class TokenizerManager:
             return
         self._send(AbortReq(rid=rid))
 
-    def _report(self, choice: _Choice, finish: str) -> None:
-        if self.observe is None:
+    def _report(
+        self, choice: _Choice, finish: str, timings: Timings | None = None, *, status: int | None = None
+    ) -> None:
+        """timings: None where it was this process that ended it."""
+        tell = [one for one in (self.observe, choice.ended) if one is not None]
+        if not tell:
             return
         last, first = choice.last, choice.index == 0
-        self.observe(
-            RequestStats(
-                finish=finish,
-                prompt_tokens=last.prompt_tokens if last and first else 0,
-                cached_tokens=last.cached_tokens if last and first else 0,
-                completion_tokens=last.completion_tokens if last else 0,
-                ttft_s=None if choice.timings is None else choice.timings.first_token_s,
-                e2e_s=self._clock() - choice.started,
-            )
+        stats = RequestStats(
+            rid=choice.rid,
+            finish=finish,
+            status=status,
+            prompt_tokens=last.prompt_tokens if last and first else 0,
+            cached_tokens=last.cached_tokens if last and first else 0,
+            completion_tokens=last.completion_tokens if last else 0,
+            timings=timings or choice.times.timings(self._clock(), ended_here=True),
+            media=count_media(choice.media) if first else MediaTotals(),
         )
+        for one in tell:
+            one(stats)
 
     def _check_available(self) -> None:
-        if self._unavailable is not None:
-            raise EngineUnavailableError(self._unavailable)
-
-    def _check_room(self, n: int) -> None:
-        if self._pending + n > self._max_pending:
-            raise BadRequestError(
-                f"{self._pending} answers are waiting or running and this request asks for {n}, the limit is "
-                f"{self._max_pending} (setting {self._max_pending_setting}); try again later",
-                status=429,
-                code="rate_limit_exceeded",
-            )
+        if self.unavailable is not None:
+            raise EngineUnavailableError(self.unavailable)
 
 
 def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOutput], Exception | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,6 +76,7 @@ class EncoderLoop:
         for message in new:
             self._warmups.add(message)
         changed = self._pool.advance()
+        changed |= self._pool.work(math.inf) and self._pool.advance()
         return self._warmups.advance(order=0) or changed
 
     async def _wait(self) -> None:

@@ -99,7 +99,9 @@ SIGNATURES = {
     # layer_norm.cpp
     "vs_layer_norm": "npppiifp",
     # segment_attention.cpp
-    "vs_segment_attention": "npppiipip",
+    "vs_segment_memory": "niii>i",
+    "vs_segment_pack": "npppiipipii",
+    "vs_segment_attend": "npppiipipiip",
     # qkv.cpp
     "vs_qkv": "nnnpiiiippfppppppp",
     # attention.cpp

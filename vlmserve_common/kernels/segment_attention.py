@@ -6,6 +6,8 @@ import torch
 
 from vlmserve_common.kernels.library import active
 
+BLOCK_PATCHES = 16
+"""Patches that are packed together: those of a segment from its begin on."""
 _LARGEST_DIM = 128
 
 
@@ -16,31 +18,63 @@ def can_attend(qkv: torch.Tensor) -> bool:
     return active() is not None and qkv.is_cpu and supported
 
 
+class SegmentAttention:
+    """Attention inside segments, some patches at a time: `pack` the keys and values of a segment, then `attend`.
+
+    Queries and keys are turned by their positions; scores are divided by sqrt(dim). What a patch gets depends on its
+    own segment only, bit for bit.
+
+    qkv [P, 3, heads, dim]; cos and signed sin (`compute.rotary.rotation`) float32 [P, 1, dim]; bounds int64 [segments +
+    1] on the CPU: where segments begin among the P patches, and the end of the last. out [P, heads, dim] in the dtype
+    of qkv: what is written.
+    """
+
+    def __init__(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        bounds: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        lib = active()
+        assert lib is not None
+        assert all(tensor.is_contiguous() for tensor in (qkv, cos, signed_sin, bounds, out))
+        _, _, heads, dim = qkv.shape
+        narrow = int(qkv.dtype == torch.bfloat16)
+        blocks = int((bounds.diff() + BLOCK_PATCHES - 1).div(BLOCK_PATCHES, rounding_mode="floor").sum())
+        memory = torch.empty(lib.vs_segment_memory(narrow, heads, dim, blocks), dtype=torch.uint8)
+        self._lib = lib
+        self._tensors = (qkv, cos, signed_sin, bounds, memory, out)  # kept: the library has their addresses
+        self._arguments = (
+            narrow,
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            signed_sin.data_ptr(),
+            heads,
+            dim,
+            bounds.data_ptr(),
+            len(bounds) - 1,
+            memory.data_ptr(),
+        )
+
+    def pack(self, first: int, last: int) -> None:
+        """Pack the patches from `first` to `last`: multiples of BLOCK_PATCHES from the begin of their segments, or the
+        end of one."""
+        self._lib.vs_segment_pack(*self._arguments, first, last)
+
+    def attend(self, first: int, last: int) -> None:
+        """Let the patches from `first` to `last` attend, whose segments are packed."""
+        self._lib.vs_segment_attend(*self._arguments, first, last, self._tensors[-1].data_ptr())
+
+
 def segment_attention(
     qkv: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, bounds: torch.Tensor
 ) -> torch.Tensor:
-    """Turn queries and keys by their positions, and attend inside segments; scores are divided by sqrt(dim).
-
-    qkv [P, 3, heads, dim]; cos and signed sin (`compute.rotary.rotation`) float32 [P, 1, dim]; bounds int64 [segments +
-    1]: where segments begin, and P. Returns [P, heads, dim] in the dtype of qkv. What a patch gets depends on its own
-    segment only, bit for bit.
-    """
-    lib = active()
-    assert lib is not None
-    assert qkv.is_contiguous()
-    assert cos.is_contiguous()
-    assert signed_sin.is_contiguous()
+    """All of it: see `SegmentAttention`. bounds: from 0 to P. Returns [P, heads, dim] in the dtype of qkv."""
     count, _, heads, dim = qkv.shape
     out = qkv.new_empty((count, heads, dim))
-    lib.vs_segment_attention(
-        int(qkv.dtype == torch.bfloat16),
-        qkv.data_ptr(),
-        cos.data_ptr(),
-        signed_sin.data_ptr(),
-        heads,
-        dim,
-        bounds.data_ptr(),
-        len(bounds) - 1,
-        out.data_ptr(),
-    )
+    attention = SegmentAttention(qkv, cos, signed_sin, bounds, out)
+    attention.pack(0, count)
+    attention.attend(0, count)
     return out

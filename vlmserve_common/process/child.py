@@ -129,6 +129,12 @@ class ChildProcess:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the child, unless it has died."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def kill(self) -> None:
         """End the child by force, from any thread; it is still to be stopped."""
         with contextlib.suppress(ValueError):  # it was
@@ -137,6 +143,7 @@ class ChildProcess:
     def stop(self) -> None:
         """End the child now, in order if it can, by force if not, and let go of it. No other thread may use it."""
         self.pipe.close()
+        self.signal(signal.SIGCONT)  # who was stopped (SIGSTOP) could not end in order; others do not notice
         self._process.join(timeout=self._stop_patience_s)
         if self._process.is_alive():
             logger.warning("%s does not stop: killing it", self.title)

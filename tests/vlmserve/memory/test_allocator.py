@@ -89,6 +89,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         return slots
 
     @precondition(lambda self: self.requests)
+    @rule(data=st.data(), tokens=st.integers(0, 40))
+    def truncate(self, data, tokens):
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        old = self.requests[name]
+        length = max(1, len(old) - tokens)
+        self.allocator.truncate(length, len(old), old[length:])
+        self.requests[name] = self.checked(old[:length], length)
+
+    @precondition(lambda self: self.requests)
     @rule(data=st.data(), shuffled=st.booleans())
     def end(self, data, shuffled):
         name = data.draw(st.sampled_from(sorted(self.requests)))
@@ -241,6 +250,38 @@ def test_a_room_ends_with_its_request():
             allocator.release_room(int(slots[-1]))
         # open: 5..12 (or 4..12) and 17..32; the shorter one fits, so it is taken
         assert allocator.alloc_extend(0, 8, -1)[0] == (4 if freed else 5)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_drafts_taken_back_cost_no_run(page_size):
+    """Requests that grow by drafts and take most of them back, side by side, stay in one run each."""
+    allocator = TokenToKVPoolAllocator(1024, page_size)
+    requests = [allocator.alloc_extend(0, 10, -1, room=60) for _ in range(8)]
+    for step in range(20):
+        for i, slots in enumerate(requests):
+            drafts = allocator.alloc_extend(len(slots), len(slots) + 8, int(slots[-1]), room=60)
+            requests[i] = np.concatenate([slots, drafts])
+        for i, slots in enumerate(requests):
+            length = len(slots) - 8 + 1 + (step + i) % 3
+            allocator.truncate(length, len(slots), slots[length:])
+            requests[i] = slots[:length]
+    assert [num_runs(slots) for slots in requests] == [1] * 8
+    pages = sum(allocator.pages_needed(0, len(slots)) for slots in requests)
+    assert allocator.available_size() == 1024 - pages * page_size
+
+
+def test_a_whole_request_can_be_taken_back():
+    allocator = TokenToKVPoolAllocator(32, 4)
+    slots = allocator.alloc_extend(0, 10, -1)
+    allocator.truncate(10, 10, slots[10:])
+    allocator.truncate(5, 10, slots[5:])
+    assert allocator.available_size() == 24
+    assert allocator.alloc_extend(5, 9, int(slots[4])).tolist() == slots[5:9].tolist()
+    allocator.truncate(0, 9, slots[:9])
+    assert allocator.available_size() == 32
+    for prefix_len, seq_len, count in ((5, 4, 0), (-1, 2, 3), (2, 5, 2)):
+        with pytest.raises(ValueError, match="cannot go back"):
+            allocator.truncate(prefix_len, seq_len, np.arange(count))
 
 
 def test_what_cannot_be_freed_changes_nothing():

@@ -24,9 +24,25 @@ def free(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def _slots(to_come: int = 0, device: torch.device = CPU, **settings: object) -> int:
-    args = EngineArgs(model="m", **settings)
-    return sizing.kv_cache_size(args, bytes_per_token=2**20, max_model_len=4096, device=device, weights_to_come=to_come)
+COMPUTING = sizing.Activations(tower=3 * GIB, step=GIB, logits=GIB // 2)
+
+NOTHING = sizing.Activations()
+
+
+def _slots(
+    to_come: int = 0,
+    device: torch.device = CPU,
+    activations: sizing.Activations = NOTHING,
+    **settings: object,
+) -> int:
+    return sizing.kv_cache_size(
+        EngineArgs(model="m", **settings),
+        bytes_per_token=2**20,
+        max_model_len=4096,
+        device=device,
+        weights_to_come=to_come,
+        activations=activations,
+    )
 
 
 def test_slots_by_memory(free: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -54,6 +70,27 @@ def test_slots_by_memory(free: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 def test_no_room(free: pytest.MonkeyPatch, to_come: int, settings: dict[str, int], complaint: str) -> None:
     with pytest.raises(EngineError, match=complaint):
         _slots(to_come, **settings)
+
+
+def test_what_computing_takes_stays_free(free: pytest.MonkeyPatch) -> None:
+    assert COMPUTING.peak == 3 * GIB
+    assert sizing.Activations(tower=3, step=2, logits=2).peak == 4
+    assert _slots(cpu_kv_cache_gib=100.0, activations=COMPUTING) == int(0.8 * 7 * 1024) // 16 * 16
+    gpu = torch.device("cuda:0")
+    free.setattr(sizing, "free_memory", lambda device: (8 * GIB, 10 * GIB))
+    assert _slots(device=gpu, mem_fraction_static=0.5, activations=COMPUTING) == 3 * 1024  # half a GPU is enough
+    assert _slots(device=gpu, mem_fraction_static=0.9, activations=COMPUTING) == int(5 * 0.95 * 1024)
+    everything = (
+        r"room for 0 KV slots of 1048576 bytes, and at least 32 are needed; 8 GiB of memory are free on cuda:0, of "
+        r"which the weights take 6 GiB and computing takes 3 GiB \(vision tower 3 GiB, prompt chunk 1 GiB, "
+        r"logits 512 MiB\)"
+    )
+    with pytest.raises(EngineError, match=everything):
+        _slots(6 * GIB, gpu, COMPUTING)
+    with pytest.raises(
+        EngineError, match=r"--max-total-tokens is 6000, .* free here .*, of which computing takes 3 GiB"
+    ):
+        _slots(activations=COMPUTING, max_total_tokens=6000)
 
 
 def test_weights_that_do_not_fit_are_not_loaded(free: pytest.MonkeyPatch) -> None:

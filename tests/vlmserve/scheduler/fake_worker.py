@@ -30,6 +30,7 @@ class FakeWorker:
     def __init__(self, num_slots: int, rows: int, context: int) -> None:
         self.kv: list[tuple | None] = [None] * num_slots
         self.table = np.zeros((rows, context), np.int64)
+        self.host: dict[int, tuple | None] = {}
         self.last = np.zeros(rows, np.int64)
         self.batches: list[ModelWorkerBatch] = []
         self.fail_at: int | None = None
@@ -38,6 +39,13 @@ class FakeWorker:
         self.batches.append(batch)
         if self.fail_at == batch.step:
             raise RuntimeError("broken on purpose")
+        for job in batch.kv_copies:
+            here, there = job.device_slots.tolist(), job.host_slots.tolist()
+            if job.direction == "to_host":
+                self.host.update((to, self.kv[of]) for of, to in zip(here, there, strict=True))
+            else:
+                for of, to in zip(there, here, strict=True):
+                    self.kv[to] = self.host[of]
         owners = np.repeat(batch.req_pool_indices, batch.seq_lens - batch.prefix_lens)
         ids = np.where(batch.input_ids < 0, self.last[owners], batch.input_ids)
         what = [("id", int(i)) for i in ids]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from vlmserve.memory.prefix_cache import ChunkCache
 
 from tests.vision.fake_backend import EMBED_SHAPE, ROW_BYTES, rows_of
 from tests.vlmserve.scheduler.fake_worker import VOCAB, FakeWorker
@@ -27,6 +28,7 @@ from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.req_status import ReqStatus
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.sessions import Sessions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class Setup:
     context: int = 160
     chunk: int = 64
     prefill: int = 256
-    mixed: bool = False
+    mixed: bool = True
     radix: bool = True
     policy: str = "fcfs"
     depth: int = 2
@@ -187,17 +189,6 @@ class SlicedBackend:
         self._batches.clear()
 
 
-class SlicedPool(EncoderPool):
-    """An encoder pool whose backend works in slices."""
-
-    @property
-    def has_work(self) -> bool:
-        return self._backend.has_work
-
-    def work(self, budget_s: float) -> bool:
-        return self._backend.work(budget_s)
-
-
 class Simulation:
     """Runs all that arrives to its end.
 
@@ -212,10 +203,11 @@ class Simulation:
         allocator = TokenToKVPoolAllocator(setup.pool, setup.page)
         max_req_len = min(setup.context, setup.pool - setup.page)
         rows = ReqPoolAllocator(setup.rows, max_req_len + setup.page)
-        self.kv = KVCacheManager(allocator, RadixCache(allocator, disabled=not setup.radix), rows)
+        cache = RadixCache(allocator) if setup.radix else ChunkCache(setup.page)
+        self.kv = KVCacheManager(allocator, cache, rows)
         worker = FakeWorker(setup.pool + setup.page, setup.rows, max_req_len + setup.page)
         space = setup.space_rows * ROW_BYTES
-        self.encoder = SlicedPool(
+        self.encoder = EncoderPool(
             SlicedBackend(self.clock, setup.costs),
             EmbeddingCache(MemoryTier(space, torch.device("cpu")), None),
             fingerprint=b"tower",
@@ -243,6 +235,7 @@ class Simulation:
             policy=make_policy(setup.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(setup.conservativeness),
             media_keys=MediaKeyTable(),
+            sessions=Sessions(cache, max_sessions=0, timeout_s=0, clock=lambda: self.clock.now),
             send=self._take,
         )
         self.tokens: dict[str, list[int]] = defaultdict(list)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler.reqs import make_req
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.messages import FinishReason
@@ -37,7 +38,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         allocator = TokenToKVPoolAllocator(self.pool, self.page)
-        cache = RadixCache(allocator, disabled=not self.radix)
+        cache = RadixCache(allocator) if self.radix else ChunkCache(self.page)
         self.kv = KVCacheManager(allocator, cache, ReqPoolAllocator(self.rows, self.pool + self.page))
         self.running: list[Req] = []
 

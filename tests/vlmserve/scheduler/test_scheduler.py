@@ -17,7 +17,9 @@ from vision.towers.temporal_patch import temporal_patches
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.messages import AbortReq
@@ -25,6 +27,7 @@ from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.sessions import Sessions
 from vlmserve_common.errors import EngineError
 
 
@@ -37,6 +40,8 @@ class Knobs:
     radix: bool = True
     policy: str = "fcfs"
     depth: int = 1
+    sessions: int = 4
+    host_pages: int = 0
     rows: int = 6
     queue: int = 100
     context: int = 128
@@ -50,7 +55,10 @@ class Knobs:
 class Rig:
     def __init__(self, knobs: Knobs) -> None:
         allocator = TokenToKVPoolAllocator(knobs.pool, knobs.page)
-        cache = RadixCache(allocator, disabled=not knobs.radix)
+        if knobs.host_pages and knobs.radix:
+            cache = HiRadixCache(allocator, TokenToKVPoolAllocator(knobs.host_pages * knobs.page, knobs.page))
+        else:
+            cache = RadixCache(allocator) if knobs.radix else ChunkCache(knobs.page)
         max_req_len = min(knobs.context, knobs.pool - knobs.page)
         req_pool = ReqPoolAllocator(knobs.rows, max_req_len + knobs.page)
         self.kv = KVCacheManager(allocator, cache, req_pool)
@@ -58,6 +66,7 @@ class Rig:
         self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
         self.disk = FakeDisk() if knobs.disk else None
         self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows, disk=self.disk)
+        self.now = 0.0
         self.tokens = defaultdict(list)
         self.finish = {}
         self.cached = {}
@@ -82,6 +91,7 @@ class Rig:
             policy=make_policy(knobs.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(knobs.conservativeness),
             media_keys=MediaKeyTable(),
+            sessions=Sessions(cache, max_sessions=knobs.sessions, timeout_s=100, clock=lambda: self.now),
             send=self.take,
         )
 
@@ -144,6 +154,7 @@ def requests(draw):
     radix=st.booleans(),
     policy=st.sampled_from(["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"]),
     depth=st.sampled_from([1, 2, 2, 3]),
+    host_pages=st.sampled_from([0, 4, 40]),
     rows=st.integers(1, 6),
     conservativeness=st.sampled_from([0.0, 1.0]),
     gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
@@ -166,6 +177,7 @@ def test_answers_do_not_depend_on_the_schedule(
     radix,
     policy,
     depth,
+    host_pages,
     rows,
     conservativeness,
     gaps,
@@ -189,6 +201,7 @@ def test_answers_do_not_depend_on_the_schedule(
             radix=radix,
             policy=policy,
             depth=depth,
+            host_pages=host_pages,
             rows=rows,
             conservativeness=conservativeness,
             encoders=encoders,
@@ -247,6 +260,44 @@ def test_a_full_cache_retracts_and_the_answers_stay():
     assert rig.scheduler.stats().retracted_total > 0
     for message in messages:
         assert rig.tokens[message.rid] == expected(message)
+
+
+def evict_all(rig: Rig) -> None:
+    rig.kv.prefix_cache.evict(rig.kv.allocator.size)
+
+
+def test_a_session_keeps_its_kv_until_it_is_idle_for_too_long():
+    rig = Rig(Knobs(chunk=None))
+    first = request("a", [1] * 30)
+    rig.scheduler.handle(replace(first, session_id="s"))
+    rig.run()
+    evict_all(rig)
+    turn = [1] * 30 + rig.tokens["a"] + [2] * 5
+    rig.scheduler.handle(replace(request("b", turn), session_id="s"))
+    rig.run()
+    assert rig.cached["b"] == 36, "whole pages of prompt and answer, but for its last token"
+    evict_all(rig)
+    rig.now = 101.0
+    rig.step()
+    assert len(rig.scheduler.sessions) == 0
+    evict_all(rig)
+    rig.scheduler.handle(request("c", turn))
+    rig.run()
+    assert rig.cached["c"] == 0
+
+
+def test_sessions_give_way_when_slots_are_short():
+    rig = Rig(Knobs(chunk=None, pool=96, rows=4, context=90))
+    for name in "abc":
+        rig.scheduler.handle(replace(request(name, [ord(name)] * 20), session_id=name))
+        rig.run()
+    assert len(rig.scheduler.sessions) == 3
+    large = request("large", [9] * 60, new=20)
+    rig.scheduler.handle(large)
+    rig.run()
+    assert rig.tokens["large"] == expected(large)
+    assert len(rig.scheduler.sessions) == 0
+    rig.scheduler.check_pools()
 
 
 def test_pictures_that_differ_share_nothing_from_there_on():

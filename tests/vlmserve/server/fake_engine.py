@@ -23,6 +23,9 @@ from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
 from vision.cache.stats import PoolStats, TierStats
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
+from vlmserve.control_messages import ControlRequest, ControlResult
+from vlmserve.engine.control import EngineControl
+from vlmserve.engine.profiling import Profiler
 from vlmserve.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -34,6 +37,8 @@ from vlmserve.messages import (
     GetStatsReq,
     SchedulerInput,
     SchedulerStats,
+    StageTimes,
+    StepStats,
     TokenizedGenerateReqInput,
     TokenLogprobs,
     TokenOutput,
@@ -53,8 +58,9 @@ Script = Callable[[TokenizedGenerateReqInput, int], int]
 class FakeScheduler:
     """Answers each request token by token, as `script(request, index)` says, one event loop turn a token.
 
-    pause_after: requests stop before the token of that index until they are aborted. encodes: media to be encoded ahead
-    of time, which are answered at once unless pause_encodes.
+    encodes_pictures: says in its stages that pictures were encoded. pause_after: requests stop before the token of that
+    index until they are aborted. encodes: media to be encoded ahead of time, which are answered at once unless
+    pause_encodes.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -66,12 +72,14 @@ class FakeScheduler:
         self.aborts: list[AbortReq] = []
         self.pause_after: int | None = None
         self.fail_with: FinishReason | None = None
+        self.encodes_pictures = False
         self.answers_stats = True
         self.script: Script = self.random_word
         self.frontend: ApiFrontend | None = None
         self._detokenizer = DetokenizerManager(tokenizer)
         self._changed = threading.Condition()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.control = EngineControl(self, Profiler(), device="cpu", dtype="float32")
 
     @property
     def num_active(self) -> int:
@@ -115,6 +123,23 @@ class FakeScheduler:
         elif isinstance(message, GetStatsReq) and self.answers_stats:
             loop.call_soon(self.frontend.handle, make_stats(num_running_reqs=len(self._tasks)))
 
+    # what operators ask: the real control of a fake engine
+
+    def handle(self, message: AbortReq) -> None:
+        self.send(message)
+
+    def step(self) -> bool:
+        return False
+
+    def stats(self) -> SchedulerStats:
+        return make_stats(num_running_reqs=len(self._tasks))
+
+    def flush_cache(self) -> int:
+        return 32
+
+    async def ask(self, question: ControlRequest) -> ControlResult:
+        return self.control.handle(question)
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait in another thread for something about `requests` or `aborts`."""
         with self._changed:
@@ -153,11 +178,24 @@ class FakeScheduler:
                     top_logprobs=tuple(-0.5 - i for i in range(request.num_logprobs)),
                 )
                 output = replace(output, logprobs=(entry,))
+            if index == 0 or finish is not None:
+                output = replace(output, stages=self._stages(request, index))
             if finish is not None:
                 del self._tasks[request.rid]
             self._deliver(output)
             if finish is not None or request.rid not in self._tasks:
                 return
+
+    def _stages(self, request: TokenizedGenerateReqInput, index: int) -> StageTimes:
+        encoded = self.encodes_pictures and request.mm_inputs is not None
+        return StageTimes(
+            queue_s=0.25,
+            encode_s=0.5 if encoded else None,
+            encode_cached=False if encoded else None,
+            prefill_s=1.0,
+            decode_s=float(index),
+            total_s=1.75 + index,
+        )
 
     def _encoded(self, message: EncodeReqInput) -> EncodeOutput:
         if self.fail_with is not None:
@@ -210,7 +248,11 @@ def make_served(folder: Path, engine: dict[str, Any] | None = None, **settings: 
     args = EngineArgs(model=str(folder), **{"media_processes": 0, **(engine or {})})
     scheduler = FakeScheduler(load_text_tokenizer(folder))
     frontend = make_frontend(
-        ServerSettings(engine=args, **settings), max_model_len=CONTEXT, model_name=MODEL, send=scheduler.send
+        ServerSettings(engine=args, **settings),
+        max_model_len=CONTEXT,
+        model_name=MODEL,
+        send=scheduler.send,
+        control=scheduler.ask,
     )
     scheduler.frontend = frontend
     return Served(frontend, scheduler)
@@ -241,7 +283,11 @@ def write_checkpoint_folder(folder: Path) -> Path:
 
 
 def make_stats(**fields: int) -> SchedulerStats:
-    zero = {**dict.fromkeys(SchedulerStats.__dataclass_fields__, 0), "encoder": PoolStats(disk=TierStats(hits=3))}
+    zero = {
+        **dict.fromkeys(SchedulerStats.__dataclass_fields__, 0),
+        "encoder": PoolStats(disk=TierStats(hits=3)),
+        "steps": StepStats(),
+    }
     return SchedulerStats(**{**zero, "kv_total_tokens": 100, "kv_free_tokens": 60, "kv_cached_tokens": 10, **fields})
 
 

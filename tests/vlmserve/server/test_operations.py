@@ -69,18 +69,21 @@ def test_metrics(client, served):
     found = figures(client)
     prompt = len(served.scheduler.requests[0].input_ids)
     whole = len(served.scheduler.tokenizer.encode("a red square")) + 1
-    assert found["vlmserve:requests_finished_total", "length"] == 1
-    assert found["vlmserve:requests_finished_total", "stop"] == 2
+    assert found["vlmserve:request_success_total", "length"] == 1
+    assert found["vlmserve:request_success_total", "stop"] == 2
     assert found[("vlmserve:prompt_tokens_total",)] == 2 * prompt
     assert found[("vlmserve:prompt_tokens_cached_total",)] == 2 * (prompt // 2)
     assert found[("vlmserve:generation_tokens_total",)] == 4 + 2 * whole
-    for name in ("time_to_first_token", "e2e_request_latency", "time_per_output_token"):
+    assert found[("vlmserve:inter_token_latency_seconds_count",)] == 3 + 2 * (whole - 1)
+    for name in ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token"):
         assert found[(f"vlmserve:{name}_seconds_count",)] == 3
     assert found["vlmserve:http_requests_total", URL, "200"] == 2
     assert found["vlmserve:http_requests_total", URL, "400"] == 1
     assert found["vlmserve:http_requests_total", "other", "404"] == 1
+    assert found["vlmserve:requests_refused_total", "invalid_value"] == 1
+    assert found["vlmserve:requests_refused_total", "not_found"] == 1
     assert found[("vlmserve:num_requests_running",)] == 0
-    assert found[("vlmserve:kv_cache_usage",)] == pytest.approx(0.3)
+    assert found[("vlmserve:kv_cache_usage_perc",)] == pytest.approx(0.3)
     assert found["vlmserve:embedding_cache_hits_total", "disk"] == 3
     assert found["vlmserve:embedding_cache_hits_total", "device"] == 0
     assert ("vlmserve:embedding_cache_hits_total", "host") not in found, "there is no such tier"

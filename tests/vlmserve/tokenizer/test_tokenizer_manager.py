@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import aclosing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,17 +49,18 @@ class FakeMedia:
         self.loading = asyncio.Event()
         self.cancelled = 0
 
-    async def load(self, images, *, client=""):
+    async def load(self, images, *, client="", fetched):
         self.loading.set()
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        fetched()
         return [image.source for image in images]
 
     def report(self, media, processed):
-        return tuple(processed)
+        return tuple(SimpleNamespace(kind="image", grid_thw=(1, 2, 2)) for _ in processed)
 
     def process(self, prompt_ids, images):
         return ExpandedPrompt(input_ids=np.asarray(prompt_ids, np.int64), mm_inputs=None)
@@ -155,7 +157,11 @@ def test_outputs_come_as_they_are_until_all_choices_end():
             3,
         )
         assert (choice1.prompt_tokens, choice1.cached_tokens, choice1.completion_tokens) == (0, 0, 4)
-        assert (choice1.ttft_s, choice1.e2e_s, choice1.seconds_per_output_token) == (1.0, 4.0, 1.0)
+        assert (choice1.timings.first_token_s, choice1.timings.total_s, choice1.seconds_per_output_token) == (
+            1.0,
+            4.0,
+            1.0,
+        )
 
     run(scenario)
 

@@ -248,14 +248,14 @@ def test_a_disk_that_fails_ends_the_run(model, tmp_path, capsys, monkeypatch):
 def test_a_picture_that_the_tower_fails_on_stops_nobody_else(model, tmp_path, capsys, monkeypatch):
     from vision.towers.runner import TowerRunner
 
-    encode = TowerRunner.encode
+    steps = TowerRunner.steps
 
-    def encode_small(self, patches):
+    def steps_of_small(self, patches, limits):
         if any(patch.num_patches > 40 for patch in patches):
             raise RuntimeError("too large")
-        return encode(self, patches)
+        return (yield from steps(self, patches, limits))
 
-    monkeypatch.setattr(TowerRunner, "encode", encode_small)
+    monkeypatch.setattr(TowerRunner, "steps", steps_of_small)
     media, cache, failed = tmp_path / "media", tmp_path / "cache", tmp_path / "failed.jsonl"
     media.mkdir()
     for number, side in enumerate((64, 64, 256, 64)):

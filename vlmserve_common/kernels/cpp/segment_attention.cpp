@@ -4,12 +4,10 @@
 // 32-bit units, a pair of bfloat16 or one float. First all keys and values are packed, in blocks of 16 keys, then the
 // queries go through: few of them at a time past some hundred keys, whose scores, weights and sums stay in the core's
 // own caches. The highest score so far is kept, and sums made with a lower one are scaled down (Dao et al. 2022).
-// Every query's sums are made in the same order whatever else is in the batch.
+// Every query's sums are made in the same order whatever else is in the batch, and whichever others a call has: packing
+// and attending may be done some patches at a time.
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "pool.h"
@@ -71,9 +69,9 @@ struct Block {
   int64_t first, end;
 };
 
-// Up to PIECE queries of a head from `first` on; and the first block of their segment.
+// PIECE queries of a head at the most, from `first` to `last`; their segment, and its first block.
 struct Piece {
-  int64_t begin, end, first, head, block;
+  int64_t begin, end, first, last, head, block;
 };
 
 int64_t up_to(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple; }
@@ -226,7 +224,7 @@ INLINE float weigh(const float* scores, int64_t blocks, f32x16 highest, float& s
 template <class Unit, class X>
 void attend(const Attention& a, const Piece& p, const uint32_t* all_keys, const uint32_t* all_values) {
   const Layout<Unit> layout(a);
-  const int64_t rows = std::min(p.end - p.first, PIECE), length = p.end - p.begin, wide = layout.value_blocks;
+  const int64_t rows = p.last - p.first, length = p.end - p.begin, wide = layout.value_blocks;
   auto& memory = *(Memory<Unit>*)pool::scratch(sizeof(Memory<Unit>));
   const int64_t padded = up_to(rows, ROWS) * ROWS;
   std::fill_n(memory.queries + rows * a.dim, (padded - rows) * a.dim, typename Unit::Element(0));
@@ -271,49 +269,104 @@ void attend(const Attention& a, const Piece& p, const uint32_t* all_keys, const 
   }
 }
 
+// Segments one behind the other, and the caller's memory for their packed blocks, head by head: keys, then values.
+struct Segments {
+  const int64_t* bounds;  // [count + 1]
+  int64_t count;
+  uint32_t* memory;
+};
+
+int64_t blocks_of(const Segments& s) {
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < s.count; ++i) blocks += up_to(s.bounds[i + 1] - s.bounds[i], LANES);
+  return blocks;
+}
+
+// The blocks that begin at the patches from `first` to `last`.
 template <class Unit, class X>
-void attend_all(const Attention& a, const int64_t* bounds, int64_t segments) {
+void pack_some(const Attention& a, const Segments& s, int64_t first, int64_t last) {
   const Layout<Unit> layout(a);
   std::vector<Block> blocks;
-  std::vector<Piece> pieces;  // a head's in a row: they share its keys and values
-  for (int64_t s = 0; s < segments; ++s) {
-    const int64_t begin = bounds[s], end = bounds[s + 1], first_block = int64_t(blocks.size());
-    for (int64_t first = begin; first < end; first += LANES) blocks.push_back({first, end});
-    for (int64_t head = 0; head < a.heads; ++head)
-      for (int64_t first = begin; first < end; first += PIECE) pieces.push_back({begin, end, first, head, first_block});
-  }
-  const int64_t count = int64_t(blocks.size()), all = count * a.heads;  // of the packed blocks, head by head
-  const int64_t bytes = all * (layout.keys_block() + layout.values_block()) * 4;
-  std::unique_ptr<uint32_t, decltype(&std::free)> keys((uint32_t*)std::aligned_alloc(64, size_t(bytes)), std::free);
-  if (!keys) throw std::bad_alloc();
-  uint32_t* values = keys.get() + all * layout.keys_block();
-  pool::parallel_for(count, 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i)
+  int64_t before = 0;
+  for (int64_t i = 0; i < s.count; ++i)
+    for (int64_t at = s.bounds[i]; at < s.bounds[i + 1]; at += LANES)
+      if (at < first)
+        ++before;
+      else if (at < last)
+        blocks.push_back({at, s.bounds[i + 1]});
+  const int64_t count = blocks_of(s);
+  uint32_t *keys = s.memory, *values = keys + count * a.heads * layout.keys_block();
+  pool::parallel_for(int64_t(blocks.size()), 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i)
       for (int64_t head = 0; head < a.heads; ++head) {
-        int64_t at = head * count + i;
-        pack<Unit, X>(a, blocks[i], head, keys.get() + at * layout.keys_block(), values + at * layout.values_block());
+        int64_t at = head * count + before + i;
+        pack<Unit, X>(a, blocks[i], head, keys + at * layout.keys_block(), values + at * layout.values_block());
       }
   });
-  pool::parallel_for(int64_t(pieces.size()), 1, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      int64_t at = pieces[i].head * count + pieces[i].block;
-      attend<Unit, X>(a, pieces[i], keys.get() + at * layout.keys_block(), values + at * layout.values_block());
+}
+
+// The queries of the patches from `first` to `last`.
+template <class Unit, class X>
+void attend_some(const Attention& a, const Segments& s, int64_t first, int64_t last) {
+  const Layout<Unit> layout(a);
+  std::vector<Piece> pieces;  // a head's in a row: they share its keys and values
+  int64_t block = 0;
+  for (int64_t i = 0; i < s.count; ++i) {
+    const int64_t begin = s.bounds[i], end = s.bounds[i + 1], stop = std::min(end, last);
+    for (int64_t head = 0; head < a.heads; ++head)
+      for (int64_t at = std::max(begin, first); at < stop; at += PIECE)
+        pieces.push_back({begin, end, at, std::min(at + PIECE, stop), head, block});
+    block += up_to(end - begin, LANES);
+  }
+  const uint32_t *keys = s.memory, *values = keys + block * a.heads * layout.keys_block();
+  pool::parallel_for(int64_t(pieces.size()), 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      int64_t at = pieces[i].head * block + pieces[i].block;
+      attend<Unit, X>(a, pieces[i], keys + at * layout.keys_block(), values + at * layout.values_block());
     }
   });
 }
 
+// Calls run<Unit, X> as numbers of that width are multiplied here.
+template <class Run>
+auto by_width(int32_t narrow, Run run) {
+  if (!narrow) return run.template operator()<Floats, float>();
+#if defined(__AVX512BF16__)
+  return run.template operator()<Pairs, bf16>();
+#else
+  return run.template operator()<Floats, bf16>();  // products of bfloat16 would be widened one by one
+#endif
+}
+
 }  // namespace
 
-// qkv and out are float32 or bfloat16; bounds [segments + 1]: where segments begin, and the end of the last. dim: even,
-// 128 at the most.
-extern "C" void vs_segment_attention(int32_t narrow, const void* qkv, const float* cos, const float* signed_sin,
-                                     int64_t heads, int64_t dim, const int64_t* bounds, int64_t segments, void* out) {
+// For all below: qkv and out are float32 or bfloat16; bounds [segments + 1]: where segments begin, and the end of the
+// last. dim: even, 128 at the most. first, last: patches, among those of the segments.
+
+// Bytes of `memory` for so many blocks: 16 patches each, or fewer at the end of a segment.
+extern "C" int64_t vs_segment_memory(int32_t narrow, int64_t heads, int64_t dim, int64_t blocks) {
+  Attention a{nullptr, nullptr, nullptr, heads, dim, 0.0f, nullptr};
+  return by_width(narrow, [&]<class Unit, class X>() {
+    const Layout<Unit> layout(a);
+    return blocks * heads * (layout.keys_block() + layout.values_block()) * 4;
+  });
+}
+
+// Packs keys and values into `memory`, aligned to 64. first: where a block begins; last: too, or the end.
+extern "C" void vs_segment_pack(int32_t narrow, const void* qkv, const float* cos, const float* signed_sin,
+                                int64_t heads, int64_t dim, const int64_t* bounds, int64_t segments, void* memory,
+                                int64_t first, int64_t last) {
+  Attention a{qkv, cos, signed_sin, heads, dim, 0.0f, nullptr};
+  Segments s{bounds, segments, (uint32_t*)memory};
+  by_width(narrow, [&]<class Unit, class X>() { pack_some<Unit, X>(a, s, first, last); });
+}
+
+// Once all of a patch's segment is packed.
+extern "C" void vs_segment_attend(int32_t narrow, const void* qkv, const float* cos, const float* signed_sin,
+                                  int64_t heads, int64_t dim, const int64_t* bounds, int64_t segments, void* memory,
+                                  int64_t first, int64_t last, void* out) {
   // weights are powers of two, not of e
   Attention a{qkv, cos, signed_sin, heads, dim, 1.44269504f / std::sqrt(float(dim)), out};
-  if (!narrow) return attend_all<Floats, float>(a, bounds, segments);
-#if defined(__AVX512BF16__)
-  attend_all<Pairs, bf16>(a, bounds, segments);
-#else
-  attend_all<Floats, bf16>(a, bounds, segments);  // products of bfloat16 would be widened one by one
-#endif
+  Segments s{bounds, segments, (uint32_t*)memory};
+  by_width(narrow, [&]<class Unit, class X>() { attend_some<Unit, X>(a, s, first, last); });
 }

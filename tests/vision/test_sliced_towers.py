@@ -1,0 +1,161 @@
+"""Towers in pieces: the same bits however finely they are cut, and pieces cost what they say."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vision.patches import random_patches
+from vision.towers.blocks import VisionTower
+from vision.towers.cost import encoding_cost
+from vision.towers.grids import Grid
+from vision.towers.loading import load_tower
+from vision.towers.pieces import TORCH_ROWS, UNLIMITED, Kind, Piece, Steps, finish, limited_tiles
+from vision.towers.runner import TowerRunner
+from vlmserve_common.compute.linear import pack_linears
+from vlmserve_common.kernels import library
+
+CPU = torch.device("cpu")
+# a video; less than a window; several windows; keys of more than one round, and rows of more than one tile of torch's
+GRIDS: list[Grid] = [(2, 6, 10), (1, 2, 2), (1, 4, 26), (1, 26, 22), (1, 2, 2)]
+
+
+class Limit:
+    """The same for every kind."""
+
+    def __init__(self, most: float) -> None:
+        self.most_cost = most
+
+    def most(self, kind: Kind) -> float:
+        return self.most_cost
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(params=["operators", "torch"])
+def by_operators(request):
+    choice = "auto" if request.param == "operators" else "off"
+    said = library.activate(choice, threads=2)
+    assert (library.active() is not None) == (choice == "auto"), said
+    yield choice == "auto"
+    library.activate("off", threads=1)
+
+
+def load(folder, dtype: torch.dtype) -> VisionTower:
+    tower = load_tower(folder, dtype=dtype)
+    pack_linears(tower)
+    return tower
+
+
+def pixels(folder, grids: list[Grid]) -> torch.Tensor:
+    """Random patches for some grids, the same each time."""
+    count = sum(t * h * w for t, h, w in grids)
+    width = math.prod(load_tower(folder).patch_embed.proj.kernel)
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def cut(steps: Steps[torch.Tensor]) -> tuple[torch.Tensor, list[Piece]]:
+    """The result, and all pieces."""
+    pieces = []
+    while True:
+        try:
+            pieces.append(next(steps))
+        except StopIteration as end:
+            return end.value, pieces
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("most", [1.0, 1e6, 2e7], ids=["smallest", "small", "some"])
+def test_the_same_bits(folder, by_operators, dtype, most):
+    tower, x = load(folder, dtype), pixels(folder, GRIDS)
+    with torch.inference_mode():
+        whole = tower(x, GRIDS)
+    sliced, pieces = cut(tower.steps(x, GRIDS, Limit(most)))
+    assert torch.equal(sliced, whole)
+    _, uncut = cut(tower.steps(x, GRIDS, UNLIMITED))
+    assert len(pieces) > len(uncut) or not by_operators or most == 2e7
+
+
+def test_work_that_is_left_and_taken_up_again_beside_others_is_the_same(folder, by_operators):
+    """Two batches in turns share a tower's buffers."""
+    tower = load(folder, torch.bfloat16)
+    patches = random_patches(load_tower(folder))
+    runner = TowerRunner(tower, CPU)
+    expected = [runner.encode(patches[:3]), runner.encode(patches[3:])]
+    both = [runner.steps(part, Limit(1.0)) for part in (patches[:3], patches[3:])]
+    found: dict[int, tuple[torch.Tensor, ...]] = {}
+    while len(found) < 2:
+        for number, steps in enumerate(both):
+            with torch.inference_mode():
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    found.setdefault(number, end.value)
+    for number in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(found[number], expected[number], strict=True))
+
+
+@pytest.mark.parametrize("grid", [(1, 32, 32), (1, 2, 2)])
+def test_pieces_cost_together_what_a_picture_does(folder, by_operators, grid):
+    tower = load(folder, torch.float32)
+    for limits in (Limit(1e6), UNLIMITED):
+        _, pieces = cut(tower.steps(pixels(folder, [grid]), [grid], limits))
+        costs = Counter[Kind]()
+        for piece in pieces:
+            costs[piece.kind] += piece.cost
+        for kind, cost in encoding_cost(tower, grid[1] * grid[2]).items():
+            assert costs[kind] == pytest.approx(cost, rel=0.15 if kind is Kind.ATTENTION else 1e-6)
+
+
+def test_no_piece_of_the_operators_costs_more_than_the_limit(folder):
+    said = library.activate("auto", threads=2)
+    assert library.active() is not None, said
+    try:
+        tower, limit = load(folder, torch.bfloat16), 3e7
+        _, pieces = cut(tower.steps(pixels(folder, [(1, 60, 60)]), [(1, 60, 60)], Limit(limit)))
+    finally:
+        library.activate("off", threads=1)
+    assert max(piece.cost for piece in pieces if piece.kind is not Kind.ELEMENTS) <= limit
+    assert len(pieces) > 20
+
+
+def test_torchs_tiles_do_not_depend_on_the_limit(folder):
+    library.activate("off", threads=1)
+    tower, x = load(folder, torch.float32), pixels(folder, [(1, 60, 60)])
+    _, fine = cut(tower.steps(x, [(1, 60, 60)], Limit(1.0)))
+    _, coarse = cut(tower.steps(x, [(1, 60, 60)], UNLIMITED))
+    assert fine == coarse
+    assert len(fine) > len(tower.layers()) * 3 * 3600 / TORCH_ROWS
+
+
+@pytest.mark.parametrize("count", [1, 47, 48, 49, 100, 1000, 7400])
+@pytest.mark.parametrize("limit", [0.0, 48.0, 100.0, 1e4, math.inf])
+def test_tiles_cover_all_rows_once_and_are_no_larger_than_allowed(count, limit):
+    tiles = list(limited_tiles(count, 1.0, Limit(limit), Kind.PRODUCT, most=2048))
+    assert [row for tile in tiles for row in range(count)[tile]] == list(range(count))
+    assert all(tile.stop - tile.start <= min(2064, max(48, limit)) for tile in tiles)
+
+
+def test_a_limit_that_changes_holds_from_the_next_tile_on():
+    limit = Limit(96.0)
+    tiles = limited_tiles(1000, 1.0, limit, Kind.PRODUCT)
+    assert next(tiles) == slice(0, 96)
+    limit.most_cost = math.inf
+    assert list(tiles) == [slice(96, 1000)]
+
+
+def test_finish_gives_the_result():
+    def work() -> Steps[str]:
+        yield Piece(Kind.PRODUCT, 1.0)
+        yield Piece(Kind.ELEMENTS, 1.0)
+        return "done"
+
+    assert finish(work()) == "done"

@@ -1,0 +1,256 @@
+"""Cache groups against naive models: where a prefix can be resumed, and who has which page or state."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.groups.base import FullAttention, common_prefix
+from vlmserve.memory.groups.recurrent import BLANK, RecurrentStates
+from vlmserve.memory.groups.sliding_window import SlidingWindow
+from vlmserve_common.errors import EngineError
+
+PAGE = 4
+PAGES = 10
+NUM_SLOTS = PAGE * (PAGES + 1)
+SETTINGS = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+
+
+class StatesMachine(RuleBasedStateMachine):
+    """The model: what every state holds (the name of a prefix), and the order in which snapshots were last used."""
+
+    def __init__(self):
+        super().__init__()
+        self.states = RecurrentStates(4, num_slots=NUM_SLOTS, page_size=PAGE)
+        self.content = {BLANK: "blank"}
+        self.requests: dict[int, str] = {}  # state -> content
+        self.snapshots: dict[int, str] = {}  # slot -> content, the least recently used first
+        self.locks: dict[int, int] = {}
+        self.names = itertools.count()
+
+    def copy(self, job) -> None:
+        assert job.target != BLANK
+        self.content[job.target] = self.content[job.source]
+
+    def touch(self, slot: int) -> None:
+        self.snapshots[slot] = self.snapshots.pop(slot)
+
+    def evicts(self, keep: int | None = None) -> bool:
+        """Make room for a state, as the pool should; False if there is none."""
+        if len(self.requests) + len(self.snapshots) < 4:
+            return True
+        loose = [slot for slot in self.snapshots if slot not in self.locks and slot != keep]
+        if loose:
+            del self.snapshots[loose[0]]
+        return bool(loose)
+
+    @rule(data=st.data(), begins=st.booleans())
+    def fork(self, data, begins):
+        slot = None if begins or not self.snapshots else data.draw(st.sampled_from(sorted(self.snapshots)))
+        fits = self.evicts(keep=slot)
+        job = self.states.fork(slot)
+        if slot is not None and slot not in self.locks:
+            self.touch(slot)
+        assert (job is not None) == fits
+        if job is not None:
+            self.copy(job)
+            assert job.target not in self.requests
+            self.requests[job.target] = "blank" if slot is None else self.snapshots[slot]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def compute(self, data):
+        state = data.draw(st.sampled_from(sorted(self.requests)))
+        self.requests[state] = self.content[state] = f"prefix {next(self.names)}"
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), page=st.integers(1, PAGES))
+    def snapshot(self, data, page):
+        state, slot = data.draw(st.sampled_from(sorted(self.requests))), page * PAGE + PAGE - 1
+        known = slot in self.snapshots
+        fits = not known and self.evicts()
+        job = self.states.snapshot(slot, state)
+        assert (job is not None) == fits
+        if known and slot not in self.locks:
+            self.touch(slot)
+        if job is not None:
+            self.copy(job)
+            self.snapshots[slot] = self.requests[state]
+
+    @precondition(lambda self: self.snapshots)
+    @rule(data=st.data())
+    def lock(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.snapshots)))
+        self.states.lock(slot)
+        self.locks[slot] = self.locks.get(slot, 0) + 1
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def unlock(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.locks)))
+        self.states.unlock(slot)
+        self.locks[slot] -= 1
+        if not self.locks[slot]:
+            del self.locks[slot]
+            self.touch(slot)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def end(self, data):
+        state = data.draw(st.sampled_from(sorted(self.requests)))
+        del self.requests[state]
+        self.states.free_state(state)
+        with pytest.raises(EngineError, match="not a request's"):
+            self.states.free_state(state)
+
+    @rule(pages=st.sets(st.integers(1, PAGES), max_size=3))
+    def free_pages(self, pages):
+        slots = [page * PAGE + PAGE - 1 for page in pages]
+        if any(slot in self.locks for slot in slots):
+            with pytest.raises(EngineError, match="locked"):
+                self.states.free_pages(np.array(sorted(pages)))
+            return
+        self.states.free_pages(np.array(sorted(pages), dtype=np.int64))
+        for slot in slots:
+            self.snapshots.pop(slot, None)
+
+    @rule(pages=st.permutations(range(1, PAGES + 1)), length=st.integers(0, PAGE * PAGES))
+    def match(self, pages, length):
+        slots = np.concatenate([np.arange(page * PAGE, page * PAGE + PAGE) for page in pages])
+        ends = [end for end in range(1, length + 1) if int(slots[end - 1]) in self.snapshots]
+        assert self.states.resumable(slots, length) == max(ends, default=0)
+
+    @invariant()
+    def equals_the_model(self):
+        assert self.states.evictable_size() == len(self.snapshots) - len(self.locks)
+        assert self.states.available_size() == 4 - len(self.requests) - len(self.locks)
+        for state, content in self.requests.items():
+            assert self.content[state] == content
+        for slot, content in self.snapshots.items():
+            assert self.content[int(self.states._state_at[slot])] == content
+
+
+TestStates = StatesMachine.TestCase
+TestStates.settings = SETTINGS
+
+
+def test_states_that_are_misused():
+    states = RecurrentStates(2, num_slots=NUM_SLOTS, page_size=PAGE)
+    state = states.fork(None).target
+    with pytest.raises(EngineError, match="slot 5, which does not end a page of 4"):
+        states.snapshot(5, state)
+    for misuse in (states.lock, states.fork):
+        with pytest.raises(EngineError, match="no snapshot behind slot 7"):
+            misuse(7)
+    states.snapshot(7, state)
+    with pytest.raises(EngineError, match="unlocked more often"):
+        states.unlock(7)
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """The model: which leading pages have window KV, how many requests pin each, and the order of letting go."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocator = TokenToKVPoolAllocator(5 * PAGE, PAGE)
+        self.group = SlidingWindow(self.allocator, num_slots=NUM_SLOTS, window=6)
+        self.pins: dict[int, int] = {}  # in the order of being let go
+        self.pools: dict[int, int] = {}
+
+    @staticmethod
+    def slots(pages) -> np.ndarray:
+        return np.array([page * PAGE + i for page in pages for i in range(PAGE)], dtype=np.int64)
+
+    @rule(pages=st.sets(st.integers(1, PAGES), min_size=1, max_size=3))
+    def alloc(self, pages):
+        new = [page for page in sorted(pages) if page not in self.pins]
+        pinned = [page for page, count in self.pins.items() if count]
+        fits = len(pinned) + len(new) <= 5
+        loose = [page for page, count in self.pins.items() if not count]
+        if any(page in loose for page in pages):
+            return  # a request's own last page is pinned
+        assert self.group.alloc(self.slots(pages)) == fits
+        if fits:
+            for page in loose[: max(0, len(self.pins) + len(new) - 5)]:
+                del self.pins[page]
+            self.pins.update(dict.fromkeys(new, 1))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def pin(self, data):
+        pages = data.draw(st.sets(st.sampled_from(sorted(self.pins)), min_size=1))
+        self.group.pin(self.slots(pages))
+        for page in pages:
+            self.pins[page] += 1
+
+    @rule(page=st.integers(1, PAGES))
+    def pin_what_is_gone(self, page):
+        if page not in self.pins:
+            with pytest.raises(EngineError, match=f"page {page} is gone"):
+                self.group.pin(self.slots([page]))
+
+    @precondition(lambda self: any(self.pins.values()))
+    @rule(data=st.data())
+    def unpin(self, data):
+        pages = data.draw(st.sets(st.sampled_from(sorted(p for p, count in self.pins.items() if count)), min_size=1))
+        self.group.unpin(self.slots(pages))
+        for page in sorted(pages):
+            count = self.pins.pop(page) - 1
+            self.pins[page] = count
+
+    @rule(pages=st.sets(st.integers(1, PAGES), max_size=3))
+    def free_pages(self, pages):
+        if any(self.pins.get(page, 0) > 1 for page in pages):
+            with pytest.raises(EngineError, match="was freed while requests pin"):
+                self.group.free_pages(np.array(sorted(pages)))
+            return
+        self.group.free_pages(np.array(sorted(pages), dtype=np.int64))
+        for page in pages:
+            self.pins.pop(page, None)
+
+    @rule(pages=st.permutations(range(1, PAGES + 1)), length=st.integers(0, PAGE * PAGES))
+    def match(self, pages, length):
+        slots = self.slots(pages)
+        there = [int(slot) // PAGE in self.pins for slot in slots]
+        ends = [end for end in range(0, length + 1, PAGE) if all(there[max(0, end - 6) : end])]
+        assert self.group.resumable(slots, length) == ends[-1]
+
+    @invariant()
+    def equals_the_model(self):
+        loose = sum(not count for count in self.pins.values())
+        assert self.group.evictable_size() == loose * PAGE
+        assert self.group.available_size() == (5 - len(self.pins) + loose) * PAGE
+        every = self.group.locate(np.arange(PAGE, NUM_SLOTS))
+        pages = {page: int(every[page * PAGE - PAGE]) // PAGE for page in range(1, PAGES + 1)}
+        assert {page for page, own in pages.items() if own} == set(self.pins)
+        assert len({own for own in pages.values() if own}) == len(self.pins)
+        assert (every % PAGE == np.arange(PAGE, NUM_SLOTS) % PAGE).all()
+
+
+TestWindow = WindowMachine.TestCase
+TestWindow.settings = SETTINGS
+
+
+class Positions:
+    """A group that can go on from these positions."""
+
+    def __init__(self, positions: set[int]) -> None:
+        self.positions = positions | {0}
+
+    def resumable(self, slots: np.ndarray, length: int) -> int:
+        return max(position for position in self.positions if position <= length)
+
+    def free_pages(self, pages: np.ndarray) -> None:
+        raise NotImplementedError
+
+
+@given(st.lists(st.sets(st.integers(0, 20)), max_size=3), st.integers(0, 20))
+@settings(derandomize=True, database=None)
+def test_a_match_is_what_all_can_resume(groups, length):
+    expected = max(set(range(length + 1)).intersection(*({0, *positions} for positions in groups)))
+    slots = np.arange(length)
+    assert common_prefix([FullAttention(), *map(Positions, groups)], slots) == expected

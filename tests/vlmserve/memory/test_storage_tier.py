@@ -1,0 +1,119 @@
+"""All three tiers with real tensors: a prefix goes down to the disk and comes back, bit by bit, after a restart."""
+
+import numpy as np
+import pytest
+import torch
+
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.hiradix_cache import HiRadixCache
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.kv_storage import KVStorage
+from vlmserve.memory.kv_transfer import HostKVPool, KVTransfer
+from vlmserve.memory.media_keys import MediaKeyTable
+
+PAGE = 2
+CAT = (b"cat", "image", (1, 2, 2), 0.0)
+
+
+class Engine:
+    """A process: its pools begin empty, and its ids of media are its own."""
+
+    def __init__(self, folder, *, media_before: int = 0) -> None:
+        self.kv = KVCache(
+            num_slots=34, num_layers=2, num_kv_heads=1, head_dim=4, dtype=torch.int8, device=torch.device("cpu")
+        )
+        host = HostKVPool(num_slots=10, kv_cache=self.kv)
+        self.storage = KVStorage(folder, limit_bytes=10**6, bytes_per_token=host.bytes_per_token, page_size=PAGE)
+        self.transfer = KVTransfer(self.kv, host, self.storage)
+        self.table = MediaKeyTable()
+        for i in range(media_before):
+            self.table.intern((bytes([i]), "image", (1, 2, 2), 0.0))
+        self.allocator = TokenToKVPoolAllocator(32, PAGE)
+        self.cache = HiRadixCache(
+            self.allocator, TokenToKVPoolAllocator(8, PAGE), storage=self.storage, identity=self.table.identity
+        )
+
+    def key(self, *tokens) -> np.ndarray:
+        return np.array([self.table.intern(CAT) if token == "cat" else token for token in tokens])
+
+    def compute(self, key: np.ndarray, seed: int) -> list[torch.Tensor]:
+        slots = self.allocator.alloc_extend(0, len(key), -1)
+        self.step()  # what was evicted is copied before its slots are written
+        torch.manual_seed(seed)
+        x = torch.randn(2, len(key), 1, 4)
+        for layer in range(2):
+            self.kv.write(layer, torch.from_numpy(slots), x[layer], -x[layer])
+        assert self.cache.insert(key, slots, b"tenant") == 0
+        return self.read(slots)
+
+    def read(self, slots: np.ndarray) -> list[torch.Tensor]:
+        parts = [part for layer in self.kv.layers for part in vars(layer).values()]
+        return [part[slots].clone() for part in parts]
+
+    def step(self) -> None:
+        self.transfer.run(self.cache.take_copy_jobs())
+
+    def fetch(self, key: np.ndarray, namespace: bytes = b"tenant") -> int:
+        """Tokens that come from the disk."""
+        future = self.cache.prefetch(key, namespace)
+        if future is None:
+            return 0
+        future.result(timeout=60)
+        return self.cache.take_fetched()
+
+
+def test_a_prefix_goes_to_disk_and_comes_back_after_a_restart(tmp_path):
+    engine = Engine(tmp_path)
+    first = engine.compute(engine.key(1, "cat", "cat", 2, 3, 4), seed=0)
+    engine.cache.evict(6)
+    engine.compute(engine.key(7, 7, 7, 7, 7, 7), seed=1)
+    engine.cache.evict(6)  # the host has no room for both
+    engine.step()
+    engine.storage.close()
+
+    later = Engine(tmp_path, media_before=3)
+    key = later.key(1, "cat", "cat", 2, 3, 4)
+    assert later.cache.prefetch(key) is None  # of another tenant
+    assert later.fetch(later.key(1, 2, 3, 4)) == 0
+    assert later.fetch(key) == 6
+    assert later.fetch(key) == 0
+    match = later.cache.load_back(later.cache.match_prefix(key, b"tenant"))
+    later.step()
+    assert len(match.indices) == 6
+    for was, now in zip(first, later.read(match.indices), strict=True):
+        assert torch.equal(was, now)
+    later.storage.close()
+
+
+def test_what_is_cached_is_gone_on_from(tmp_path):
+    engine = Engine(tmp_path)
+    first = engine.compute(engine.key(1, 2, 3, 4, 5, 6), seed=0)
+    engine.cache.match_prefix(engine.key(1, 2), b"tenant")  # splits it
+    engine.cache.evict(6)
+    engine.compute(engine.key(7, 7, 7, 7), seed=1)
+    engine.cache.evict(4)  # the end of the first goes to disk, its beginning stays on the host
+    engine.step()
+    key = engine.key(1, 2, 3, 4, 9, 9)
+    assert engine.cache.match_len(key, b"tenant") == 2
+    engine.storage.save([b"x" * 32], torch.zeros(2, 1, dtype=torch.uint8)).result()  # behind the others
+    assert engine.fetch(key) == 2
+    match = engine.cache.load_back(engine.cache.match_prefix(key, b"tenant"))
+    engine.step()
+    assert len(match.indices) == 4
+    for was, now in zip(first, engine.read(match.indices), strict=True):
+        assert torch.equal(was[:4], now)
+    engine.storage.close()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_media_that_are_forgotten_stay_off_the_disk(tmp_path, forgotten):
+    engine = Engine(tmp_path)
+    engine.compute(engine.key(1, "cat"), seed=0)
+    engine.cache.evict(2)
+    if forgotten:
+        engine.table.retain(set())
+    engine.compute(engine.key(7, 7, 7, 7, 7, 7, 7, 7), seed=1)
+    engine.cache.evict(8)
+    engine.step()
+    engine.storage.close()
+    assert bool(list(tmp_path.iterdir())) is not forgotten

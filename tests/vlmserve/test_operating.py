@@ -1,0 +1,139 @@
+"""What operators do to a whole server: its real processes, asked over HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.default_model import copy_default_model
+from tests.vlmserve.server_process import PATIENCE_S, ServerProcess
+from vlmserve.ipc.heartbeat import Heartbeat
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, profiles: Path) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("operating")
+    (folder / "model").mkdir()
+    copy_default_model(folder / "model")
+    flags = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name m --media-processes 0"
+    words = ["-m", "vlmserve.cli", "serve", str(folder / "model"), *flags.split(), "--profile-dir", str(profiles)]
+    server = ServerProcess([sys.executable, *words], folder / "run")
+    yield server
+    server.end()
+
+
+def post(server: ServerProcess, path: str, **fields: Any) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port(), timeout=PATIENCE_S)
+    try:
+        connection.request("POST", path, json.dumps(fields))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def ask(server: ServerProcess, **fields: Any) -> tuple[int, Any]:
+    messages = [{"role": "user", "content": "What is the colour of the sky on a day like this one?"}]
+    body = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    return post(server, "/v1/chat/completions", **{**body, **fields})
+
+
+def scheduler(server: ServerProcess) -> dict[str, int]:
+    status, text = server.get("server_info")
+    assert status == 200
+    return json.loads(text)["scheduler"]
+
+
+def await_figure(server: ServerProcess, name: str, value: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while scheduler(server)[name] != value:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_paused_it_takes_requests_and_ends_them_but_computes_nothing(server: ServerProcess) -> None:
+    wanted = ask(server)[1]["choices"]
+    assert post(server, "/pause_generation")[1]["paused"]
+    assert json.loads(server.get("health")[1]) == {"status": "paused"}
+    steps = scheduler(server)["forward_steps_total"]
+    with ThreadPoolExecutor(2) as pool:
+        kept, aborted = pool.submit(ask, server), pool.submit(ask, server, rid="mine")
+        await_figure(server, "num_waiting_reqs", 2)
+        assert post(server, "/abort_request", rid="mine") == (200, {"aborted": ["mine"]})
+        assert aborted.result(PATIENCE_S)[0] == 499
+        assert ask(server, timeout=0.1)[0] == 504
+        await_figure(server, "num_waiting_reqs", 1)
+        assert scheduler(server)["forward_steps_total"] == steps
+        assert post(server, "/continue_generation")[1]["paused"] is False
+        assert kept.result(PATIENCE_S)[1]["choices"] == wanted
+    assert post(server, "/continue_generation")[0] == 409
+
+
+def test_cached_prefixes_are_forgotten(server: ServerProcess) -> None:
+    ask(server)
+    cached = scheduler(server)["kv_cached_tokens"]
+    assert cached > 0
+    assert post(server, "/flush_cache") == (200, {"flushed_tokens": cached})
+    figures = scheduler(server)
+    assert (figures["kv_cached_tokens"], figures["kv_free_tokens"]) == (0, 4096)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, server, max_tokens=3000)
+        await_figure(server, "num_running_reqs", 1)
+        status, refusal = post(server, "/flush_cache")
+        assert (status, refusal["num_running_reqs"]) == (409, 1)
+        assert len(post(server, "/abort_request", abort_all=True)[1]["aborted"]) == 1
+        assert running.result(PATIENCE_S)[0] == 499
+    # no waiting: whoever aborts is answered when nothing is left
+    assert scheduler(server)["num_running_reqs"] == 0
+
+
+def test_time_that_is_over_during_an_answer_leaves_nothing(server: ServerProcess) -> None:
+    status, answer = ask(server, max_tokens=3000, timeout=0.3)
+    assert (status, answer["error"]["code"]) == (504, "request_timeout")
+    await_figure(server, "num_running_reqs", 0)
+    figures = scheduler(server)
+    assert figures["kv_cached_tokens"] + figures["kv_free_tokens"] == 4096
+    assert figures["req_pool_free"] == figures["req_pool_total"]
+
+
+def test_a_profile_has_the_steps_of_a_request(server: ServerProcess, profiles: Path) -> None:
+    status, started = post(server, "/start_profile", num_steps=3)
+    assert status == 200
+    assert post(server, "/start_profile")[0] == 409
+    ask(server)
+    deadline = time.monotonic() + PATIENCE_S
+    while json.loads(server.get("server_info")[1])["profiling"]:
+        assert time.monotonic() < deadline
+    assert post(server, "/stop_profile")[0] == 409
+    assert list(profiles.iterdir()) == [Path(started["path"])]
+    assert json.loads(gzip.decompress(Path(started["path"]).read_bytes()))["traceEvents"]
+
+
+def test_both_processes_show_that_they_live_and_wait(server: ServerProcess) -> None:
+    [folder] = [path for path in server.directories() if path.parent == server.runtime]
+    beats = [Heartbeat(folder / f"{name}.heartbeat") for name in ("scheduler", "detokenizer")]
+
+    def turns() -> list[int]:
+        """The last turn of each, once both wait for work again."""
+        deadline = time.monotonic() + PATIENCE_S
+        while any(beat.look() > 0 for beat in beats):
+            assert time.monotonic() < deadline
+        return [-beat.look() for beat in beats]
+
+    before = turns()
+    ask(server)
+    assert all(now >= then + 4 for now, then in zip(turns(), before, strict=True)), "a turn for each of four tokens"

@@ -1,0 +1,99 @@
+"""Sessions, salts and priorities through a whole server, and tiers of the prefix cache through `LLM`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.default_model import copy_default_model
+from tests.vlmserve.server_process import ServerProcess
+from vlmserve import LLM, SamplingOverrides
+
+FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name m --media-processes 0"
+QUESTION = "What is the colour of the sky on a day like this one, and of the sea below it?"
+GREEDY = SamplingOverrides(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def serve(folder: Path, *flags: str) -> ServerProcess:
+    (folder / "model").mkdir()
+    copy_default_model(folder / "model")
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder / "model"), *FLAGS.split(), *flags]
+    return ServerProcess(words, folder / "run")
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    server = serve(tmp_path_factory.mktemp("fcfs"))
+    with server.client() as client:
+        yield client
+    server.end()
+
+
+def ask(client: openai.OpenAI, turns: list[str], **more: Any) -> tuple[str, int]:
+    """The answer, and how many tokens of the prompt were cached."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]
+    answer = client.chat.completions.create(
+        model="m", messages=messages, max_tokens=12, temperature=0, extra_body={"ignore_eos": True, **more}
+    )
+    return answer.choices[0].message.content, answer.usage.prompt_tokens_details.cached_tokens
+
+
+def test_a_session_goes_on_where_it_was(client):
+    first, _ = ask(client, [QUESTION], session_id="s")
+    again, cached = ask(client, [QUESTION, first, "And now?"], session_id="s")
+    assert cached >= 16
+    assert again == ask(client, [QUESTION, first, "And now?"], cache_salt="fresh")[0]
+
+
+def test_requests_with_other_salts_share_nothing(client):
+    answers = [ask(client, [QUESTION], cache_salt=salt) for salt in ("a", "a", "b")]
+    assert [cached > 0 for _, cached in answers] == [False, True, False]
+    assert len({text for text, _ in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("priority", 1, "--schedule-policy priority"),
+        ("priority", 2**40, "below 2147483648"),
+        ("session_id", "", "1 character"),
+        ("cache_salt", "x" * 257, "256"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(client, field, value, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        ask(client, [QUESTION], **{field: value})
+
+
+def test_priorities_where_the_policy_says_so(tmp_path):
+    server = serve(tmp_path, "--schedule-policy", "priority")
+    try:
+        with server.client() as client:
+            assert ask(client, [QUESTION], priority=-5) == ask(client, [QUESTION], priority=7, cache_salt="other")
+    finally:
+        server.end()
+
+
+def test_prefixes_come_back_from_the_host_and_after_a_restart_from_disk(tmp_path):
+    prompts = [f"{i} " + " ".join(str(i * j) for j in range(120)) for i in range(1, 6)]
+    settings: dict[str, Any] = {"num_threads": 1, "media_processes": 0}
+    with LLM(**settings, disable_radix_cache=True) as llm:
+        wanted = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    tiers = {"enable_hierarchical_cache": True, "max_total_tokens": 1024, "hicache_storage_dir": str(tmp_path)}
+    cached = []
+    for gib in (0.01, 0.001, 0.001):  # room for all on the host; for one, so that others go to disk; after a restart
+        with LLM(**settings, **tiers, hicache_size_gib=gib) as llm:
+            for _ in range(2):
+                answers = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+                assert [answer.token_ids for answer in answers] == wanted
+                cached.append(sum(answer.cached_tokens > 300 for answer in answers))
+    assert cached[0] == cached[2] == 0
+    assert cached[1] == 5
+    assert cached[3] >= 3
+    assert cached[4] >= 3

@@ -1,0 +1,221 @@
+"""Batches in this process, piece by piece between other things that its device has to do.
+
+Two threads, which may be one: the scheduler's gives batches and takes results, the device's computes. Between them are
+two deques and two counters, each written by one of them; all else belongs to the device's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
+from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
+from vision.workers.backend import EncodeResult, attempt
+from vision.workers.pace import Pace
+
+PIECE_S = 0.01
+"""Seconds that a piece is to take."""
+# ... where `work` has more time: that part of it, and so many at the most.
+_PIECE_SHARE, _LONGEST_PIECE_S = 0.25, 0.1
+BATCHES_IN_WORK = 3
+# While a later batch goes before it, the first one gets one second of so many.
+_FIRST_SHARE = 4
+
+
+class Runner(Protocol):
+    """What is needed of `towers.runner.TowerRunner`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    def steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[tuple[torch.Tensor, ...]]:
+        """Embeddings of each temporal patch."""
+        ...
+
+    def cost(self, patches: Sequence[TemporalPatch]) -> Mapping[Kind, float]:
+        """Of these pieces, about."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    number: int
+
+
+@dataclass(kw_only=True, eq=False)
+class _Job:
+    """A batch in work. next: the piece that comes next. left: cost of what is left to do, about."""
+
+    number: int
+    steps: Steps[tuple[torch.Tensor, ...]]
+    next: Piece
+    left: dict[Kind, float] = field(default_factory=dict)
+
+
+class InlineBackend:
+    """One worker, number 0: whoever calls `work`.
+
+    Batches in work take turns, so that a small picture need not wait for all of a large one: the one with the least
+    left to do goes first, but the one that was started first gets a quarter of the time at least.
+
+    piece_s: seconds that a piece is to take, unless there is plenty of time. most_batches: in work at a time, which
+    bounds the memory of what is half done. clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        piece_s: float = PIECE_S,
+        most_batches: int = BATCHES_IN_WORK,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runner = runner
+        self._most_batches = most_batches
+        self._clock = clock
+        self._piece_s = piece_s
+        self._pace = Pace(piece_s)
+        self._inbox: deque[EncodeBatch | _Cancel] = deque()
+        self._results: deque[EncodeResult] = deque()
+        self._given = 0  # by the scheduler's thread: batches started
+        self._ended = 0  # by the device's: ... that have their results
+        self._waiting: deque[EncodeBatch] = deque()
+        self._jobs: list[_Job] = []  # in the order in which they were started
+        self._owed_s = 0.0  # to the first of them
+
+    # ------------------------------------------------------------ the scheduler's thread
+
+    def workers(self) -> Sequence[int]:
+        """See `EncoderBackend`."""
+        return (0,)
+
+    def start(self, worker: int, batch: EncodeBatch) -> None:
+        """See `EncoderBackend`."""
+        self._given += 1
+        self._inbox.append(batch)
+
+    def cancel(self, worker: int, number: int) -> None:
+        """See `EncoderBackend`."""
+        self._inbox.append(_Cancel(number))
+
+    def collect(self) -> list[EncodeResult]:
+        """See `EncoderBackend`."""
+        return [self._results.popleft() for _ in range(len(self._results))]
+
+    def estimate_s(self, patch: TemporalPatch) -> float | None:
+        """See `EncoderBackend`. Unknown on a GPU, whose pieces end after they were launched."""
+        return self._pace.estimate_s(self._runner.cost((patch,))) if self._runner.device.type == "cpu" else None
+
+    def wait_handles(self) -> Sequence[int]:
+        """None: see `EncoderBackend`."""
+        return ()
+
+    def close(self) -> None:
+        """Forget what was started; `work` is not to be called any more."""
+        for forgotten in (self._inbox, self._results, self._waiting, self._jobs):
+            forgotten.clear()
+        self._ended = self._given
+
+    # ------------------------------------------------------------ the device's thread
+
+    @property
+    def has_work(self) -> bool:
+        """See `EncoderBackend`; for any thread."""
+        return self._ended != self._given
+
+    def work(self, budget_s: float) -> bool:
+        """See `EncoderBackend`."""
+        began, worked = self._clock(), False
+        # cutting costs a little: where there is time, less of it
+        self._pace.piece_s = max(self._piece_s, min(budget_s * _PIECE_SHARE, _LONGEST_PIECE_S))
+        while (job := self._next_job()) is not None:
+            expected_s = self._pace.seconds(job.next.kind, job.next.cost)
+            if worked and self._clock() - began + expected_s > budget_s:
+                break
+            self._compute(job)
+            worked = True
+        return worked
+
+    def _next_job(self) -> _Job | None:
+        """Take what has come, begin with what there is room for, and choose."""
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, _Cancel):
+                self._drop(message.number)
+            else:
+                self._waiting.append(message)
+        while self._waiting and len(self._jobs) < self._most_batches:
+            self._begin(self._waiting.popleft())
+        if not self._jobs:
+            return None
+        first, shortest = self._jobs[0], min(self._jobs, key=self._left_s)
+        owed = self._pace.seconds(first.next.kind, first.next.cost)
+        return first if self._owed_s >= owed else shortest
+
+    def _left_s(self, job: _Job) -> float:
+        return sum(self._pace.seconds(kind, cost) for kind, cost in job.left.items())
+
+    def _begin(self, batch: EncodeBatch) -> None:
+        steps = self._runner.steps(batch.patches, self._pace)
+        piece, error = attempt(lambda: _resume(steps))
+        if isinstance(piece, Piece):
+            self._jobs.append(
+                _Job(number=batch.number, steps=steps, next=piece, left=dict(self._runner.cost(batch.patches)))
+            )
+        else:
+            self._end(EncodeResult(number=batch.number, embeds=piece, error=error))
+
+    def _compute(self, job: _Job) -> None:
+        piece, began = job.next, self._clock()
+        following, error = attempt(lambda: _resume(job.steps))
+        took_s = self._clock() - began
+        self._pace.took(piece, took_s)
+        job.left[piece.kind] = max(0.0, job.left.get(piece.kind, 0.0) - piece.cost)
+        if job is not self._jobs[0]:
+            self._owed_s += took_s / (_FIRST_SHARE - 1)
+        elif len(self._jobs) > 1:
+            self._owed_s = max(0.0, self._owed_s - took_s)
+        if isinstance(following, Piece):
+            job.next = following
+        else:
+            self._remove(job)
+            self._end(EncodeResult(number=job.number, embeds=following, error=error))
+
+    def _drop(self, number: int) -> None:
+        """Give up a batch, unless it has ended."""
+        job = next((job for job in self._jobs if job.number == number), None)
+        still_waiting = deque(batch for batch in self._waiting if batch.number != number)
+        if job is not None:
+            job.steps.close()
+            self._remove(job)
+        elif len(still_waiting) == len(self._waiting):
+            return
+        self._waiting = still_waiting
+        self._end(EncodeResult(number=number, embeds=None, error="nobody wants it any more", untried=True))
+
+    def _remove(self, job: _Job) -> None:
+        if job is self._jobs[0]:
+            self._owed_s = 0.0
+        self._jobs.remove(job)
+
+    def _end(self, result: EncodeResult) -> None:
+        self._results.append(result)
+        self._ended += 1
+
+
+def _resume(steps: Steps[tuple[torch.Tensor, ...]]) -> Piece | tuple[torch.Tensor, ...]:
+    """Compute the next piece: the one behind it, or the result."""
+    with torch.inference_mode():
+        try:
+            return next(steps)
+        except StopIteration as end:
+            result: tuple[torch.Tensor, ...] = end.value
+            return result

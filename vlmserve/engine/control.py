@@ -1,0 +1,155 @@
+"""What operators may do to a running engine: pause it, forget cached prefixes, profile it, end requests, look at it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from vlmserve.control_messages import (
+    AbortRequestsReq,
+    AbortRequestsResult,
+    ContinueReq,
+    ControlRefused,
+    ControlRequest,
+    ControlResult,
+    FlushCacheReq,
+    FlushCacheResult,
+    GetServerInfoReq,
+    PauseReq,
+    PauseResult,
+    ProfileResult,
+    ServerInfo,
+    StartProfileReq,
+    StopProfileReq,
+)
+from vlmserve.engine.dispatcher import TypeDispatcher
+from vlmserve.engine.profiling import Profiler
+from vlmserve.messages import AbortReq, SchedulerStats
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class ControlledEngine(Protocol):
+    """What control asks of the engine: an `EngineLoop`, or a `Scheduler` alone.
+
+    step, drain, on_device: see `Scheduler`. flush_cache: returns how many cached tokens it forgot.
+    """
+
+    def handle(self, message: AbortReq) -> None: ...
+
+    def step(self) -> bool: ...
+
+    def drain(self) -> None: ...
+
+    def on_device(self, run: Callable[[], _T]) -> _T: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+    def flush_cache(self) -> int: ...
+
+
+class _RefusedError(Exception):
+    """Becomes a `ControlRefused`."""
+
+
+class EngineControl:
+    """Call `step` in place of the engine's own, and `handle` between steps, in the same thread.
+
+    device, dtype: the model's, for `ServerInfo`.
+    """
+
+    def __init__(self, engine: ControlledEngine, profiler: Profiler, *, device: str, dtype: str) -> None:
+        self.paused = False
+        self._engine = engine
+        self._profiler = profiler
+        self._device, self._dtype = device, dtype
+        self._dispatch = TypeDispatcher(
+            {
+                FlushCacheReq: self._flush,
+                GetServerInfoReq: self._info,
+                PauseReq: lambda _: self._set_paused(True),
+                ContinueReq: lambda _: self._set_paused(False),
+                StartProfileReq: self._start_profile,
+                StopProfileReq: self._stop_profile,
+                AbortRequestsReq: self._abort,
+            }
+        )
+
+    def step(self) -> bool:
+        """The engine's next step; while it is paused none begins, as if there were nothing to do."""
+        if self.paused:
+            self._engine.drain()
+            return False
+        busy = self._engine.step()
+        if busy and self._profiler.recording:
+            self._engine.on_device(self._profiler.step_done)
+        return busy
+
+    def handle(self, message: ControlRequest) -> ControlResult:
+        """The answer. Never raises: what goes wrong is told."""
+        try:
+            return self._dispatch(message)
+        except _RefusedError as refusal:
+            return ControlRefused(message=str(refusal))
+        except Exception as error:
+            log.exception("%s failed", type(message).__name__)
+            return ControlRefused(message=f"{type(error).__name__}: {error}", status=500)
+
+    def _flush(self, _: FlushCacheReq) -> FlushCacheResult:
+        tokens = self._engine.flush_cache()
+        stats = self._engine.stats()
+        return FlushCacheResult(
+            tokens=tokens, num_running_reqs=stats.num_running_reqs, num_waiting_reqs=stats.num_waiting_reqs
+        )
+
+    def _info(self, _: GetServerInfoReq) -> ServerInfo:
+        return ServerInfo(
+            stats=self._engine.stats(),
+            paused=self.paused,
+            profiling=self._profiler.recording,
+            device=self._device,
+            dtype=self._dtype,
+        )
+
+    def _set_paused(self, paused: bool) -> PauseResult:
+        if paused == self.paused:
+            raise _RefusedError("generation is paused already" if paused else "generation is not paused")
+        self.paused = paused
+        stats = self._engine.stats()
+        log.info(
+            "generation %s: %d requests running, %d waiting",
+            "is paused" if paused else "goes on",
+            stats.num_running_reqs,
+            stats.num_waiting_reqs,
+        )
+        return PauseResult(
+            paused=paused, num_running_reqs=stats.num_running_reqs, num_waiting_reqs=stats.num_waiting_reqs
+        )
+
+    def _start_profile(self, message: StartProfileReq) -> ProfileResult:
+        if self._profiler.recording:
+            raise _RefusedError(f"a profile is being recorded already ({self._profiler.steps} steps so far)")
+        try:
+            folder = Path(message.folder)
+            # of what the thread does that starts it
+            path = self._engine.on_device(lambda: self._profiler.start(folder, message.steps, message.activities))
+        except OSError as error:
+            raise _RefusedError(f"{message.folder} cannot be written to: {error} (setting --profile-dir)") from None
+        except KeyError as error:
+            raise _RefusedError(f"there is no {error.args[0]} here to profile") from None
+        return ProfileResult(path=str(path), steps=0)
+
+    def _stop_profile(self, _: StopProfileReq) -> ProfileResult:
+        if not self._profiler.recording:
+            raise _RefusedError("no profile is being recorded")
+        return ProfileResult(path=str(self._engine.on_device(self._profiler.stop)), steps=self._profiler.steps)
+
+    def _abort(self, message: AbortRequestsReq) -> AbortRequestsResult:
+        for rid in message.rids:
+            self._engine.handle(AbortReq(rid=rid))
+        stats = self._engine.stats()
+        return AbortRequestsResult(num_running_reqs=stats.num_running_reqs, num_waiting_reqs=stats.num_waiting_reqs)

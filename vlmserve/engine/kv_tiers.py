@@ -1,0 +1,68 @@
+"""The prefix cache with its tiers: device, host, disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import blake3
+
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.kv_storage import KVStorage
+from vlmserve.memory.kv_transfer import HostKVPool, KVTransfer
+from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.prefix_cache import PrefixCache
+from vlmserve.memory.prefix_caches import build_prefix_cache
+from vlmserve.memory.sizing import host_pool_size
+from vlmserve_common.compute.tensors import dtype_name
+
+_GIB = 1024**3
+
+
+def build_tiers(
+    args: EngineArgs,
+    runner: ModelRunner,
+    allocator: TokenToKVPoolAllocator,
+    media_keys: MediaKeyTable,
+    *,
+    bytes_per_token: int,
+) -> tuple[PrefixCache, Callable[[], None]]:
+    """The prefix cache that the settings ask for, and what ends its threads. The runner learns of the host tier.
+
+    Raises EngineError for memory or a folder that is not there.
+    """
+    host_slots = host_pool_size(args, bytes_per_token=bytes_per_token, device=runner.device)
+    if not host_slots:
+        return build_prefix_cache(args, allocator), lambda: None
+    pool = HostKVPool(num_slots=host_slots + args.page_size, kv_cache=runner.kv_cache)
+    storage = None
+    if args.hicache_storage_dir is not None:
+        storage = KVStorage(
+            Path(args.hicache_storage_dir) / _fingerprint(args, runner),
+            limit_bytes=int(args.hicache_storage_gib * _GIB),
+            bytes_per_token=pool.bytes_per_token,
+            page_size=args.page_size,
+        )
+    runner.attach_host_tier(KVTransfer(runner.kv_cache, pool, storage))
+    cache = build_prefix_cache(
+        args,
+        allocator,
+        TokenToKVPoolAllocator(host_slots, args.page_size),
+        storage=storage,
+        identity=media_keys.identity,
+    )
+    return cache, (lambda: None) if storage is None else storage.close
+
+
+def _fingerprint(args: EngineArgs, runner: ModelRunner) -> str:
+    """Another one where the same tokens give other KV: weights, how they are computed with, and what is kept."""
+    digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    for path in sorted(Path(args.model).glob("*")):
+        if path.suffix in (".safetensors", ".json"):
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            digest.update_mmap(path)
+    kept = (args.quantization, dtype_name(runner.model.dtype), dtype_name(runner.kv_cache.dtype), args.page_size)
+    digest.update(repr(kept).encode())
+    return digest.hexdigest(length=16)

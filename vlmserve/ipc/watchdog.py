@@ -1,0 +1,117 @@
+"""Finds processes of a server that hang or were stopped.
+
+Two signs: a process whose loop has been at the same turn for too long, by its `Heartbeat`, hangs; one that the kernel
+shows as stopped (SIGSTOP, a debugger) does nothing at all, idle or not. An idle process is well, however long it
+sleeps.
+
+Time is counted in looks, not by the clock: where this process did not run itself (a suspended machine, a frozen
+container), neither did the others, and nobody is taken for hung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+LOOK_S = 1.0
+"""How often to look."""
+STOPPED_S = 2.0
+"""Whoever is stopped for so long is reported; before that it may be a debugger's moment."""
+
+
+class _Pulse(Protocol):
+    def look(self) -> int:
+        """See `Heartbeat.look`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A process to look at. title: what errors call it ("the scheduler process")."""
+
+    title: str
+    pid: int
+    heartbeat: _Pulse
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the looks so far came to, in seconds."""
+
+    turn: int = 0
+    at_turn_s: float = 0.0
+    stopped_s: float = 0.0
+
+
+class Watchdog:
+    """Call `look` every `LOOK_S`.
+
+    timeout_s: of one turn, or of being stopped, after which a process is given up; 0: never. clock: in seconds.
+    suspend: is told why nothing can be answered for the time being, and None when it can again. give_up: is told, once
+    for all, of whom nothing more is expected, and why.
+    """
+
+    def __init__(
+        self,
+        watched: Sequence[Watched],
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+        suspend: Callable[[str | None], None],
+        give_up: Callable[[Watched, str], None],
+        is_stopped: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._watched = [(one, _Seen()) for one in watched]
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._suspend = suspend
+        self._give_up = give_up
+        self._is_stopped = is_stopped or is_stopped_by_a_signal
+        self._last_look = clock()
+        self._problem: str | None = None
+        self._gave_up = False
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be answered now, as far as the last look goes."""
+        return self._problem
+
+    def look(self) -> None:
+        """See how everybody is."""
+        if self._gave_up:
+            return
+        now = self._clock()
+        passed = min(now - self._last_look, 2 * LOOK_S)
+        self._last_look = now
+        problem = None
+        for one, seen in self._watched:
+            self._update(one, seen, passed)
+            if self._timeout_s and max(seen.at_turn_s, seen.stopped_s) >= self._timeout_s:
+                self._gave_up = True
+                self._give_up(one, self._reason(one, seen))
+                return
+            if seen.stopped_s >= STOPPED_S:
+                problem = problem or f"{one.title} is stopped (SIGSTOP); it goes on after SIGCONT"
+        if problem != self._problem:
+            self._problem = problem
+            self._suspend(problem)
+
+    def _update(self, one: Watched, seen: _Seen, passed: float) -> None:
+        turn = one.heartbeat.look()
+        seen.at_turn_s = seen.at_turn_s + passed if turn > 0 and turn == seen.turn else 0.0
+        seen.turn = turn
+        seen.stopped_s = seen.stopped_s + passed if self._is_stopped(one.pid) else 0.0
+
+    def _reason(self, one: Watched, seen: _Seen) -> str:
+        if seen.stopped_s >= self._timeout_s:
+            return f"{one.title} was stopped for {self._timeout_s:g} s (setting --watchdog-timeout-s)"
+        return f"{one.title} was at one step for {self._timeout_s:g} s (setting --watchdog-timeout-s)"
+
+
+def is_stopped_by_a_signal(pid: int) -> bool:
+    """Whether the kernel shows a process as stopped, by a signal or a debugger (Linux; elsewhere it never does)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):  # it is gone, which others notice
+        return False

@@ -1,0 +1,114 @@
+"""Copies of KV between the device and the host."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.kv_storage import KVStorage
+from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels.attention import CacheLayer
+
+_STAGED_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCopyJob:
+    """Copy the KV of n tokens, over all layers. host_slots: int64 [n].
+
+    to_host, to_device: between these and device_slots, int64 [n]. to_storage: from these to the file of `pages`, their
+    digests. from_storage: `rows`, which were read, uint8 [n, bytes_per_token], to these.
+    """
+
+    direction: Literal["to_host", "to_device", "to_storage", "from_storage"]
+    host_slots: np.ndarray
+    device_slots: np.ndarray | None = None
+    pages: tuple[bytes, ...] = ()
+    rows: torch.Tensor | None = None
+
+
+class HostKVPool:
+    """KV of all layers by slot in host memory: `rows` uint8 [num_slots, bytes_per_token], a token's bytes side by side,
+    so that a run of slots is one copy. Page-locked where the KV is computed on a GPU, so that copies need no detour.
+
+    Slots are those of a `TokenToKVPoolAllocator`, with its dummy page.
+    """
+
+    def __init__(self, *, num_slots: int, kv_cache: KVCache) -> None:
+        self.bytes_per_token = sum(part.shape[1] for part in _parts(kv_cache.layers))
+        on_gpu = kv_cache.layers[0].keys.is_cuda
+        # cleared, so that the memory is committed now
+        self.rows = torch.zeros((num_slots, self.bytes_per_token), dtype=torch.uint8, pin_memory=on_gpu)
+
+
+class KVTransfer:
+    """Does copy jobs, on the thread and the stream of the model: what was launched before a job is seen by it, and what
+    is launched after it sees what it did. Nobody needs to wait for anything."""
+
+    def __init__(self, kv_cache: KVCache, host: HostKVPool, storage: KVStorage | None = None) -> None:
+        self._storage = storage
+        self._parts = _parts(kv_cache.layers)
+        self._device = self._parts[0].device
+        self._rows = host.rows
+        self._staged = max(1, _STAGED_BYTES // host.bytes_per_token)
+
+    @torch.inference_mode()
+    def run(self, jobs: Iterable[KVCopyJob]) -> None:
+        """Do jobs in their order. EngineError for one whose sides differ in length."""
+        for job in jobs:
+            if job.device_slots is None:
+                self._host_only(job)
+                continue
+            if len(job.device_slots) != len(job.host_slots):
+                raise EngineError(f"a copy of {len(job.device_slots)} KV slots to {len(job.host_slots)}")
+            copy = self._to_host if job.direction == "to_host" else self._to_device
+            for start in range(0, len(job.host_slots), self._staged):
+                piece = slice(start, start + self._staged)
+                copy(torch.tensor(job.device_slots[piece], device=self._device), job.host_slots[piece])
+
+    def _host_only(self, job: KVCopyJob) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # what was copied before is there, or was read
+        slots = torch.from_numpy(job.host_slots.copy())
+        if job.rows is not None:
+            self._rows.index_copy_(0, slots, job.rows)
+        elif self._storage is not None:
+            self._storage.save(list(job.pages), self._rows.index_select(0, slots))
+
+    def _to_host(self, device_slots: torch.Tensor, host_slots: np.ndarray) -> None:
+        staged = torch.cat([part.index_select(0, device_slots) for part in self._parts], dim=1)
+        for start, end in _runs(host_slots):
+            first = int(host_slots[start])
+            self._rows[first : first + end - start].copy_(staged[start:end], non_blocking=True)
+
+    def _to_device(self, device_slots: torch.Tensor, host_slots: np.ndarray) -> None:
+        staged = torch.empty((len(host_slots), self._rows.shape[1]), dtype=torch.uint8, device=self._device)
+        for start, end in _runs(host_slots):
+            first = int(host_slots[start])
+            staged[start:end].copy_(self._rows[first : first + end - start], non_blocking=True)
+        widths = [part.shape[1] for part in self._parts]
+        for part, values in zip(self._parts, staged.split(widths, dim=1), strict=True):
+            part.index_copy_(0, device_slots, values)
+
+
+def _parts(layers: Iterable[CacheLayer]) -> list[torch.Tensor]:
+    """All tensors of a cache as bytes [num_slots, n], in its own memory."""
+    return [
+        tensor.view(torch.uint8).flatten(1)
+        for layer in layers
+        for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales)
+        if tensor is not None
+    ]
+
+
+def _runs(slots: np.ndarray) -> list[tuple[int, int]]:
+    """Where (start, end) the runs of consecutive slots lie."""
+    cuts = np.flatnonzero(np.diff(slots) != 1) + 1
+    bounds = [0, *cuts.tolist(), len(slots)]
+    return list(itertools.pairwise(bounds))

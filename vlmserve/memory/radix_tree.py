@@ -1,0 +1,181 @@
+"""A prefix tree over token ids and media pad values, in whole pages: structure and times of use, nobody's slots."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from vlmserve_common.errors import EngineError
+
+NO_SLOTS = np.empty(0, dtype=np.int64)
+
+
+class RadixNode:
+    """A run of whole pages behind its parent's; to others, the handle of a cached prefix that ends with it.
+
+    key: int64 [n]. values, host_values: int64 [n], slots on the device and on the host, or [0] where it has none. edge:
+    what its parent finds it by: its first page, behind the namespace if it is at the top. lock_ref: protections of this
+    node and of all below it. last_access, created: readings of the tree's clock. hits: matches that went through.
+    device_children, host_children: how many children have slots there. digest: of the whole prefix that ends here, for
+    who keeps prefixes beyond this process.
+    """
+
+    __slots__ = (
+        "children",
+        "created",
+        "device_children",
+        "digest",
+        "edge",
+        "hits",
+        "host_children",
+        "host_values",
+        "key",
+        "last_access",
+        "lock_ref",
+        "parent",
+        "priority",
+        "values",
+    )
+
+    def __init__(self, *, edge: bytes, key: np.ndarray, parent: RadixNode | None, created: int) -> None:
+        self.edge = edge
+        self.key = key
+        self.values = self.host_values = NO_SLOTS
+        self.parent = parent
+        self.children: dict[bytes, RadixNode] = {}
+        self.created = self.last_access = created
+        self.lock_ref = self.hits = self.priority = self.device_children = self.host_children = 0
+        self.digest: bytes | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it has slots on the device."""
+        return len(self.values) > 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it has slots on the host."""
+        return len(self.host_values) > 0
+
+
+class RadixTree:
+    """Namespaces share nothing: a namespace is part of the edges that lead out of the root, so one without prefixes
+    leaves nothing behind."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._clock = itertools.count(1)
+        self.root = RadixNode(edge=b"", key=NO_SLOTS, parent=None, created=0)
+
+    def whole_pages(self, length: int) -> int:
+        """`length` rounded down to whole pages."""
+        return length - length % self.page_size
+
+    def walk(self, key: np.ndarray, namespace: bytes = b"") -> Iterator[tuple[RadixNode, int]]:
+        """The nodes along the known prefix of `key`, each with how many of its tokens match; changes nothing."""
+        node, start, end = self.root, 0, self.whole_pages(len(key))
+        while start < end:
+            child = node.children.get(self._edge(key, start, namespace))
+            if child is None:
+                return
+            length = min(len(child.key), end - start)
+            differing = child.key[:length] != key[start : start + length]
+            first = int(differing.argmax())
+            common = self.whole_pages(first) if differing[first] else length
+            yield child, common
+            if common < len(child.key):
+                return
+            node, start = child, start + common
+
+    def descend(self, key: np.ndarray, namespace: bytes = b"") -> list[RadixNode]:
+        """The nodes of the longest known prefix of `key`, after a split if need be. They count as used now."""
+        now = next(self._clock)
+        nodes = [
+            node if common == len(node.key) else self._split(node, common)
+            for node, common in list(self.walk(key, namespace))
+        ]
+        for node in nodes:
+            node.last_access = now
+        return nodes
+
+    def add(self, parent: RadixNode, key: np.ndarray, start: int, end: int, namespace: bytes = b"") -> RadixNode:
+        """A new node for key[start:end], whole pages, behind `parent`, which ends at `start`. It has no slots yet."""
+        edge = self._edge(key, start, namespace)
+        node = RadixNode(
+            edge=edge, key=np.array(key[start:end], dtype=np.int64), parent=parent, created=next(self._clock)
+        )
+        parent.children[edge] = node
+        return node
+
+    def remove(self, node: RadixNode) -> None:
+        """Take out a node without children or slots; its handle is good for nothing any more."""
+        assert node.parent is not None
+        assert not node.children
+        assert not node.on_device
+        assert not node.on_host
+        del node.parent.children[node.edge]
+        node.parent = None
+
+    def set_values(self, node: RadixNode, values: np.ndarray) -> np.ndarray:
+        """Give a node slots on the device, or with `NO_SLOTS` none; returns those it had."""
+        assert node.parent is not None
+        node.parent.device_children += bool(len(values)) - node.on_device
+        before, node.values = node.values, values
+        return before
+
+    def set_host_values(self, node: RadixNode, values: np.ndarray) -> np.ndarray:
+        """Give a node slots on the host, or with `NO_SLOTS` none; returns those it had."""
+        assert node.parent is not None
+        node.parent.host_children += bool(len(values)) - node.on_host
+        before, node.host_values = node.host_values, values
+        return before
+
+    def path(self, node: RadixNode) -> list[RadixNode]:
+        """A node and those above it, without the root, from below. EngineError for one that was taken out."""
+        path = []
+        while node is not self.root:
+            if node.parent is None:
+                raise EngineError("a handle of a prefix that is not cached any more")
+            path.append(node)
+            node = node.parent
+        return path
+
+    def below(self, node: RadixNode) -> list[RadixNode]:
+        """A node and all below it, parents first."""
+        found = [node]
+        for one in found:
+            found.extend(one.children.values())
+        return found
+
+    def namespace(self, node: RadixNode) -> bytes:
+        """The namespace of a node at the top."""
+        return node.edge[: -np.dtype(np.int64).itemsize * self.page_size]
+
+    def live_keys(self) -> set[int]:
+        """The media pad values (negative ids) in all keys. O(tokens)."""
+        found: set[int] = set()
+        for node in self.below(self.root):
+            found.update(np.unique(node.key[node.key < 0]).tolist())
+        return found
+
+    def _edge(self, key: np.ndarray, start: int, namespace: bytes) -> bytes:
+        page = key[start : start + self.page_size].astype(np.int64, copy=False).tobytes()
+        return page if start else namespace + page  # pages are equally long, so two namespaces never give one edge
+
+    def _split(self, node: RadixNode, length: int) -> RadixNode:
+        """Put the first `length` tokens of `node` into a new parent, so that handles of `node` still mean all of it."""
+        parent = node.parent
+        assert parent is not None
+        upper = RadixNode(edge=node.edge, key=node.key[:length].copy(), parent=parent, created=node.created)
+        upper.values, node.values = node.values[:length].copy(), node.values[length:].copy()
+        upper.host_values, node.host_values = node.host_values[:length].copy(), node.host_values[length:].copy()
+        upper.lock_ref, upper.last_access, upper.hits = node.lock_ref, node.last_access, node.hits
+        upper.priority = node.priority
+        upper.device_children, upper.host_children = int(node.on_device), int(node.on_host)
+        parent.children[node.edge] = upper
+        node.edge = node.key[length : length + self.page_size].tobytes()
+        node.key, node.parent = node.key[length:].copy(), upper
+        upper.children[node.edge] = node
+        return upper

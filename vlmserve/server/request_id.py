@@ -1,0 +1,41 @@
+"""The id by which a request is known everywhere: in its headers, its answer, every process's log, and traces.
+
+A client's own `X-Request-Id` is kept if it is plain; otherwise one is made. Inside the server a request has an id of
+its own that contains it: two clients may send the same.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+
+from fastapi import Request
+
+from vlmserve_common.logs import request_id
+
+HEADER = "X-Request-Id"
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+def given_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The client's, of raw headers; None if there is none, or none that can stand in a log as it is."""
+    value = next((value for name, value in headers if name.lower() == HEADER.lower().encode()), b"")
+    text = value.decode("latin-1")
+    return text if _PLAIN.fullmatch(text) else None
+
+
+def new_id(kind: str) -> str:
+    """One that nobody else has."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def name_answer(request: Request, kind: str) -> str:
+    """The id of a request's answer, unlike any other; from here on the log has it, unless the client gave one."""
+    given = getattr(request.state, "given_request_id", None)
+    if given is not None:
+        return f"{kind}-{given}-{uuid.uuid4().hex[:8]}"
+    name = new_id(kind)
+    request.state.request_id = name
+    request_id.set(name)
+    return name
