@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from vlmserve.memory.prefix_cache import ChunkCache
 
 from tests.vision.fake_backend import EMBED_SHAPE, ROW_BYTES, rows_of
 from tests.vlmserve.scheduler.fake_worker import VOCAB, FakeWorker
@@ -20,6 +19,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.messages import AbortReq, FinishReason, TokenizedGenerateReqInput
