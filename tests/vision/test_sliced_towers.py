@@ -119,7 +119,7 @@ def test_no_piece_of_the_operators_costs_more_than_the_limit(folder):
     said = library.activate("auto", threads=2)
     assert library.active() is not None, said
     try:
-        tower, limit = load(folder, torch.bfloat16), 3e7
+        tower, limit = load(folder, torch.bfloat16), 5e7
         _, pieces = cut(tower.steps(pixels(folder, [(1, 60, 60)]), [(1, 60, 60)], Limit(limit)))
     finally:
         library.activate("off", threads=1)

@@ -39,7 +39,7 @@ def segment_attention(
 def _by_operators(
     qkv: torch.Tensor, rotary: Rotation, segments: Segments, limits: PieceLimits, out: torch.Tensor
 ) -> Steps[None]:
-    """Some segments at a time, or some patches of a long one."""
+    """Some segments at a time, or some queries of a long one."""
     width = out[0].numel()
     first = 0
     while first < len(segments.lengths):
@@ -56,7 +56,7 @@ def _by_operators(
             yield Piece(Kind.ATTENTION, cost)
             attention = SegmentAttention(qkv, *rotary, bounds, out)
             attention.pack(begin, end)
-            attention.attend(begin, end)
+            attention.attend(0, attention.pieces)
         else:
             attention = SegmentAttention(qkv, *rotary, bounds, out)
             yield from _one_by_operators(attention, begin, end - begin, width, limits)
@@ -66,13 +66,14 @@ def _by_operators(
 def _one_by_operators(
     attention: SegmentAttention, begin: int, length: int, width: int, limits: PieceLimits
 ) -> Steps[None]:
-    packing, attending = attention_cost(1, 0, width), attention_cost(1, length, width) - attention_cost(1, 0, width)
+    packing = attention_cost(1, 0, width)
     for tile in limited_tiles(length, packing, limits, Kind.ATTENTION, multiple=BLOCK_PATCHES):
         yield Piece(Kind.ATTENTION, packing * (tile.stop - tile.start))
         attention.pack(begin + tile.start, begin + tile.stop)
-    for tile in limited_tiles(length, attending, limits, Kind.ATTENTION):
+    attending = (attention_cost(length, length, width) - packing * length) / attention.pieces
+    for tile in limited_tiles(attention.pieces, attending, limits, Kind.ATTENTION, multiple=attention.threads):
         yield Piece(Kind.ATTENTION, attending * (tile.stop - tile.start))
-        attention.attend(begin + tile.start, begin + tile.stop)
+        attention.attend(tile.start, tile.stop)
 
 
 def _by_torch(qkv: torch.Tensor, rotary: Rotation, segments: Segments, out: torch.Tensor) -> Steps[None]:

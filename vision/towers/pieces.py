@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 TORCH_ROWS = 512
 """Rows of a tile at the most, where torch computes on a CPU."""
-_ROUND_ROWS = 48  # of our operators' tiles: they go through rows by 6 and by 16
-_FEWEST_ROWS = 48  # each tile reads all of a weight
+# Of our operators' tiles: they go through rows by 6 and by 16, and read all of a weight for each tile.
+_ROUND_ROWS = 48
 
 
 class Kind(enum.Enum):
@@ -85,7 +85,7 @@ def limited_tiles(
     first = 0
     while first < count:
         left = count - first
-        rows = max(_FEWEST_ROWS, int(min(most, limits.most(kind) / cost)) // multiple * multiple)
+        rows = max(multiple, int(min(most, limits.most(kind) / cost)) // multiple * multiple)
         even = -(-left // -(-left // rows))
         stop = min(count, first + -(-even // multiple) * multiple)
         yield slice(first, stop)

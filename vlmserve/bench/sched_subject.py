@@ -128,8 +128,7 @@ class Subject:
         context = PROMPT_TOKENS + _MOST_NEW + load.page
         size = load.running * context // load.page * load.page * 2
         allocator = TokenToKVPoolAllocator(size, load.page)
-        cache = RadixCache(allocator)
-        self.kv = KVCacheManager(allocator, cache, ReqPoolAllocator(load.running, context))
+        self.kv = KVCacheManager(allocator, RadixCache(allocator), ReqPoolAllocator(load.running, context))
         self.worker = InstantWorker()
         device: DeviceQueue = _InstantQueue(load.depth)
         self.ended = 0
@@ -149,10 +148,10 @@ class Subject:
             worker=self.worker,
             encoder=_no_encoder(),
             device=device,
+            sessions=Sessions(self.kv.prefix_cache, max_sessions=0, timeout_s=1, clock=time.monotonic),
             policy=make_policy(load.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(1.0),
             media_keys=MediaKeyTable(),
-            sessions=Sessions(cache, max_sessions=0, timeout_s=0, clock=time.monotonic),
             send=self._take,
         )
         for _ in range(load.running + load.waiting):

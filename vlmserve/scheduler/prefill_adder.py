@@ -93,9 +93,9 @@ class PrefillAdder:
         match = self.kv.start(req) if len(self._admitted) < self._max_running else None
         if match is None:
             return AddReqResult.NO_ROW
+        # alone, everything unlocked can be evicted for it, and longer requests than the pool were refused on arrival
         if self._reserved is None:
             self._reserved = self._reserve()
-        # alone, everything unlocked can be evicted for it, and longer requests than the pool were refused on arrival
         result = AddReqResult.NO_TOKEN
         if not self._admitted or self._fits(req):
             self.kv.load_back(req, match)

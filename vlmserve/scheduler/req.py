@@ -72,6 +72,7 @@ class Req:
         self.times = times or ReqTimes()
 
         self.status = ReqStatus.WAITING
+        self.waited_for_encoder = False
         self.output_ids: list[int] = []
         self.in_flight = 0
         self.req_pool_idx: int | None = None

@@ -243,7 +243,7 @@ class Scheduler:
         encoded = self._advance_encoder()
         self.sessions.expire()
         self._take_fetched()
-        self.waiting_queue.unblock(self._has_what_it_waits_for)
+        self.waiting_queue.unblock(_may_be_tried)
         batch = self.get_next_batch_to_run()
         if batch is not None:
             self._urgent = None
@@ -352,10 +352,8 @@ class Scheduler:
             decoding = self._prepare_for_decode(decoding, alone=not prompts)
         if not prompts and not decoding:
             return None
-        running = self.running_batch
-        batch = ScheduleBatch(
-            self.kv, _mode(prompts, decoding), prompts, decoding, running.sampling, beside=len(running) > 0
-        )
+        sampling, beside = self.running_batch.sampling, len(self.running_batch) > 0
+        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, sampling, beside=beside)
         for part in batch.prompts:
             if part.output_index is not None:  # its last chunk: it decodes from here on
                 self.waiting_queue.set_in_progress(part.req, False)
@@ -448,22 +446,17 @@ class Scheduler:
             return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if result is AddReqResult.CONTINUE:
             self.waiting_queue.remove(req)
+            if req.waited_for_encoder:
+                self.encoder_order.encoded(req.media.order)
             req.move_to(ReqStatus.PREFILLING)
             self.waiting_queue.set_in_progress(req, True)
             self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
         return result
 
     def _wait_for(self, req: Req, status: ReqStatus) -> AddReqResult:
+        req.waited_for_encoder |= status is ReqStatus.WAITING_FOR_ENCODER
         self.waiting_queue.block(req, status)
         return AddReqResult.NOT_READY
-
-    def _has_what_it_waits_for(self, req: Req) -> bool:
-        if req.status is ReqStatus.WAITING_FOR_REMOTE_KV:
-            return req.prefetch is None or req.prefetch.done()
-        ready = PrefillAdder.is_ready(req)
-        if ready:
-            self.encoder_order.encoded(req.media.order)
-        return ready
 
     def _prepare_for_decode(self, reqs: list[Req], *, alone: bool) -> list[Req]:
         """Slots for the next token of each running request; who gets one. If slots are short, requests are retracted,
@@ -690,6 +683,11 @@ class Scheduler:
             forward_steps_total=self._steps,
             steps=self.meter.stats(),
         )
+
+
+def _may_be_tried(req: Req) -> bool:
+    """Whether what a blocked request waits for is there, as far as is known."""
+    return req.prefetch.done() if req.prefetch is not None else PrefillAdder.is_ready(req)
 
 
 def _mode(prompts: Sequence[Req], decoding: Sequence[Req]) -> ForwardMode:

@@ -28,12 +28,6 @@ MISSES = 16
 _ASKED = 64
 """Blocked requests that are asked for in one step whether they still are, of those that wait for the same."""
 
-
-def _turn_blocked(req: Req) -> tuple[int, int]:
-    order = req.media.order if req.status is ReqStatus.WAITING_FOR_ENCODER else req.arrival
-    return order, req.arrival
-
-
 _REMEMBERED = 4096
 """Counters that are kept of flows without requests."""
 
@@ -247,3 +241,9 @@ class WaitingQueue:
             assert [entry[:2] for entry in blocked] == sorted(entry[:2] for entry in blocked)
         assert not any(req.status.is_blocked for flow in self._flows.values() for _, _, req in flow.waiting)
         assert all(flow.queued for flow in self._flows.values() if flow.waiting or flow.in_progress)
+
+
+def _turn_blocked(req: Req) -> tuple[int, int]:
+    """The order in which what blocked requests wait for comes."""
+    order = req.media.order if req.status is ReqStatus.WAITING_FOR_ENCODER else req.arrival
+    return order, req.arrival

@@ -82,6 +82,7 @@ def _declare(lib: ctypes.CDLL) -> None:
 
 SIGNATURES = {
     "vs_configure": "nn",
+    "vs_threads": ">n",
     # pack.cpp
     "vs_pack_bf16": "pipip",
     "vs_pack_f32": "pipip",

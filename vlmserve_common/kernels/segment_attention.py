@@ -8,6 +8,7 @@ from vlmserve_common.kernels.library import active
 
 BLOCK_PATCHES = 16
 """Patches that are packed together: those of a segment from its begin on."""
+_PIECE_PATCHES = 96
 _LARGEST_DIM = 128
 
 
@@ -19,7 +20,7 @@ def can_attend(qkv: torch.Tensor) -> bool:
 
 
 class SegmentAttention:
-    """Attention inside segments, some patches at a time: `pack` the keys and values of a segment, then `attend`.
+    """Attention inside segments, in several calls: `pack` the keys and values of all, then `attend`.
 
     Queries and keys are turned by their positions; scores are divided by sqrt(dim). What a patch gets depends on its
     own segment only, bit for bit.
@@ -27,6 +28,9 @@ class SegmentAttention:
     qkv [P, 3, heads, dim]; cos and signed sin (`compute.rotary.rotation`) float32 [P, 1, dim]; bounds int64 [segments +
     1] on the CPU: where segments begin among the P patches, and the end of the last. out [P, heads, dim] in the dtype
     of qkv: what is written.
+
+    pieces: how many there are for `attend`: 96 queries of one head, or fewer at the end of a segment; head by head in a
+    segment. threads: that share a call's pieces.
     """
 
     def __init__(
@@ -42,7 +46,10 @@ class SegmentAttention:
         assert all(tensor.is_contiguous() for tensor in (qkv, cos, signed_sin, bounds, out))
         _, _, heads, dim = qkv.shape
         narrow = int(qkv.dtype == torch.bfloat16)
-        blocks = int((bounds.diff() + BLOCK_PATCHES - 1).div(BLOCK_PATCHES, rounding_mode="floor").sum())
+        lengths = bounds.diff()
+        blocks = int((-(-lengths // BLOCK_PATCHES)).sum())
+        self.pieces = int((-(-lengths // _PIECE_PATCHES)).sum()) * heads
+        self.threads: int = lib.vs_threads()
         memory = torch.empty(lib.vs_segment_memory(narrow, heads, dim, blocks), dtype=torch.uint8)
         self._lib = lib
         self._tensors = (qkv, cos, signed_sin, bounds, memory, out)  # kept: the library has their addresses
@@ -64,7 +71,7 @@ class SegmentAttention:
         self._lib.vs_segment_pack(*self._arguments, first, last)
 
     def attend(self, first: int, last: int) -> None:
-        """Let the patches from `first` to `last` attend, whose segments are packed."""
+        """Compute the pieces from number `first` to `last`."""
         self._lib.vs_segment_attend(*self._arguments, first, last, self._tensors[-1].data_ptr())
 
 
@@ -76,5 +83,5 @@ def segment_attention(
     out = qkv.new_empty((count, heads, dim))
     attention = SegmentAttention(qkv, cos, signed_sin, bounds, out)
     attention.pack(0, count)
-    attention.attend(0, count)
+    attention.attend(0, attention.pieces)
     return out

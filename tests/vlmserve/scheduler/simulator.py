@@ -54,7 +54,7 @@ class Setup:
     context: int = 160
     chunk: int = 64
     prefill: int = 256
-    mixed: bool = True
+    mixed: bool = False
     radix: bool = True
     policy: str = "fcfs"
     depth: int = 2
@@ -189,6 +189,17 @@ class SlicedBackend:
         self._batches.clear()
 
 
+class SlicedPool(EncoderPool):
+    """An encoder pool whose backend works in slices."""
+
+    @property
+    def has_work(self) -> bool:
+        return self._backend.has_work
+
+    def work(self, budget_s: float) -> bool:
+        return self._backend.work(budget_s)
+
+
 class Simulation:
     """Runs all that arrives to its end.
 
@@ -207,7 +218,7 @@ class Simulation:
         self.kv = KVCacheManager(allocator, cache, rows)
         worker = FakeWorker(setup.pool + setup.page, setup.rows, max_req_len + setup.page)
         space = setup.space_rows * ROW_BYTES
-        self.encoder = EncoderPool(
+        self.encoder = SlicedPool(
             SlicedBackend(self.clock, setup.costs),
             EmbeddingCache(MemoryTier(space, torch.device("cpu")), None),
             fingerprint=b"tower",
@@ -235,7 +246,7 @@ class Simulation:
             policy=make_policy(setup.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(setup.conservativeness),
             media_keys=MediaKeyTable(),
-            sessions=Sessions(cache, max_sessions=0, timeout_s=0, clock=lambda: self.clock.now),
+            sessions=Sessions(self.kv.prefix_cache, max_sessions=8, timeout_s=60, clock=lambda: self.clock.now),
             send=self._take,
         )
         self.tokens: dict[str, list[int]] = defaultdict(list)

@@ -107,7 +107,7 @@ def test_a_single_request_does_not_wait_for_a_hundred_of_another_client(rows, de
     rng = random.Random(7)
     arrivals = [Arrival(at_s=0.0, message=text(f"many{i}", rng, prompt=30, new=60, client="many")) for i in range(100)]
     one = Arrival(at_s=0.3, message=text("one", rng, prompt=30, new=5, client="one"))
-    simulation = Simulation(Setup(rows=rows, depth=depth, pool=2048), [*arrivals, one]).run()
+    simulation = Simulation(Setup(rows=rows, depth=depth, pool=2048, mixed=True), [*arrivals, one]).run()
     assert len(simulation.finish) == 101
     assert simulation.first_turn["one"] - simulation.arrived_turn["one"] <= 8
 
@@ -166,6 +166,7 @@ def first_tokens_s(others: list[Arrival], depth: int) -> list[float]:
         depth=depth,
         costs=COSTS,
         check=False,
+        mixed=True,
     )
     simulation = Simulation(setup, [*others, *arrivals])
     while not all(message.rid in simulation.first_s for message in texts):

@@ -38,7 +38,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         allocator = TokenToKVPoolAllocator(self.pool, self.page)
-        cache = RadixCache(allocator) if self.radix else ChunkCache(self.page)
+        cache = RadixCache(allocator) if self.radix else ChunkCache(allocator.page_size)
         self.kv = KVCacheManager(allocator, cache, ReqPoolAllocator(self.rows, self.pool + self.page))
         self.running: list[Req] = []
 

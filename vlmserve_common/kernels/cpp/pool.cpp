@@ -157,4 +157,6 @@ void* scratch(int64_t bytes) {
 
 }  // namespace pool
 
+extern "C" int32_t vs_threads() { return int32_t(pool::threads()); }
+
 extern "C" void vs_configure(int32_t threads, int32_t watch_us) { pool::configure(threads, watch_us); }

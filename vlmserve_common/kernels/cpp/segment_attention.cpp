@@ -4,8 +4,8 @@
 // 32-bit units, a pair of bfloat16 or one float. First all keys and values are packed, in blocks of 16 keys, then the
 // queries go through: few of them at a time past some hundred keys, whose scores, weights and sums stay in the core's
 // own caches. The highest score so far is kept, and sums made with a lower one are scaled down (Dao et al. 2022).
-// Every query's sums are made in the same order whatever else is in the batch, and whichever others a call has: packing
-// and attending may be done some patches at a time.
+// Every query's sums are made in the same order whatever else is in the batch. Packing and attending may be done in
+// several calls.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -69,9 +69,9 @@ struct Block {
   int64_t first, end;
 };
 
-// PIECE queries of a head at the most, from `first` to `last`; their segment, and its first block.
+// Up to PIECE queries of a head from `first` on; their segment, and its first block.
 struct Piece {
-  int64_t begin, end, first, last, head, block;
+  int64_t begin, end, first, head, block;
 };
 
 int64_t up_to(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple; }
@@ -224,7 +224,7 @@ INLINE float weigh(const float* scores, int64_t blocks, f32x16 highest, float& s
 template <class Unit, class X>
 void attend(const Attention& a, const Piece& p, const uint32_t* all_keys, const uint32_t* all_values) {
   const Layout<Unit> layout(a);
-  const int64_t rows = p.last - p.first, length = p.end - p.begin, wide = layout.value_blocks;
+  const int64_t rows = std::min(p.end - p.first, PIECE), length = p.end - p.begin, wide = layout.value_blocks;
   auto& memory = *(Memory<Unit>*)pool::scratch(sizeof(Memory<Unit>));
   const int64_t padded = up_to(rows, ROWS) * ROWS;
   std::fill_n(memory.queries + rows * a.dim, (padded - rows) * a.dim, typename Unit::Element(0));
@@ -305,17 +305,18 @@ void pack_some(const Attention& a, const Segments& s, int64_t first, int64_t las
   });
 }
 
-// The queries of the patches from `first` to `last`.
+// The pieces of queries from number `first` to `last`: of a segment, head by head, since a head's share its keys and
+// values.
 template <class Unit, class X>
 void attend_some(const Attention& a, const Segments& s, int64_t first, int64_t last) {
   const Layout<Unit> layout(a);
-  std::vector<Piece> pieces;  // a head's in a row: they share its keys and values
-  int64_t block = 0;
+  std::vector<Piece> pieces;
+  int64_t number = 0, block = 0;
   for (int64_t i = 0; i < s.count; ++i) {
-    const int64_t begin = s.bounds[i], end = s.bounds[i + 1], stop = std::min(end, last);
+    const int64_t begin = s.bounds[i], end = s.bounds[i + 1];
     for (int64_t head = 0; head < a.heads; ++head)
-      for (int64_t at = std::max(begin, first); at < stop; at += PIECE)
-        pieces.push_back({begin, end, at, std::min(at + PIECE, stop), head, block});
+      for (int64_t at = begin; at < end; at += PIECE, ++number)
+        if (number >= first && number < last) pieces.push_back({begin, end, at, head, block});
     block += up_to(end - begin, LANES);
   }
   const uint32_t *keys = s.memory, *values = keys + block * a.heads * layout.keys_block();
@@ -341,7 +342,7 @@ auto by_width(int32_t narrow, Run run) {
 }  // namespace
 
 // For all below: qkv and out are float32 or bfloat16; bounds [segments + 1]: where segments begin, and the end of the
-// last. dim: even, 128 at the most. first, last: patches, among those of the segments.
+// last. dim: even, 128 at the most.
 
 // Bytes of `memory` for so many blocks: 16 patches each, or fewer at the end of a segment.
 extern "C" int64_t vs_segment_memory(int32_t narrow, int64_t heads, int64_t dim, int64_t blocks) {
@@ -352,7 +353,7 @@ extern "C" int64_t vs_segment_memory(int32_t narrow, int64_t heads, int64_t dim,
   });
 }
 
-// Packs keys and values into `memory`, aligned to 64. first: where a block begins; last: too, or the end.
+// Packs keys and values into `memory`, aligned to 64. first, last: patches: where a block begins, or the end.
 extern "C" void vs_segment_pack(int32_t narrow, const void* qkv, const float* cos, const float* signed_sin,
                                 int64_t heads, int64_t dim, const int64_t* bounds, int64_t segments, void* memory,
                                 int64_t first, int64_t last) {
@@ -361,7 +362,8 @@ extern "C" void vs_segment_pack(int32_t narrow, const void* qkv, const float* co
   by_width(narrow, [&]<class Unit, class X>() { pack_some<Unit, X>(a, s, first, last); });
 }
 
-// Once all of a patch's segment is packed.
+// first, last: numbers of pieces, which are 96 queries of one head each, or fewer at the end of a segment; segment by
+// segment, and in one head by head. Once all of their segments is packed.
 extern "C" void vs_segment_attend(int32_t narrow, const void* qkv, const float* cos, const float* signed_sin,
                                   int64_t heads, int64_t dim, const int64_t* bounds, int64_t segments, void* memory,
                                   int64_t first, int64_t last, void* out) {
