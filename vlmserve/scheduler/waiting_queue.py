@@ -26,7 +26,8 @@ LOOKAHEAD = 128
 MISSES = 16
 """Tries without success after which a flow is passed over for the rest of a step: it may not use up those of others."""
 _ASKED = 64
-"""Blocked requests that are asked for in one step whether they still are."""
+"""Blocked requests that are asked for in one step whether they still are, of those that wait for the same."""
+
 _REMEMBERED = 4096
 """Counters that are kept of flows without requests."""
 
@@ -56,18 +57,19 @@ class WaitingQueue:
         self._tickets = count()
         self._counters: dict[str, float] = {}  # of flows without requests
         self._least = 0.0  # the highest counter of a flow when it was tried, being the least
-        self._blocked: list[tuple[tuple[int, int], Req]] = []  # in the order of encoding
+        # by what they wait for, in the order in which it comes: embeddings in that of the encoder, others by arrival
+        self._blocked: dict[ReqStatus, list[tuple[int, int, Req]]] = {}
         self._waiting = 0  # besides these
         self._in_progress = 0
         self._ranked = 0  # in this visit
 
     def __len__(self) -> int:
         """Requests that wait; those in progress do not."""
-        return self._waiting + len(self._blocked)
+        return self._waiting + sum(map(len, self._blocked.values()))
 
     def __iter__(self) -> Iterator[Req]:
         yield from (req for flow in self._flows.values() for _, _, req in flow.waiting)
-        yield from (req for _, req in self._blocked)
+        yield from (req for blocked in self._blocked.values() for _, _, req in blocked)
 
     @property
     def in_progress(self) -> list[Req]:
@@ -77,9 +79,10 @@ class WaitingQueue:
         return sorted((req for flow in self._flows.values() for req in flow.in_progress), key=lambda req: req.arrival)
 
     def first(self) -> Req:
-        """The oldest among the first of each flow and those that are blocked. ValueError if nobody waits."""
+        """The oldest among the first of each flow and of those that are blocked. ValueError if nobody waits."""
         heads = [flow.waiting[0][2] for flow in self._flows.values() if flow.waiting]
-        return min([*heads, *(req for _, req in self._blocked[:1])], key=lambda req: req.arrival)
+        heads += [blocked[0][2] for blocked in self._blocked.values() if blocked]
+        return min(heads, key=lambda req: req.arrival)
 
     # ------------------------------------------------------------ coming and going
 
@@ -116,7 +119,7 @@ class WaitingQueue:
     def remove(self, req: Req) -> None:
         """A request waits no longer."""
         if req.status.is_blocked:
-            del self._blocked[self._blocked_at(req)]
+            del self._blocked[req.status][self._blocked_at(req)]
             return
         flow = self._flows[req.flow]
         at = bisect_left(flow.waiting, self._place(req), key=lambda entry: entry[:2])
@@ -128,13 +131,13 @@ class WaitingQueue:
         """A waiting request is not to be tried before what it waits for is there."""
         self.remove(req)
         req.move_to(status)
-        insort(self._blocked, (_encoded_at(req), req), key=lambda entry: entry[0])
+        insort(self._blocked.setdefault(status, []), (*_turn_blocked(req), req), key=lambda entry: entry[:2])
 
     def unblock(self, is_ready: Callable[[Req], bool]) -> None:
-        """Ask for some of the blocked requests, in the order of encoding, whether they are to be tried again."""
-        ready = [req for _, req in self._blocked[:_ASKED] if is_ready(req)]
+        """Ask for the first of the blocked requests whether they are to be tried again."""
+        ready = [req for blocked in self._blocked.values() for _, _, req in blocked[:_ASKED] if is_ready(req)]
         for req in ready:
-            del self._blocked[self._blocked_at(req)]
+            self.remove(req)
             req.move_to(ReqStatus.WAITING)
             self.add(req)
 
@@ -157,8 +160,9 @@ class WaitingQueue:
         return (self._policy.keys([req])[0] if self._policy.static else (req.turn,)), req.arrival
 
     def _blocked_at(self, req: Req) -> int:
-        at = bisect_left(self._blocked, _encoded_at(req), key=lambda entry: entry[0])
-        assert self._blocked[at][1] is req, req.rid
+        blocked = self._blocked[req.status]
+        at = bisect_left(blocked, _turn_blocked(req), key=lambda entry: entry[:2])
+        assert blocked[at][2] is req, req.rid
         return at
 
     def _enqueue(self, flow: _Flow) -> None:
@@ -232,12 +236,14 @@ class WaitingQueue:
         """Assert that counts are right; for tests."""
         assert self._waiting == sum(len(flow.waiting) for flow in self._flows.values())
         assert self._in_progress == sum(len(flow.in_progress) for flow in self._flows.values())
-        assert all(req.status.is_blocked for _, req in self._blocked)
-        assert [place for place, _ in self._blocked] == sorted(_encoded_at(req) for _, req in self._blocked)
+        for status, blocked in self._blocked.items():
+            assert all(req.status is status and _turn_blocked(req) == (turn, at) for turn, at, req in blocked)
+            assert [entry[:2] for entry in blocked] == sorted(entry[:2] for entry in blocked)
         assert not any(req.status.is_blocked for flow in self._flows.values() for _, _, req in flow.waiting)
         assert all(flow.queued for flow in self._flows.values() if flow.waiting or flow.in_progress)
 
 
-def _encoded_at(req: Req) -> tuple[int, int]:
-    """The order in which requests' media are encoded."""
-    return req.media.order, req.arrival
+def _turn_blocked(req: Req) -> tuple[int, int]:
+    """The order in which what blocked requests wait for comes."""
+    order = req.media.order if req.status is ReqStatus.WAITING_FOR_ENCODER else req.arrival
+    return order, req.arrival

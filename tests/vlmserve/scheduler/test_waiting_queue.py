@@ -284,3 +284,14 @@ def test_blocked_requests_are_not_tried_before_they_are_ready():
     leave(queue, reqs[0])
     assert len(queue) == 199
     queue.check()
+
+
+def test_those_that_wait_for_the_encoder_do_not_hold_up_others_that_are_ready():
+    queue = make_queue()
+    reqs = [make_req(i) for i in range(200)]
+    for req in reqs:
+        queue.arrive(req)
+        queue.block(req, ReqStatus.WAITING_FOR_REMOTE_KV if req.arrival == 150 else ReqStatus.WAITING_FOR_ENCODER)
+    queue.unblock(lambda req: req.status is ReqStatus.WAITING_FOR_REMOTE_KV)
+    assert tries(queue) == [reqs[150]]
+    queue.check()
