@@ -66,7 +66,7 @@ class EngineLoop:
         may_ask = not self._encoder.inline or alone or self._turns % _TURNS_PER_WARMUP == 0
         self._turns += 1
         # behind the requests that are there, and before those to come
-        busy |= self._warmups.advance(order=self.scheduler.encoder_order.behind_all() if may_ask else None)
+        busy |= self._warmups.advance(order=self.scheduler.intake.encoder_order.behind_all() if may_ask else None)
         self._batch_log.step(self.stats, idle=alone)
         if alone and not busy and len(self._warmups) and not self._encoder.busy:
             raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")

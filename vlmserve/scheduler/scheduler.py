@@ -17,18 +17,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from multiprocessing.connection import wait
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.attention.base import ForwardMode
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import DeviceQueue, Work
 from vlmserve.executor.model_worker_batch import ModelWorkerResult
-from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
+from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -38,19 +35,16 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.admission import Admission, may_be_tried
+from vlmserve.scheduler.intake import Intake
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import SchedulerMeter
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.outputs import error, refused, token_output
 from vlmserve.scheduler.policy import SchedulePolicy
-from vlmserve.scheduler.preemption import less_urgent, over_share
-from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
-from vlmserve.scheduler.prefix_leaders import PrefixLeaders
+from vlmserve.scheduler.pool_check import check_pools
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_media import ReqMedia, num_patches
 from vlmserve.scheduler.req_status import ReqStatus
-from vlmserve.scheduler.req_times import ReqTimes
 from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.sessions import Sessions
 from vlmserve.scheduler.step import ModelWorker, StepHandle
@@ -58,7 +52,6 @@ from vlmserve.scheduler.step_costs import StepCosts
 from vlmserve.scheduler.step_results import PartResult, part_results
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 from vlmserve_common.errors import EngineError
-from vlmserve_common.process.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
@@ -92,29 +85,43 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
-        self._clock = clock
         self.meter = SchedulerMeter()
-        self._max_req_len = max_req_len
-        self._eos_token_ids = eos_token_ids
         self.kv = kv
         self.waiting_queue = WaitingQueue(policy)
         self.running_batch = RunningBatch(kv)
         self.encoder = encoder
         self.sessions = sessions
-        self.encoder_order = FairOrder()
-        self.arrivals = 0  # requests that have come so far
+        self.intake = Intake(
+            args,
+            max_req_len=max_req_len,
+            eos_token_ids=eos_token_ids,
+            kv=kv,
+            encoder=encoder,
+            policy=policy,
+            media_keys=media_keys,
+            clock=clock,
+        )
         self._reqs: dict[str, Req] = {}
         self._worker = worker
         self._device = device
-        self._policy = policy
         self._ratio = new_token_ratio
         self._costs = StepCosts(slowdown=args.max_decode_slowdown, max_step_s=args.max_step_s, page_size=args.page_size)
-        self._media_keys = media_keys
+        self._admission = Admission(
+            args,
+            kv=kv,
+            queue=self.waiting_queue,
+            running=self.running_batch,
+            sessions=sessions,
+            costs=self._costs,
+            policy=policy,
+            ratio=new_token_ratio,
+            encoder_order=self.intake.encoder_order,
+            may_retract=self._may_retract,
+            retract=self._retract,
+        )
         self._send = send
         self._in_flight: deque[StepHandle | Work[bool]] = deque()
         self._must_drain = False
-        self._fetches: list[Future[Any]] = []
-        self._wake_up = WakeUp()  # when one of them is done
         self._steps = 0
         self._decode_is_due = False
         self._slice_is_due = False
@@ -132,71 +139,15 @@ class Scheduler:
         if isinstance(message, AbortReq):
             self._abort(message)
             return
-        refusal = self._refusal(message) or self.queue_is_full(also_waiting=also_waiting)
+        refusal = self.intake.refusal(message, self._reqs) or self.queue_is_full(also_waiting=also_waiting)
         if refusal is not None:
             self._send(BatchTokenOutput(outputs=(refused(message, refusal),)))
             return
-        room = self._max_req_len - len(message.input_ids)
-        wanted = message.sampling_params.max_new_tokens
-        order = 0
-        if message.mm_inputs is not None:
-            patches = 0 if message.choice else num_patches(message.mm_inputs)  # the other choices have the same ones
-            order = self.encoder_order.tag(message.client, patches, self.arrivals)
-        req = Req(
-            message,
-            key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys)
-            if message.input_embeds is None
-            else embeds_key(message.input_embeds.digests, self._media_keys),
-            media=ReqMedia(message.mm_inputs, self.encoder, order=order),
-            max_new_tokens=room if wanted is None else min(wanted, room),
-            eos_token_ids=self._eos_token_ids,
-            arrival=self.arrivals,
-            times=ReqTimes(self._clock),
-        )
-        self.arrivals += 1
-        if self._media_keys.is_large:
-            self._trim_media_keys(req)
+        req = self.intake.make(message, self._reqs.values())
         self._prompt_tokens += req.prompt_len
-        req.prefetch = self._begin_prefetch(req)
-        if message.mm_inputs is not None and req.prefetch is None:
-            req.media.hold_from(self.kv.matched_len(req))
         self._reqs[req.rid] = req
         self.waiting_queue.arrive(req)
         self.meter.arrived(req)
-
-    def _begin_prefetch(self, req: Req) -> Future[Any] | None:
-        """What of its prefix is on disk only is read while it waits."""
-        future = self.kv.prefix_cache.prefetch(self.kv.key_of(req), req.namespace)
-        if future is not None:
-            self._fetches.append(future)
-            future.add_done_callback(lambda _: self._wake_up.call())
-        return future
-
-    def _take_fetched(self) -> None:
-        if self._fetches:
-            self._wake_up.take()
-            self._fetches = [future for future in self._fetches if not future.done()]
-            self.kv.prefix_cache.take_fetched()
-
-    def _refusal(self, message: TokenizedGenerateReqInput) -> FinishReason | None:
-        length, limit = len(message.input_ids), self._max_req_len
-        if message.rid in self._reqs:
-            return error(400, f"a request with the id {message.rid!r} is under way")
-        if length == 0:
-            return error(400, "the prompt is empty")
-        if length + (message.sampling_params.max_new_tokens != 0) > limit:
-            return error(
-                400,
-                f"the prompt has {length} tokens and there is room for {limit} tokens of prompt and answer together "
-                "(settings: --max-model-len, --max-total-tokens)",
-            )
-        if message.priority and not self._policy.preempts:
-            return error(
-                400,
-                f"priority is {message.priority}, and priorities are for servers with --schedule-policy priority; this "
-                f"one has {self._args.schedule_policy}",
-            )
-        return None
 
     def queue_is_full(self, *, also_waiting: int = 0) -> FinishReason | None:
         """Why no more requests are taken now; None if they are. also_waiting: as for `handle`."""
@@ -245,22 +196,22 @@ class Scheduler:
         """
         encoded = self._advance_encoder()
         self.sessions.expire()
-        self._take_fetched()
-        self.waiting_queue.unblock(_may_be_tried)
+        self.intake.take_fetched()
+        self.waiting_queue.unblock(may_be_tried)
         batch = self.get_next_batch_to_run()
         if batch is not None:
             self._urgent = None
             self._in_flight.append(self.run_batch(batch))
         sliced = self._encode_slice(batch)
-        if self._in_flight and (batch is None or self._steps_in_flight >= self._device.depth):
+        if self._in_flight and (batch is None or len(self._steps_in_flight) >= self._device.depth):
             self._take_oldest()
         elif batch is None and not encoded and not sliced:
             return self._nothing_to_do(encoder_is_shared)
         return True
 
     @property
-    def _steps_in_flight(self) -> int:
-        return sum(isinstance(work, StepHandle) for work in self._in_flight)
+    def _steps_in_flight(self) -> list[StepHandle]:
+        return [work for work in self._in_flight if isinstance(work, StepHandle)]
 
     def _take_oldest(self) -> None:
         """Wait for the oldest step and what was launched before it, and process its result."""
@@ -299,7 +250,7 @@ class Scheduler:
         """After `step` said False: file descriptors one of which becomes readable when it has something to do again,
         without a message. None if only a message can change that."""
         handles = self.encoder.wait_handles() if self.encoder.busy else []
-        return [*handles, self._wake_up.fd] if self._fetches else handles
+        return [*handles, self.intake.wait_handle] if self.intake.is_fetching else handles
 
     def step_or_wait(self) -> None:
         """`step`, for those who have no messages to attend to: if requests wait for the encoder, wait with them."""
@@ -324,7 +275,7 @@ class Scheduler:
         self._device.close()
         self.encoder.close()
         self.kv.close()
-        self._wake_up.close()
+        self.intake.close()
 
     # ------------------------------------------------------------ deciding
 
@@ -342,7 +293,7 @@ class Scheduler:
         prompts: list[Req] = []
         if not (decoding and (self._decode_is_due or self._slice_is_due)):
             retracted = self._retracted
-            prompts = self._add_prompts(decoding)
+            prompts = self._admission.add_prompts(decoding, self._steps_in_flight)
             if self._retracted != retracted:
                 decoding = self.running_batch.decodable
             if self._must_drain and not prompts:  # somebody's place is taken as soon as nothing is in flight
@@ -363,103 +314,6 @@ class Scheduler:
                 part.req.move_to(ReqStatus.DECODING)
                 self.running_batch.merge(part.req)
         return batch
-
-    def _add_prompts(self, decoding: Sequence[Req]) -> list[Req]:
-        """Chunks of prompts, with their slots: who gets them, and how much."""
-        queue = self.waiting_queue
-        in_progress = queue.in_progress
-        if not in_progress and not len(queue):
-            return []
-        running = self.running_batch.reqs
-        chunk_size, by_time = self._args.chunked_prefill_size, self._costs.chunk_tokens(decoding=bool(decoding))
-        if chunk_size > 0 and by_time is not None:
-            chunk_size = min(chunk_size, by_time)
-        adder = PrefillAdder(
-            self.kv,
-            running=running,
-            in_progress=in_progress,
-            new_token_ratio=self._ratio.value,
-            max_prefill_tokens=self._args.max_prefill_tokens,
-            chunk_size=chunk_size,
-            max_running=self._args.max_running_requests,
-            mixed_decode_tokens=len(decoding) if self._args.enable_mixed_chunk else 0,
-        )
-        leaders = self._prefix_leaders(in_progress)
-
-        begun = dict.fromkeys(in_progress)
-
-        def attempt(req: Req) -> bool:
-            if req in begun:
-                del begun[req]
-                result = self._continue_prompt(adder, req)
-            else:
-                result = self._admit(adder, req, leaders)
-            return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
-
-        queue.visit(attempt)
-        for req in begun:  # a waiting request without a place holds nobody up whose prompt has begun
-            if adder.full:
-                break
-            self._continue_prompt(adder, req)
-        return adder.can_run
-
-    def _prefix_leaders(self, in_progress: Sequence[Req]) -> PrefixLeaders | None:
-        if not self.kv.prefix_cache.shares:
-            return None
-        leaders = PrefixLeaders(self.kv.matched_len, self.kv.key_of, page_size=self.kv.page_size)
-        for req in in_progress:
-            leaders.lead(req)
-        for work in self._in_flight:
-            if isinstance(work, StepHandle):
-                for part in work.batch.prompts:
-                    if not part.req.is_finished and part.completes:  # others are in progress
-                        leaders.lead(part.req)
-        return leaders
-
-    def _continue_prompt(self, adder: PrefillAdder, req: Req) -> AddReqResult:
-        """The next chunk of a prompt in progress; running requests are retracted if it has no slots otherwise."""
-        result = adder.add_chunked_req(req)
-        while result is AddReqResult.NO_TOKEN:
-            if not self.sessions.release_oldest():
-                if not len(self.running_batch) or not self._may_retract():
-                    break
-                self._retract(self.running_batch.retract_decode())
-            result = adder.add_chunked_req(req)
-        if result is AddReqResult.CONTINUE:
-            self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
-        return result
-
-    def _admit(self, adder: PrefillAdder, req: Req, leaders: PrefixLeaders | None) -> AddReqResult:
-        """A waiting request's first chunk; it may take the place of one that runs."""
-        if req.prefetch is not None:
-            if not req.prefetch.done():
-                return self._wait_for(req, ReqStatus.WAITING_FOR_REMOTE_KV)
-            req.prefetch = None
-            req.media.hold_from(self.kv.matched_len(req))
-        if not adder.is_ready(req):
-            return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
-        if leaders is not None and leaders.must_wait(req):
-            return AddReqResult.NOT_READY
-        result = adder.add_one_req(req)
-        while result is AddReqResult.NO_TOKEN and self.sessions.release_oldest():
-            result = adder.add_one_req(req)
-        if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and self._preempt_for(req):
-            return AddReqResult.OTHER  # it comes next
-        if result is AddReqResult.NOT_READY:
-            return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
-        if result is AddReqResult.CONTINUE:
-            self.waiting_queue.remove(req)
-            if req.waited_for_encoder:
-                self.encoder_order.encoded(req.media.order)
-            req.move_to(ReqStatus.PREFILLING)
-            self.waiting_queue.set_in_progress(req, True)
-            self.waiting_queue.charge(req, req.kv_allocated_len - req.kv_len)
-        return result
-
-    def _wait_for(self, req: Req, status: ReqStatus) -> AddReqResult:
-        req.waited_for_encoder |= status is ReqStatus.WAITING_FOR_ENCODER
-        self.waiting_queue.block(req, status)
-        return AddReqResult.NOT_READY
 
     def _prepare_for_decode(self, reqs: list[Req], *, alone: bool) -> list[Req]:
         """Slots for the next token of each running request; who gets one. If slots are short, requests are retracted,
@@ -492,20 +346,6 @@ class Scheduler:
         self._must_drain = bool(self._in_flight)
         return not self._must_drain
 
-    def _preempt_for(self, req: Req) -> bool:
-        """Whether a running request gives its place up for one that waits, now or when no step is in flight."""
-        running = self.running_batch.reqs
-        if self._policy.preempts:
-            victim = less_urgent(req, running)
-        else:
-            victim = over_share(req, running, self._args.max_running_requests)
-        if victim is None:
-            return False
-        if self._may_retract():
-            self.running_batch.remove(victim)
-            self._retract(victim)
-        return True
-
     def _retract(self, req: Req) -> None:
         """Let a request wait again, which is in no list of those that run any more. Its tokens stay known, its KV stays
         cached until evicted, and it will go on as if nothing had happened."""
@@ -524,7 +364,7 @@ class Scheduler:
         """When no request can be computed: the encoder is to wait for, or requests block each other. Whether another
         step may get on."""
         tried, self._urgent = self._urgent, None
-        if self.encoder.working or self._fetches:
+        if self.encoder.working or self.intake.is_fetching:
             return False
         # With nothing running, the first in line lacks either embeddings, for which there is no room, or KV slots.
         in_progress = self.waiting_queue.in_progress
@@ -618,10 +458,8 @@ class Scheduler:
             outputs.append(self._take_token(req, brought))
         if outputs:
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
-        for work in self._in_flight:
-            if isinstance(work, StepHandle):  # the tokens that the next step is sampled by have come
-                work.sample()
-                break
+        for step in self._steps_in_flight[:1]:  # the tokens that it is sampled by have come
+            step.sample()
 
     def _take_token(self, req: Req, brought: PartResult) -> TokenOutput:
         """The token that a step made of a request's last ones, or its end, if it is to have none."""
@@ -645,36 +483,15 @@ class Scheduler:
 
     # ------------------------------------------------------------ state
 
-    def _trim_media_keys(self, newcomer: Req) -> None:
-        """Forget media that neither a cached prefix nor a request holds."""
-        live = self.kv.prefix_cache.live_keys()
-        for req in [newcomer, *self._reqs.values()]:
-            live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
-        self._media_keys.retain(live)
-
     def flush_cache(self) -> int:
         """Forget every cached prefix that no request uses, those of sessions, too; returns how many tokens they had."""
         self.sessions.release_all()
         return self.kv.prefix_cache.reset()
 
     def check_pools(self, *, encoder_is_shared: bool = False) -> None:
-        """When idle: free + cached-and-unlocked = total, for KV slots, the request pool and, unless it is shared, the
-        encoder's memory; else EngineError."""
-        stats = self.stats()
-        problems = []
-        if stats.kv_locked_tokens and not len(self.sessions):
-            problems.append(f"{stats.kv_locked_tokens} KV slots are locked")
-        free, total = stats.kv_free_tokens, stats.kv_total_tokens
-        cached = stats.kv_cached_tokens + stats.kv_locked_tokens
-        if free + cached != total:
-            problems.append(f"{free} free + {cached} cached KV slots are not {total}")
-        if stats.req_pool_free != stats.req_pool_total:
-            problems.append(f"{stats.req_pool_free} of {stats.req_pool_total} places in the request pool are free")
-        held = self.encoder.cache.device.held_bytes
-        if held and not encoder_is_shared:
-            problems.append(f"{held} bytes of embeddings are held")
-        if problems:
-            raise EngineError("idle, but " + "; ".join(problems))
+        """See `pool_check`. encoder_is_shared: see `step`."""
+        held = 0 if encoder_is_shared else self.encoder.cache.device.held_bytes
+        check_pools(self.stats(), held_bytes=held, sessions=len(self.sessions))
 
     def stats(self) -> SchedulerStats:
         """Plain figures of this moment."""
@@ -698,11 +515,6 @@ class Scheduler:
             forward_steps_total=self._steps,
             steps=self.meter.stats(),
         )
-
-
-def _may_be_tried(req: Req) -> bool:
-    """Whether what a blocked request waits for is there, as far as is known."""
-    return req.prefetch.done() if req.prefetch is not None else PrefillAdder.is_ready(req)
 
 
 def _mode(prompts: Sequence[Req], decoding: Sequence[Req]) -> ForwardMode:

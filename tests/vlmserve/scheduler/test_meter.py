@@ -18,7 +18,7 @@ class TimedRig(Rig):
         self.now = 0.0
         self.stages: dict[str, list[StageTimes | None]] = {}
         super().__init__(knobs)
-        self.scheduler._clock = lambda: self.now
+        self.scheduler.intake._clock = lambda: self.now
 
     def take(self, message: BatchTokenOutput) -> None:
         super().take(message)

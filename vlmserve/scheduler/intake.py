@@ -1,0 +1,136 @@
+"""From messages to requests, with what is begun for them at once: encoding, and reading of prefixes from disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from vision.encoder_pool import EncoderPool
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
+from vlmserve.messages import FinishReason, TokenizedGenerateReqInput
+from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.outputs import error
+from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.req import Req
+from vlmserve.scheduler.req_media import ReqMedia, num_patches
+from vlmserve.scheduler.req_times import ReqTimes
+from vlmserve_common.process.wake_up import WakeUp
+
+
+class Intake:
+    """max_req_len: tokens of prompt and answer of one request together, at most. encoder_order: turns of clients."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        *,
+        max_req_len: int,
+        eos_token_ids: frozenset[int],
+        kv: KVCacheManager,
+        encoder: EncoderPool,
+        policy: SchedulePolicy,
+        media_keys: MediaKeyTable,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.encoder_order = FairOrder()
+        self.arrivals = 0  # requests that have come so far
+        self._args = args
+        self._max_req_len = max_req_len
+        self._eos_token_ids = eos_token_ids
+        self._kv = kv
+        self._encoder = encoder
+        self._policy = policy
+        self._media_keys = media_keys
+        self._clock = clock
+        self._fetches: list[Future[Any]] = []
+        self._wake_up = WakeUp()  # when one of them is done
+
+    def refusal(self, message: TokenizedGenerateReqInput, known: Container[str]) -> FinishReason | None:
+        """Why a request can never run; None if it may. known: the ids of those that are here."""
+        length, limit = len(message.input_ids), self._max_req_len
+        if message.rid in known:
+            return error(400, f"a request with the id {message.rid!r} is under way")
+        if length == 0:
+            return error(400, "the prompt is empty")
+        if length + (message.sampling_params.max_new_tokens != 0) > limit:
+            return error(
+                400,
+                f"the prompt has {length} tokens and there is room for {limit} tokens of prompt and answer together "
+                "(settings: --max-model-len, --max-total-tokens)",
+            )
+        if message.priority and not self._policy.preempts:
+            return error(
+                400,
+                f"priority is {message.priority}, and priorities are for servers with --schedule-policy priority; this "
+                f"one has {self._args.schedule_policy}",
+            )
+        return None
+
+    def make(self, message: TokenizedGenerateReqInput, others: Iterable[Req]) -> Req:
+        """The request of a message; its media are on their way. others: all that are here."""
+        room = self._max_req_len - len(message.input_ids)
+        wanted = message.sampling_params.max_new_tokens
+        order = 0
+        if message.mm_inputs is not None:
+            patches = 0 if message.choice else num_patches(message.mm_inputs)  # the other choices have the same ones
+            order = self.encoder_order.tag(message.client, patches, self.arrivals)
+        req = Req(
+            message,
+            key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys)
+            if message.input_embeds is None
+            else embeds_key(message.input_embeds.digests, self._media_keys),
+            media=ReqMedia(message.mm_inputs, self._encoder, order=order),
+            max_new_tokens=room if wanted is None else min(wanted, room),
+            eos_token_ids=self._eos_token_ids,
+            arrival=self.arrivals,
+            times=ReqTimes(self._clock),
+        )
+        self.arrivals += 1
+        if self._media_keys.is_large:
+            self._trim_media_keys([req, *others])
+        req.prefetch = self._begin_prefetch(req)
+        if message.mm_inputs is not None and req.prefetch is None:
+            req.media.hold_from(self._kv.matched_len(req))
+        return req
+
+    def _begin_prefetch(self, req: Req) -> Future[Any] | None:
+        """What of its prefix is on disk only is read while it waits."""
+        future = self._kv.prefix_cache.prefetch(self._kv.key_of(req), req.namespace)
+        if future is not None:
+            self._fetches.append(future)
+            future.add_done_callback(lambda _: self._wake_up.call())
+        return future
+
+    def take_fetched(self) -> None:
+        """Let the prefix cache know what was read since."""
+        if self._fetches:
+            self._wake_up.take()
+            self._fetches = [future for future in self._fetches if not future.done()]
+            self._kv.prefix_cache.take_fetched()
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether prefixes are being read."""
+        return bool(self._fetches)
+
+    @property
+    def wait_handle(self) -> int:
+        """A file descriptor that becomes readable when one of them has been."""
+        return self._wake_up.fd
+
+    def close(self) -> None:
+        """Let go of that."""
+        self._wake_up.close()
+
+    def _trim_media_keys(self, reqs: Iterable[Req]) -> None:
+        """Forget media that neither a cached prefix nor a request holds."""
+        live = self._kv.prefix_cache.live_keys()
+        for req in reqs:
+            live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
+        self._media_keys.retain(live)
