@@ -27,7 +27,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
     chat = await read_body(request, ChatCompletionRequest, served.settings)
     served.check_name(chat.model)
-    own_id = name_answer(request, "chatcmpl")
+    own_id = name_answer(request, "chatcmpl", chat.rid)
     head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=chat.model)
     request.state.asked = asked_of(chat)
     find_file = served.files.for_owner(owner_of(request))

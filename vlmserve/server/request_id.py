@@ -30,12 +30,13 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-def name_answer(request: Request, kind: str) -> str:
-    """The id of a request's answer, unlike any other; from here on the log has it, unless the client gave one."""
+def name_answer(request: Request, kind: str, rid: str | None = None) -> str:
+    """The id of a request's answer, unlike any other; from here on the log has it, unless the client gave one, in its
+    header or as the request's `rid`."""
     given = getattr(request.state, "given_request_id", None)
     if given is not None:
         return f"{kind}-{given}-{uuid.uuid4().hex[:8]}"
-    name = new_id(kind)
+    name = new_id(kind) if rid is None else rid
     request.state.request_id = name
     request_id.set(name)
-    return name
+    return name if rid is None else f"{kind}-{rid}-{uuid.uuid4().hex[:8]}"

@@ -10,7 +10,7 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,12 @@ class FakeScheduler:
     def step(self) -> bool:
         return False
 
+    def drain(self) -> None:
+        pass
+
+    def on_device(self, run: Callable[[], Any]) -> Any:
+        return run()
+
     def stats(self) -> SchedulerStats:
         return make_stats(num_running_reqs=len(self._tasks))
 
@@ -168,7 +174,7 @@ class FakeScheduler:
                 finish = FinishReason(type="length")
             output = self._output(request.rid, (token,), finish, length, index + 1)
             if index == 0:
-                output = replace(output, first=True, stop=params.stop, skip_special_tokens=params.skip_special_tokens)
+                output = output._replace(first=True, stop=params.stop, skip_special_tokens=params.skip_special_tokens)
             if request.num_logprobs is not None:
                 top = tuple((token + i) % self.tokenizer.num_ids for i in range(request.num_logprobs))
                 entry = TokenLogprobs(
@@ -177,9 +183,9 @@ class FakeScheduler:
                     top_ids=top,
                     top_logprobs=tuple(-0.5 - i for i in range(request.num_logprobs)),
                 )
-                output = replace(output, logprobs=(entry,))
+                output = output._replace(logprobs=(entry,))
             if index == 0 or finish is not None:
-                output = replace(output, stages=self._stages(request, index))
+                output = output._replace(stages=self._stages(request, index))
             if finish is not None:
                 del self._tasks[request.rid]
             self._deliver(output)

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served
 from vlmserve.server.request_log import requests
+from vlmserve.tokenizer.live_requests import Admission
 from vlmserve_common.logs import configure_logging, request_id
 
 URL = "/v1/chat/completions"
@@ -28,9 +29,9 @@ def test_the_clients_own_is_kept_and_the_engines_are_different(client: TestClien
 
 
 @pytest.mark.parametrize("status", [400, 404, 429])
-def test_errors_have_it_too(client: TestClient, served: Served, status: int) -> None:
+def test_errors_have_it_too(client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     body = {400: {**BODY, "temperature": 9}, 404: {**BODY, "model": "other"}, 429: {**BODY, "n": 128}}[status]
-    served.frontend.manager._max_pending = 1
+    monkeypatch.setattr(served.frontend.manager._live, "_admission", Admission(max_pending=1, setting="--x"))
     reply = client.post(URL, json=body, headers={"X-Request-Id": "mine"})
     assert reply.status_code == status
     assert reply.headers["X-Request-Id"] == "mine"
