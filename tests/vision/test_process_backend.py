@@ -285,8 +285,8 @@ def test_closing_ends_workers_whatever_they_do(fakes, caplog, stopped):
         fake.backend.start(0, batch(number, LARGE, order=what))
     began = time.monotonic()
     fake.backend.close()
-    assert time.monotonic() - began < (STOP_PATIENCE_S + 2 if stopped else STOP_PATIENCE_S)
-    assert ("the encoder worker on cuda:0 does not stop: killing it" in caplog.text) == stopped
+    assert time.monotonic() - began < STOP_PATIENCE_S
+    assert "killing it" not in caplog.text
     fake.backend.start(0, batch(2))  # after the end: nothing
     fake.backend.close()
 
