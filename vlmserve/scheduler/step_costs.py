@@ -9,7 +9,7 @@ from __future__ import annotations
 
 _SMOOTH = 0.2
 _MIN_SLICE_S = 0.002
-_MIN_IDLE_SLICE_S = 0.005
+_MIN_IDLE_SLICE_S = 0.05  # shorter ones are cut into smaller pieces, which cost more
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 1.25
 _MARGIN = 0.85
 _LEAST_TOKENS = 16  # fewer cost about as much
@@ -61,7 +61,7 @@ class StepCosts:
 
     def slice_s(self, *, decoding: bool) -> float:
         """Seconds of encoding before the next step."""
-        if not decoding:  # short ones cost nothing, and a newcomer waits for one: no longer than its own step, about
+        if not decoding:  # a newcomer waits for one: no longer than its own step, about
             most = self._max_step_s or float("inf")
             return most if self._decode_s is None else min(max(self._decode_s, _MIN_IDLE_SLICE_S), most)
         if not self._slowdown:
