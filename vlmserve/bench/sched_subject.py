@@ -110,6 +110,7 @@ class _InstantQueue(InlineQueue):
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.least_reqs = 0
 
 
 class Subject:

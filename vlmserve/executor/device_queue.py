@@ -26,12 +26,17 @@ class Work(Protocol[T_co]):
 
 
 class DeviceQueue(Protocol):
-    """depth: how many steps are worth having in flight."""
+    """depth: how many steps are worth having in flight, if they have `least_reqs` requests or more."""
 
     depth: int
+    least_reqs: int
 
     def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
         """Have `run(*args)` done, after all that was submitted before."""
+        ...
+
+    def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
+        """The same at once, by the caller, who has waited for all that was submitted before."""
         ...
 
     def close(self) -> None:
@@ -57,6 +62,11 @@ class InlineQueue:
     """Does everything at once, in the caller's thread."""
 
     depth = 1
+    least_reqs = 0
+
+    def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
+        """See `DeviceQueue`."""
+        return _Done(run, args)
 
     def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
         """See `DeviceQueue`."""
@@ -92,14 +102,22 @@ class _Later(Generic[T]):
 
 
 class ThreadQueue:
-    """Does everything in a thread of its own, while the caller prepares the next step. started: called there first."""
+    """Does everything in a thread of its own, while the caller prepares the next step. started: called there first.
+
+    For a step of few requests handing over takes longer than what it hides.
+    """
 
     depth = 2
+    least_reqs = 4
 
     def __init__(self, started: Callable[[], None] | None = None) -> None:
         self._queue: queue.SimpleQueue[_Later[Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(started,), name="device", daemon=True)
         self._thread.start()
+
+    def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
+        """See `DeviceQueue`."""
+        return _Done(run, args)
 
     def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
         """See `DeviceQueue`."""

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.attention.base import ForwardMode
@@ -203,7 +203,7 @@ class Scheduler:
             self._urgent = None
             self._in_flight.append(self.run_batch(batch))
         sliced = self._encode_slice(batch)
-        if self._in_flight and (batch is None or len(self._steps_in_flight) >= self._device.depth):
+        if self._in_flight and (batch is None or len(self._steps_in_flight) >= self._depth):
             self._take_oldest()
         elif batch is None and not encoded and not sliced:
             return self._nothing_to_do(encoder_is_shared)
@@ -212,6 +212,15 @@ class Scheduler:
     @property
     def _steps_in_flight(self) -> list[StepHandle]:
         return [work for work in self._in_flight if isinstance(work, StepHandle)]
+
+    @property
+    def _depth(self) -> int:
+        return self._device.depth if len(self.running_batch) >= self._device.least_reqs else 1
+
+    def _submit(self, reqs: int) -> Callable[..., Work[Any]]:
+        """How work for so many requests goes to the device."""
+        overlaps = reqs >= self._device.least_reqs or self._in_flight
+        return self._device.submit if overlaps else self._device.here
 
     def _take_oldest(self) -> None:
         """Wait for the oldest step and what was launched before it, and process its result."""
@@ -396,7 +405,8 @@ class Scheduler:
         if batch is not None and batch.prompt_tokens and decoding:
             self._slice_is_due = True
             return False
-        self._in_flight.append(self._device.submit(self.encoder.work, self._costs.slice_s(decoding=decoding)))
+        submit, seconds = self._submit(len(self.running_batch)), self._costs.slice_s(decoding=decoding)
+        self._in_flight.append(submit(self.encoder.work, seconds))
         return True
 
     def _fail_unencodable(self, failures: dict[bytes, str]) -> bool:
@@ -416,7 +426,7 @@ class Scheduler:
         self._steps += 1
         self.meter.step(batch)
         try:
-            return StepHandle(self._device, self._worker, batch, self._steps)
+            return StepHandle(self._submit(len(batch)), self._worker, batch, self._steps)
         except BaseException as failure:  # interrupted: nothing of the step may stay behind
             self._fail(batch, failure)
             raise

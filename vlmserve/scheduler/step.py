@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from vlmserve.executor.device_queue import DeviceQueue, Work
+from vlmserve.executor.device_queue import Work
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 
@@ -25,20 +26,23 @@ class StepHandle:
     """Launches a step on the device: first its forward pass, and then its sampling, which may have to wait for the
     tokens of the step before."""
 
-    def __init__(self, device: DeviceQueue, worker: ModelWorker, batch: ScheduleBatch, number: int) -> None:
+    def __init__(
+        self, submit: Callable[..., Work[Any]], worker: ModelWorker, batch: ScheduleBatch, number: int
+    ) -> None:
+        """submit: to the device, see `DeviceQueue`."""
         self.batch = batch
         self.number = number
-        self._device = device
+        self._submit = submit
         self._worker = worker
         self._sampled: Work[ModelWorkerResult] | None = None
-        self._forwarded = device.submit(worker.forward, batch.get_model_worker_batch(number))
+        self._forwarded = submit(worker.forward, batch.get_model_worker_batch(number))
         if not batch.samples_late:
             self.sample()
 
     def sample(self) -> None:
         """Have it sampled by what is known now, unless that was done."""
         if self._sampled is None:
-            self._sampled = self._device.submit(self._sample, self.batch.sampling_info())
+            self._sampled = self._submit(self._sample, self.batch.sampling_info())
 
     def result(self) -> ModelWorkerResult:
         """What came of it; raises what it raised. Waits for it."""

@@ -24,12 +24,17 @@ class _Lazy:
 class LazyQueue:
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.least_reqs = depth
         self.waiting: deque[_Lazy] = deque()
 
     def submit(self, run, *args) -> _Lazy:
         work = _Lazy(self, run, args)
         self.waiting.append(work)
         return work
+
+    def here(self, run, *args):
+        assert not self.waiting, "what was submitted has to be waited for before"
+        return InlineQueue().submit(run, *args)
 
     def close(self) -> None:
         while self.waiting:

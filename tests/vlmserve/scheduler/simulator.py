@@ -106,6 +106,7 @@ class SimulatedQueue:
     def __init__(self, clock: Clock, depth: int) -> None:
         self.clock = clock
         self.depth = depth
+        self.least_reqs = 0
         self.waiting: deque[_Pending] = deque()
 
     def submit(self, run, *args) -> _Pending:
