@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from vlmserve.control_messages import (
     AbortRequestsReq,
@@ -30,13 +29,11 @@ from vlmserve.messages import AbortReq, SchedulerStats
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-
 
 class ControlledEngine(Protocol):
     """What control asks of the engine: an `EngineLoop`, or a `Scheduler` alone.
 
-    step, drain, on_device: see `Scheduler`. flush_cache: returns how many cached tokens it forgot.
+    step, drain: see `Scheduler`. flush_cache: returns how many cached tokens it forgot.
     """
 
     def handle(self, message: AbortReq) -> None: ...
@@ -44,8 +41,6 @@ class ControlledEngine(Protocol):
     def step(self) -> bool: ...
 
     def drain(self) -> None: ...
-
-    def on_device(self, run: Callable[[], _T]) -> _T: ...
 
     def stats(self) -> SchedulerStats: ...
 
@@ -85,8 +80,8 @@ class EngineControl:
             self._engine.drain()
             return False
         busy = self._engine.step()
-        if busy and self._profiler.recording:
-            self._engine.on_device(self._profiler.step_done)
+        if busy:
+            self._profiler.step_done()
         return busy
 
     def handle(self, message: ControlRequest) -> ControlResult:
@@ -134,9 +129,7 @@ class EngineControl:
         if self._profiler.recording:
             raise _RefusedError(f"a profile is being recorded already ({self._profiler.steps} steps so far)")
         try:
-            folder = Path(message.folder)
-            # of what the thread does that starts it
-            path = self._engine.on_device(lambda: self._profiler.start(folder, message.steps, message.activities))
+            path = self._profiler.start(Path(message.folder), message.steps, message.activities)
         except OSError as error:
             raise _RefusedError(f"{message.folder} cannot be written to: {error} (setting --profile-dir)") from None
         except KeyError as error:
@@ -146,7 +139,7 @@ class EngineControl:
     def _stop_profile(self, _: StopProfileReq) -> ProfileResult:
         if not self._profiler.recording:
             raise _RefusedError("no profile is being recorded")
-        return ProfileResult(path=str(self._engine.on_device(self._profiler.stop)), steps=self._profiler.steps)
+        return ProfileResult(path=str(self._profiler.stop()), steps=self._profiler.steps)
 
     def _abort(self, message: AbortRequestsReq) -> AbortRequestsResult:
         for rid in message.rids:

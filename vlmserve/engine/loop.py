@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.encoder_warmups import EncoderWarmups
@@ -20,7 +19,6 @@ from vlmserve.scheduler.batch_log import BatchLog
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import EngineError
 
-_T = TypeVar("_T")
 # An encoder in this process takes its time from requests: beside them, media that are encoded ahead of time come in at
 # every so many turns.
 _TURNS_PER_WARMUP = 16
@@ -75,10 +73,6 @@ class EngineLoop:
     def drain(self) -> None:
         """See `Scheduler.drain`."""
         self.scheduler.drain()
-
-    def on_device(self, run: Callable[[], _T]) -> _T:
-        """See `Scheduler.on_device`."""
-        return self.scheduler.on_device(run)
 
     def flush_cache(self) -> int:
         """See `Scheduler.flush_cache`."""

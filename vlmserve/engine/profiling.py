@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """One recording at a time. All methods are called in the thread that computes, between steps.
+    """One recording at a time, of all threads of the process. All methods are called in one thread, between turns.
 
     name: the process's, in file names. clock: Unix time in seconds.
     """
@@ -50,7 +50,9 @@ class Profiler:
             available["GPU"] = torch.profiler.ProfilerActivity.CUDA
         wanted = [available[name] for name in activities or available]
         self._path.touch()  # what cannot be written is known now
-        recording = torch.profiler.profile(activities=wanted)
+        # A step is computed by the scheduler's thread or by the device's.
+        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+        recording = torch.profiler.profile(activities=wanted, experimental_config=every_thread)
         recording.start()
         self._recording, self._steps, self._most = recording, 0, steps
         log.info("profiling %s into %s", "until it is stopped" if steps is None else f"{steps} steps", self._path)

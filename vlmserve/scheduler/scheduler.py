@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
-from typing import Any, TypeVar
+from typing import Any
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.attention.base import ForwardMode
@@ -55,7 +55,6 @@ from vlmserve_common.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _OUTPUT_COST = 2.0
 """What a generated token counts in a flow's turns, where a prompt token counts 1 (as in the paper; see there)."""
 
@@ -269,10 +268,6 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether no request is waiting, being computed or decoding, and no step in flight."""
         return not self._reqs and not self._in_flight
-
-    def on_device(self, run: Callable[[], _T]) -> _T:
-        """Have something done where steps are computed, after those in flight."""
-        return self._device.submit(run).result()
 
     def drain(self) -> None:
         """Take what is in flight, and launch nothing."""

@@ -37,9 +37,6 @@ class FakeEngine:
     def drain(self) -> None:
         pass
 
-    def on_device(self, run):
-        return run()
-
     def step(self) -> bool:
         self.steps += 1
         return self.busy

@@ -134,9 +134,6 @@ class FakeScheduler:
     def drain(self) -> None:
         pass
 
-    def on_device(self, run: Callable[[], Any]) -> Any:
-        return run()
-
     def stats(self) -> SchedulerStats:
         return make_stats(num_running_reqs=len(self._tasks))
 
