@@ -98,7 +98,23 @@ class PrefixCache(Protocol):
         """The media pad values (negative ids) in cached keys, for `MediaKeyTable.retain`. O(cached tokens)."""
 
 
-class ChunkCache:
+class DeviceOnly:
+    """A prefix cache, as far as it concerns other tiers than the device: there are none."""
+
+    def load_back(self, match: MatchResult) -> MatchResult:
+        return match
+
+    def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
+        return None
+
+    def take_fetched(self) -> int:
+        return 0
+
+    def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
+        return ()
+
+
+class ChunkCache(DeviceOnly):
     """No prefix cache: a request's slots stay its own from allocation to free, however many chunks it comes in."""
 
     shares = False
@@ -115,18 +131,6 @@ class ChunkCache:
 
     def path_ids(self, key: np.ndarray, namespace: bytes = b"") -> list[int]:
         return []
-
-    def load_back(self, match: MatchResult) -> MatchResult:
-        return match
-
-    def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
-        return None
-
-    def take_fetched(self) -> int:
-        return 0
-
-    def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
-        return ()
 
     def insert(self, key: np.ndarray, values: np.ndarray, namespace: bytes = b"", *, priority: int = 0) -> int:
         return 0

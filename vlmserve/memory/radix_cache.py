@@ -5,20 +5,16 @@ Keys in, KV slots and opaque handles out: it never sees a request.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import numpy as np
-import torch
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.eviction import EvictionQueue, eviction_policy
-from vlmserve.memory.kv_transfer import KVCopyJob
-from vlmserve.memory.prefix_cache import MatchResult
+from vlmserve.memory.prefix_cache import DeviceOnly, MatchResult
 from vlmserve.memory.radix_tree import NO_SLOTS, RadixNode, RadixTree
 from vlmserve_common.errors import EngineError
 
 
-class RadixCache:
+class RadixCache(DeviceOnly):
     """Who owns a slot: the cache owns what `insert` gave it until `evict` or `reset` frees it through the allocator.
 
     See `PrefixCache` for the methods. Only whole pages are kept.
@@ -52,18 +48,6 @@ class RadixCache:
 
     def path_ids(self, key: np.ndarray, namespace: bytes = b"") -> list[int]:
         return [id(node) for node, common in self._tree.walk(key, namespace) if common]
-
-    def load_back(self, match: MatchResult) -> MatchResult:
-        return match
-
-    def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
-        return None
-
-    def take_fetched(self) -> int:
-        return 0
-
-    def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
-        return ()
 
     def insert(self, key: np.ndarray, values: np.ndarray, namespace: bytes = b"", *, priority: int = 0) -> int:
         length = self._tree.whole_pages(len(key))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class RunningBatch:
 
 
 class ScheduleBatch:
-    """One step: whose tokens, and which. The slots are allocated before (`PrefillAdder`, `prepare_for_decode`); making
+    """One step: whose tokens, and which. The slots are allocated before (`PrefillAdder`, `extend_by_one`); making
     a batch advances the lengths of its requests as if it had been computed.
 
     beside: requests decode, in it or not. sampling: kept from step to step by those who make them.
@@ -205,21 +205,25 @@ def _req_pool_idx(req: Req) -> int:
     return req.req_pool_idx
 
 
-def _mm_embeds(spans: Sequence[tuple[Req, int, int]]) -> tuple[MMEmbeds, ...]:
-    found: list[MMEmbeds] = []
-    at = 0
-    for req, start, end in spans:
-        found += req.media.embeds(start, end, at=at)
-        at += end - start
-    return tuple(found)
+_Span: TypeAlias = tuple[Req, int, int]
+"""Tokens [start, end) of a request."""
 
 
-def _input_embeds(spans: Sequence[tuple[Req, int, int]]) -> tuple[MMEmbeds, ...]:
-    found: list[MMEmbeds] = []
+def _placed(spans: Sequence[_Span]) -> Iterator[tuple[Req, int, int, int]]:
+    """Spans, each with the batch token that it begins at."""
     at = 0
     for req, start, end in spans:
-        given = req.input_embeds
-        if given is not None and start < req.prompt_len:
-            found.append(MMEmbeds(token=at, embeds=torch.from_numpy(np.array(given.rows[start:end]))))
+        yield req, start, end, at
         at += end - start
-    return tuple(found)
+
+
+def _mm_embeds(spans: Sequence[_Span]) -> tuple[MMEmbeds, ...]:
+    return tuple(part for req, start, end, at in _placed(spans) for part in req.media.embeds(start, end, at=at))
+
+
+def _input_embeds(spans: Sequence[_Span]) -> tuple[MMEmbeds, ...]:
+    return tuple(
+        MMEmbeds(token=at, embeds=torch.from_numpy(np.array(req.input_embeds.rows[start:end])))
+        for req, start, end, at in _placed(spans)
+        if req.input_embeds is not None and start < req.prompt_len
+    )

@@ -125,7 +125,7 @@ class Scheduler:
         self._decode_is_due = False
         self._slice_is_due = False
         self._urgent: bytes | None = None
-        self._prompt_tokens = self._cached_tokens = self._generated = 0
+        self._prompt_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
 
     # ------------------------------------------------------------ messages
@@ -179,9 +179,10 @@ class Scheduler:
         req.finish(reason)
         req.media.release()
         if req.req_pool_idx is not None:
-            key = req.radix_key(req.kv_committed_len)
+            goes_on = req.session_id and reason.type in ("stop", "length")
+            key = req.radix_key(req.kv_committed_len) if goes_on else None
             self.kv.release(req)
-            if req.session_id and reason.type in ("stop", "length"):
+            if key is not None:
                 self.sessions.keep(req.session_id, key, req.namespace)
         del self._reqs[req.rid]
 
@@ -455,7 +456,6 @@ class Scheduler:
             if not part.completes:
                 continue
             if not part.output_index:
-                self._cached_tokens += req.cached_tokens
                 self.meter.first_token(req)
             if brought.failure is not None:
                 self._cut_off(req, error(500, brought.failure))
@@ -501,6 +501,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Plain figures of this moment."""
         allocator, cache, req_pool = self.kv.allocator, self.kv.prefix_cache, self.kv.req_pool
+        steps = self.meter.stats()
         return SchedulerStats(
             num_running_reqs=len(self._reqs) - len(self.waiting_queue),
             num_waiting_reqs=len(self.waiting_queue),
@@ -511,14 +512,14 @@ class Scheduler:
             req_pool_total=req_pool.size,
             req_pool_free=req_pool.available_size(),
             prompt_tokens_total=self._prompt_tokens,
-            cached_tokens_total=self._cached_tokens,
+            cached_tokens_total=steps.prefix_hits_total,
             generation_tokens_total=self._generated,
             encoder=self.encoder.stats(),
             finished_total=self._finished,
             aborted_total=self._aborted,
             retracted_total=self._retracted,
             forward_steps_total=self._steps,
-            steps=self.meter.stats(),
+            steps=steps,
         )
 
 

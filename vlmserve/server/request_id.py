@@ -34,9 +34,9 @@ def name_answer(request: Request, kind: str, rid: str | None = None) -> str:
     """The id of a request's answer, unlike any other; from here on the log has it, unless the client gave one, in its
     header or as the request's `rid`."""
     given = getattr(request.state, "given_request_id", None)
-    if given is not None:
-        return f"{kind}-{given}-{uuid.uuid4().hex[:8]}"
-    name = new_id(kind) if rid is None else rid
-    request.state.request_id = name
-    request_id.set(name)
-    return name if rid is None else f"{kind}-{rid}-{uuid.uuid4().hex[:8]}"
+    called = given or rid
+    name = new_id(kind) if called is None else f"{kind}-{called}-{uuid.uuid4().hex[:8]}"
+    if given is None:
+        request.state.request_id = rid or name
+        request_id.set(rid or name)
+    return name
