@@ -206,7 +206,7 @@ class StageTimes:
 
 class TokenOutput(NamedTuple):
     """What one scheduler step produced for one request. A tuple: of all messages, only these are made by the hundred in
-    every step, and a frozen dataclass takes several times as long to make.
+    every step, and a frozen dataclass takes three times as long to make.
 
     token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.

@@ -201,7 +201,7 @@ class EngineArgs:
     )
     max_step_s: float = _scheduling(
         0.2,
-        "seconds that a chunk of a prompt or of a picture takes where nothing decodes, about; 0: no limit",
+        "seconds that a chunk of a prompt or of a picture takes where nothing decodes, at most, about; 0: no limit",
         _NOT_NEGATIVE,
     )
     max_prefill_tokens: int = _scheduling(
