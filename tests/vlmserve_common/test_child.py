@@ -5,31 +5,43 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from vlmserve_common.process.child import ChildProcess, Parent
 
 
-def hold_the_interpreter(parent: Parent) -> None:
-    """No other thread of the process gets on, not even the one that would end it."""
+def hold_the_interpreter(parent: Parent, fifo: Path) -> None:
+    """From the byte on that it writes, no other thread of the process gets on, not even the one that would end it."""
     parent.ready({})
-    ctypes.PyDLL(None).sleep(1000)
+    to = os.open(fifo, os.O_WRONLY)
+    library = ctypes.PyDLL(None)  # whose calls keep the interpreter's lock
+    sys.setswitchinterval(1000)
+    library.write(to, b"!", 1)
+    library.sleep(1000)
 
 
-def sleep(parent: Parent) -> None:
+def sleep(parent: Parent, fifo: Path) -> None:
     parent.ready({})
+    fifo.write_bytes(b"!")
     time.sleep(1000)
 
 
 @pytest.mark.parametrize(
     ("main", "stopped", "killed"), [(sleep, False, False), (sleep, True, False), (hold_the_interpreter, False, True)]
 )
-def test_a_child_is_ended(main, stopped, killed, caplog):
-    child = ChildProcess("c", main, (), title="the child", log_level="info", stop_patience_s=5 if not killed else 0.2)
+def test_a_child_is_ended(tmp_path, main, stopped, killed, caplog):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    patience = 0.2 if killed else 20
+    child = ChildProcess("c", main, (fifo,), title="the child", log_level="info", stop_patience_s=patience)
     pid = child.pid
     child.take_report()
+    with fifo.open("rb") as waiting:
+        assert waiting.read(1) == b"!"
     if stopped:
         os.kill(pid, signal.SIGSTOP)
     child.stop()
