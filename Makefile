@@ -37,10 +37,11 @@ $(VENV)/.ready-to-serve: pyproject.toml constraints.txt
 	@touch $@
 
 # torchvision: transformers' image processors, which tests compare with, import it. Its own wish for one exact torch
-# build is passed over: only its resizing is used, which is plain torch.
+# build is passed over: only its resizing is used, which is plain torch. instructor's pins of jiter and requests are, too:
+# they contradict those of the openai client.
 $(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
 	@$(PIP) -e '.[dev]'
-	@$(PIP) --no-deps torchvision
+	@$(PIP) --no-deps torchvision instructor
 	@touch $@
 
 lint: setup-test
