@@ -32,11 +32,11 @@ class KVCacheManager:
         prefix_cache: PrefixCache,
         req_pool: ReqPoolAllocator,
         *,
-        close: Callable[[], None] = lambda: None,
+        close: Callable[[float | None], int] = lambda _: 0,
     ) -> None:
-        """close: ends what the prefix cache uses."""
+        """close: see there."""
         self.allocator = allocator
-        self.close = close
+        self._close = close
         self.prefix_cache = prefix_cache
         self.req_pool = req_pool
 
@@ -189,6 +189,10 @@ class KVCacheManager:
         self.req_pool.free(req.req_pool_idx)
         req.req_pool_idx, req.prefix_unsent = None, False
         req.kv_len = req.kv_allocated_len = req.kv_committed_len = req.protected_len = 0
+
+    def close(self, timeout_s: float | None = None) -> int:
+        """End what the prefix cache uses; see `KVWriteback.close`. Nothing is to be in flight."""
+        return self._close(timeout_s)
 
     def slots(self, req: Req, start: int, end: int) -> np.ndarray:
         """Slots of tokens [start, end) of a request, int64."""
