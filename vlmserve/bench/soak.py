@@ -23,7 +23,7 @@ import httpx2
 
 from vlmserve.bench.processes import MIB
 from vlmserve.bench.soak_client import SoakClients
-from vlmserve.bench.soak_requests import Mix
+from vlmserve.bench.soak_requests import FILES, Mix
 from vlmserve.bench.soak_watch import Growth, Sample, growth, table, take_sample
 from vlmserve.client.own_server import OwnServer
 from vlmserve.config.flags import CommandParser
@@ -91,12 +91,21 @@ def _soak(args: argparse.Namespace) -> dict[str, Any]:
             for end in [*range(args.warm_up, args.requests, args.every), args.requests]:
                 asyncio.run(clients.run(range(done, end)))
                 done = end
+                _delete_files(server.base_url)
                 pools += [f"after {done}: {problem}" for problem in _await_idle(server.base_url)]
                 samples.append(_settled(server.pid, Path(folder), done))
                 told = f"{clients.cut_off} cut off, {time.perf_counter() - started:.0f} s"
                 print(f"{done} requests, {told}, {samples[-1].memory / MIB:.1f} MiB", file=sys.stderr, flush=True)
             wall_s = time.perf_counter() - started
     return _report(args, samples, clients, pools, wall_s)
+
+
+def _delete_files(url: str) -> None:
+    """Uploads whose clients left before they deleted them: they are kept, as they should be."""
+    with httpx2.Client(base_url=url, timeout=_IDLE_WITHIN_S, trust_env=False) as http:
+        while files := http.get(FILES).raise_for_status().json()["data"]:
+            for file in files:
+                http.delete(f"{FILES}/{file['id']}").raise_for_status()
 
 
 def _await_idle(url: str) -> list[str]:
