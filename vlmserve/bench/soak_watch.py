@@ -88,16 +88,22 @@ class Growth:
 
     def __str__(self) -> str:
         verdict = "" if self.bounded else ": IT GROWS"
-        return f"{self.name:<14} {self.found:>10.6g} of at most {self.limit:g} {self.unit}{verdict}"
+        return f"{self.name:<16} {self.found:>8.0f} of at most {self.limit:g} {self.unit}{verdict}"
 
 
 def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growth]:
     """What grows from the first sample (after the warm-up) to the last.
 
-    Memory: the slope of a straight line through the last three quarters of the samples. Everything else: the last
-    sample, which may not be above the most of the first quarter.
+    Memory, of each process and in all: the slope of a straight line through the last three quarters of the samples.
+    Everything else: the last sample, which may not be above the most of the first quarter.
     """
-    found = [_slope(samples, bytes_per_request)]
+    late = samples[len(samples) // 4 :]
+    memory = {"memory": [one.memory for one in late]}
+    memory |= {f"of {name}": [one.pss.get(name, 0) for one in late] for name in samples[-1].pss}
+    found = [
+        Growth(name=name, found=_slope(late, values), limit=bytes_per_request, unit="bytes a request")
+        for name, values in memory.items()
+    ]
     early = samples[: max(1, len(samples) // 4)]
     for name in COUNTS:
         most = max(getattr(sample, name) for sample in early)
@@ -105,10 +111,8 @@ def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growt
     return found
 
 
-def _slope(samples: Sequence[Sample], limit: float) -> Growth:
-    late = samples[len(samples) // 4 :]
-    slope = float(np.polyfit([one.requests for one in late], [one.memory for one in late], 1)[0])
-    return Growth(name="memory", found=slope, limit=limit, unit="bytes a request")
+def _slope(samples: Sequence[Sample], values: Sequence[int]) -> float:
+    return float(np.polyfit([one.requests for one in samples], values, 1)[0])
 
 
 def table(samples: Sequence[Sample]) -> str:

@@ -38,12 +38,12 @@ def test_all_kinds_come_and_are_left_at_all_places(mix):
 
 
 def samples(**growing: list[int]) -> list[Sample]:
-    """Twenty of a server that holds always the same, but for what is given."""
-    steady = {name: [7] * 20 for name in COUNTS} | {"memory": [400 * MIB] * 20} | growing
+    """Twenty of a server that holds always the same, but for what is given: a count, or the memory of a process."""
+    steady = {name: [7] * 20 for name in COUNTS} | {"api": [200 * MIB] * 20, "scheduler": [200 * MIB] * 20} | growing
     return [
         Sample(
             requests=1000 * at,
-            pss={"api": steady["memory"][at] // 2, "scheduler": steady["memory"][at] // 2},
+            pss={name: steady[name][at] for name in ("api", "scheduler")},
             rss=0,
             **{name: steady[name][at] for name in COUNTS},
         )
@@ -66,13 +66,15 @@ def test_one_more_at_the_end_is_growth(name):
 
 
 def test_memory_may_fill_caches_early_and_go_up_and_down():
-    filled = [300 * MIB + 20 * MIB * min(at, 5) for at in range(20)]
-    assert grows(samples(memory=filled)) == []
-    assert grows(samples(memory=[400 * MIB + (at % 2) * 8 * MIB for at in range(20)])) == []
+    filled = [100 * MIB + 20 * MIB * min(at, 5) for at in range(20)]
+    assert grows(samples(api=filled)) == []
+    assert grows(samples(api=[200 * MIB + (at % 2) * 8 * MIB for at in range(20)])) == []
 
 
 def test_two_kib_a_request_are_a_leak():
-    assert grows(samples(memory=[400 * MIB + at * 1000 * 2048 for at in range(20)])) == ["memory"]
+    leak = [200 * MIB + at * 1000 * 2048 for at in range(20)]
+    assert grows(samples(api=leak)) == ["memory", "of api"]
+    assert grows(samples(scheduler=leak, api=leak[::-1])) == ["of scheduler"], "what another one frees hides nothing"
 
 
 @pytest.mark.slow
