@@ -1,6 +1,7 @@
 """Property tests try the same examples in every run: a failure is the change's doing, not the dice's."""
 
 import contextlib
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +16,10 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Build the operators, where they are not there, before test processes and servers all wait for them."""
+    """What test processes inherit; and the operators, built before they and servers all wait for them."""
     if not hasattr(config, "workerinput"):
+        # A shell has its background jobs ignore Ctrl-C. The commands under test would inherit that, and wait for ever.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(CannotBuild):
             library(best_level(cpu_words()), cache_folder())[1].close()
 
