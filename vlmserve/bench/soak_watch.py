@@ -94,12 +94,14 @@ class Growth:
 def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growth]:
     """What grows from the first sample (after the warm-up) to the last.
 
-    Memory, of each process and in all: the slope of a straight line through the last three quarters of the samples.
+    Memory, of each process and of those that last: the slope of a straight line through the last three quarters of the
+    samples. Media processes are replaced at any time, and begin small again: in a sum they would hide others' growth.
     Everything else: the last sample, which may not be above the most of the first quarter.
     """
     late = samples[len(samples) // 4 :]
-    memory = {"memory": [one.memory for one in late]}
-    memory |= {f"of {name}": [one.pss.get(name, 0) for one in late] for name in samples[-1].pss}
+    memory = {f"of {name}": [one.pss.get(name, 0) for one in late] for name in samples[-1].pss}
+    lasting = [values for name, values in memory.items() if not name.startswith("of media-")]
+    memory = {"memory": list(map(sum, zip(*lasting, strict=True)))} | memory
     found = [
         Growth(name=name, found=_slope(late, values), limit=bytes_per_request, unit="bytes a request")
         for name, values in memory.items()

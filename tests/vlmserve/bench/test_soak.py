@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_two_kib_a_request_are_a_leak():
     leak = [200 * MIB + at * 1000 * 2048 for at in range(20)]
     assert grows(samples(api=leak)) == ["memory", "of api"]
     assert grows(samples(scheduler=leak, api=leak[::-1])) == ["of scheduler"], "what another one frees hides nothing"
+
+
+def test_media_processes_that_are_replaced_hide_nothing():
+    shrinking = [(200 - 5 * at) * MIB for at in range(20)]
+    leak = [200 * MIB + at * 1000 * 1500 for at in range(20)]
+    for api, found in ([200 * MIB] * 20, []), (leak, ["memory", "of api"]):
+        seen = zip(samples(api=api), shrinking, strict=True)
+        assert grows([replace(one, pss=one.pss | {"media-0": small}) for one, small in seen]) == found
 
 
 @pytest.mark.slow
