@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.kernels import library as kernels
 from vlmserve_common.kernels.build import CannotBuild, best_level, cache_folder, cpu_words, library
 
@@ -22,6 +23,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(CannotBuild):
             library(best_level(cpu_words()), cache_folder())[1].close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of -n auto: more than there are cores, since many tests wait for servers and other processes."""
+    cores = available_cpus()
+    return cores + cores // 2
 
 
 def _operators_as_before() -> Iterator[None]:
