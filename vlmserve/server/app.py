@@ -12,6 +12,8 @@ from starlette.responses import JSONResponse, Response
 from vlmserve.config.settings import ServerSettings
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.chat import complete_chat
+from vlmserve.server.completion_protocol import CompletionRequest
+from vlmserve.server.completions import complete
 from vlmserve.server.control import AskEngine, ControlApi, no_engine
 from vlmserve.server.errors import error_body, install_error_handlers
 from vlmserve.server.file_store import FileStore
@@ -60,6 +62,9 @@ def build_app(
     async def chat_completions(request: Request) -> Response:
         return await complete_chat(served, request)
 
+    async def completions(request: Request) -> Response:
+        return await complete(served, request)
+
     async def score(request: Request) -> Response:
         return await score_labels(served, request)
 
@@ -87,6 +92,7 @@ def build_app(
 
     for path, endpoint, shape in (
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
+        ("/v1/completions", completions, CompletionRequest),
         ("/v1/score", score, ScoreRequest),
         ("/v1/warmup", warmup, WarmupRequest),
     ):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vlmserve.messages import LogitsProcessorCall, ReturnOptions
+from vlmserve.server.completion_protocol import CompletionRequest
 from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
@@ -51,7 +52,7 @@ def to_generate_request(
             template_kwargs=request.chat_template_kwargs or {},
             find_file=find_file,
         ),
-        sampling=_sampling(request),
+        sampling=sampling_of(request),
         mm_processor_kwargs=request.mm_processor_kwargs or {},
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -81,8 +82,10 @@ def _returns(request: ChatCompletionRequest) -> ReturnOptions:
     )
 
 
-def _sampling(request: ChatCompletionRequest) -> SamplingOverrides:
-    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingOverrides:
+    """What a request says about sampling. Raises BadRequestError."""
+    limit = getattr(request, "max_completion_tokens", None)
+    limit = request.max_tokens if limit is None else limit
     given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}
     given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if given[name] is not None}
     if request.logit_bias is not None:
