@@ -22,6 +22,8 @@ from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, ScoreRequest, WarmupRequest
 from vlmserve.server.request_log import log_request
+from vlmserve.server.responses.api import ResponsesApi
+from vlmserve.server.responses.store import ResponseStore
 from vlmserve.server.score import score_labels
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.tracing import RequestTracer
@@ -40,9 +42,10 @@ def build_app(
     files: FileStore,
     control: AskEngine | None = None,
     tracer: RequestTracer | None = None,
+    responses: ResponseStore | None = None,
 ) -> FastAPI:
     """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
-    gets ended chat requests."""
+    gets ended chat requests. responses: keeps those of /v1/responses, which is not served without."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
     prefixes = settings.metrics_prefixes
@@ -101,6 +104,8 @@ def build_app(
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
     FilesApi(files, stall_s=settings.body_timeout_s).add_routes(app)
+    if responses is not None:
+        ResponsesApi(served, responses).add_routes(app)
     operators.add_routes(app)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])

@@ -148,9 +148,8 @@ def _check(body: CompletionRequest) -> None:
 
 def _named(error: BadRequestError) -> BadRequestError:
     """What is wrong with a prompt, under the name that it has here."""
-    error.param = (
-        "prompt" if error.param == "messages" else "logprobs" if error.param == "top_logprobs" else error.param
-    )
+    if error.param == "messages":
+        error.param = "prompt"
     return error
 
 

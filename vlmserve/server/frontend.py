@@ -20,6 +20,7 @@ from vlmserve.server.control import AskEngine
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.outermost import access
 from vlmserve.server.request_log import requests
+from vlmserve.server.responses.store import ResponseStore
 from vlmserve.server.tracing import RequestTracer, otlp_processor
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
@@ -98,7 +99,11 @@ def make_frontend(
         if settings.otlp_traces_endpoint is not None:
             tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
             stack.callback(tracer.close)
-        app = build_app(manager, model_name, settings, files, control, tracer)
+        responses = ResponseStore(
+            files.folder, most=settings.max_stored_responses, most_bytes=settings.max_stored_response_bytes
+        )
+        stack.callback(responses.close)
+        app = build_app(manager, model_name, settings, files, control, tracer, responses)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 
