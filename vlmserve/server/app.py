@@ -11,6 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from vlmserve.config.settings import ServerSettings
 from vlmserve.server.auth import ApiKeyMiddleware
+from vlmserve.server.batches.api import BatchesApi
+from vlmserve.server.batches.endpoints import batch_endpoints
+from vlmserve.server.batches.runner import make_runner
 from vlmserve.server.chat import complete_chat
 from vlmserve.server.completion_protocol import CompletionRequest
 from vlmserve.server.completions import complete
@@ -23,9 +26,9 @@ from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, ScoreRequest, WarmupRequest
 from vlmserve.server.request_log import log_request
 from vlmserve.server.responses.api import ResponsesApi
-from vlmserve.server.responses.store import ResponseStore
 from vlmserve.server.score import score_labels
 from vlmserve.server.served_model import ServedModel
+from vlmserve.server.stores import Stores
 from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
 from vlmserve.tokenizer.request_stats import RequestStats
@@ -42,10 +45,11 @@ def build_app(
     files: FileStore,
     control: AskEngine | None = None,
     tracer: RequestTracer | None = None,
-    responses: ResponseStore | None = None,
+    stores: Stores | None = None,
 ) -> FastAPI:
     """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
-    gets ended chat requests. responses: keeps those of /v1/responses, which is not served without."""
+    gets ended chat requests. stores: of responses and batches, whose endpoints are not there without;
+    app.state.batches is what answers the latter."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
     prefixes = settings.metrics_prefixes
@@ -104,8 +108,11 @@ def build_app(
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
     FilesApi(files, stall_s=settings.body_timeout_s).add_routes(app)
-    if responses is not None:
-        ResponsesApi(served, responses).add_routes(app)
+    if stores is not None:
+        responses = ResponsesApi(served, stores.responses)
+        responses.add_routes(app)
+        app.state.batches = make_runner(served, stores.batches, batch_endpoints(served, responses))
+        BatchesApi(stores.batches, app.state.batches, files, settings).add_routes(app)
     operators.add_routes(app)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])

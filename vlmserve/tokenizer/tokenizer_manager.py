@@ -175,6 +175,11 @@ class TokenizerManager:
         """Why the engine cannot answer now, or None when it can."""
         return self._unavailable or self._suspended
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the engine will never answer again."""
+        return self._unavailable is not None
+
     def retry_after_s(self) -> int:
         """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
         return self._live.retry_after_s()
