@@ -29,6 +29,7 @@ from vlmserve.server.responses.api import ResponsesApi
 from vlmserve.server.score import score_labels
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.stores import Stores
+from vlmserve.server.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
 from vlmserve.tokenizer.request_stats import RequestStats
@@ -75,6 +76,12 @@ def build_app(
     async def score(request: Request) -> Response:
         return await score_labels(served, request)
 
+    async def tokenize_prompt(request: Request) -> Response:
+        return await tokenize(served, request)
+
+    async def detokenize_ids(request: Request) -> Response:
+        return await detokenize(served, request)
+
     async def warmup(request: Request) -> Response:
         return await warm_up(served, request)
 
@@ -102,6 +109,8 @@ def build_app(
         ("/v1/completions", completions, CompletionRequest),
         ("/v1/score", score, ScoreRequest),
         ("/v1/warmup", warmup, WarmupRequest),
+        ("/tokenize", tokenize_prompt, TokenizeRequest),
+        ("/detokenize", detokenize_ids, DetokenizeRequest),
     ):
         body = {"required": True, "content": {"application/json": {"schema": shape.model_json_schema()}}}
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": body})

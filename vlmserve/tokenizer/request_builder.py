@@ -191,16 +191,16 @@ class RequestBuilder:
             params = replace(params, seed=default_seed)
         if isinstance(request.prompt, TokensPrompt | EmbedsPrompt):
             return self._tokenized(request.prompt, returns, params)
-        text, media = self._render(request.prompt)
-        given = request.mm_processor_kwargs
-        knobs = self._expander.parse_kwargs(given) if given else None
-        media = settle_media(media, knobs, self.limits.counts)
-        # A token has at most so many bytes (and normalisation composes at most 4 characters to one), so an endless
-        # text is refused before it is tokenised.
-        self._check_prompt_length(len(text) // (4 * self.tokenizer.longest_token_bytes()), at_least=True)
-        ids = self.tokenizer.encode(text)
+        ids, media = self._ids(request, request.prompt)
         self._check_prompt_length(len(ids), at_least=bool(media))
         return TokenizedPrompt(ids=ids, media=media, params=params)
+
+    def tokenize_alone(self, request: GenerateReqInput) -> TokenizedPrompt:
+        """As `tokenize`, of a text or a conversation that shall not be answered, so it may be longer than the context.
+        Raises BadRequestError (messages)."""
+        assert isinstance(request.prompt, ChatPrompt | TextPrompt)
+        ids, media = self._ids(request, request.prompt)
+        return TokenizedPrompt(ids=ids, media=media, params=SamplingParams())
 
     def expand(self, prompt: TokenizedPrompt, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put processed media, in the order of `prompt.media`, at their placeholders. Takes milliseconds."""
@@ -274,6 +274,16 @@ class RequestBuilder:
                 )
             )
         return made
+
+    def _ids(self, request: GenerateReqInput, prompt: ChatPrompt | TextPrompt) -> tuple[list[int], list[MediaRef]]:
+        text, media = self._render(prompt)
+        given = request.mm_processor_kwargs
+        knobs = self._expander.parse_kwargs(given) if given else None
+        media = settle_media(media, knobs, self.limits.counts)
+        # A token has at most so many bytes (and normalisation composes at most 4 characters to one), so an endless
+        # text is refused before it is tokenised.
+        self._check_prompt_length(len(text) // (4 * self.tokenizer.longest_token_bytes()), at_least=True)
+        return self.tokenizer.encode(text), media
 
     def _tokenized(
         self, prompt: TokensPrompt | EmbedsPrompt, returns: ReturnOptions, params: SamplingParams

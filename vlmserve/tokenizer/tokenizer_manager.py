@@ -17,6 +17,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
 from vlmserve.messages import (
@@ -246,6 +248,20 @@ class TokenizerManager:
         finally:
             self._live.leave(state)
             self._take_back(state, "abort")
+
+    async def prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
+        """Ids of a prompt that shall not be answered, int64 [L]; its media are loaded. Raises as `generate` does."""
+        self._check_available()
+        state = self._live.enter(request.request_id, 1)
+        try:
+            return await state.interruptible(self._prompt_ids(request))
+        finally:
+            self._live.leave(state)
+
+    async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
+        prompt = await self._in_thread(self.builder.tokenize_alone, request)
+        media = await self._media.load(prompt.media, client=request.client) if prompt.media else []
+        return (await self._in_thread(self.builder.expand, prompt, media)).input_ids
 
     async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         """What became of each medium, when all of them are encoded and, where there is a disk, saved.
