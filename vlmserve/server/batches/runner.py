@@ -180,16 +180,9 @@ class BatchRunner:
         lines = await asyncio.to_thread(self._lines_left, batch)
         try:
             async with asyncio.TaskGroup() as group:
-                while True:
+                while (line := await asyncio.to_thread(next, lines, None)) is not None:
                     await self._room()
-                    try:
-                        line = await asyncio.to_thread(next, lines, None)
-                        if line is None:
-                            return
-                        task = group.create_task(self._answer_line(batch, line))
-                    except BaseException:
-                        self._slots.release()
-                        raise
+                    task = group.create_task(self._answer_line(batch, line))
                     task.add_done_callback(lambda _: self._slots.release())
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
