@@ -140,6 +140,49 @@ def test_what_a_completion_cannot_do(ai: openai.OpenAI, options: dict[str, Any],
     assert caught.value.param == param
 
 
+def test_an_answer_has_at_least_so_many_tokens(ai: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    fields: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 40}
+    plain = ai.chat.completions.create(**fields)
+    count, text = plain.usage.completion_tokens, plain.choices[0].message.content
+    assert plain.choices[0].finish_reason == "stop"
+    longer = ai.chat.completions.create(**fields, extra_body={"min_tokens": count + 5})
+    assert longer.usage.completion_tokens >= count + 5
+    assert longer.choices[0].message.content.startswith(text)
+    stopped = ai.chat.completions.create(**fields, stop=["Hello"], extra_body={"min_tokens": 2})
+    assert stopped.choices[0].message.content.startswith("Hello"), "a stop string was looked for too early"
+    completion = _complete(ai, "The red", max_tokens=12, extra_body={"min_tokens": 12})
+    assert completion.usage.completion_tokens == 12
+    for wrong in (41, -1):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ai.chat.completions.create(**fields, extra_body={"min_tokens": wrong})
+        assert caught.value.param == "min_tokens"
+
+
+def test_usage_tells_what_the_prompt_is_of(ai: openai.OpenAI) -> None:
+    clip = base64.b64encode((ROOT / "assets" / "samples" / "rolling.mp4").read_bytes()).decode()
+    media: Any = [
+        {"type": "image_url", "image_url": {"url": PICTURE_URL}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64," + clip}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    wanted = {"return_usage_details": True, "return_mm_report": True}
+    answer = ai.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": media}], max_tokens=3, extra_body=wanted
+    )
+    details, reports = answer.usage.prompt_tokens_details.model_dump(), answer.model_extra["mm_report"]
+    assert (details["image_tokens"], details["video_tokens"]) == tuple(report["tokens"] for report in reports["media"])
+    assert sum(details[f"{kind}_tokens"] for kind in ("text", "image", "video")) == answer.usage.prompt_tokens
+    assert answer.usage.model_extra["timings"] == answer.model_extra["timings"]
+    given = _user({"type": "input_image", "image_url": PICTURE_URL, "detail": "auto"})
+    response = _respond(ai, given, extra_body={"return_usage_details": True})
+    assert response.usage.input_tokens_details.model_dump()["image_tokens"] == details["image_tokens"]
+    assert response.usage.model_extra["timings"]["total_s"] > 0
+    plain = ai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=3)
+    assert not plain.usage.model_extra
+    assert plain.usage.prompt_tokens_details.model_dump(exclude_none=True) == {"cached_tokens": 0}
+
+
 # ---------------------------------------------------------------- responses
 
 

@@ -33,7 +33,8 @@ class AnswerHead:
 
 class AnswerWriter:
     """Writes one request's answer of n choices. logprobs, mm_report, include_usage: whether they were asked for;
-    timings, those of choice 0, come with mm_report.
+    timings, those of choice 0, come with mm_report. usage_details: whether usage tells what the prompt's tokens are of,
+    and where the time went.
 
     Where something could not be done as the request has it, the answer has `warnings`, asked for or not.
     """
@@ -47,6 +48,7 @@ class AnswerWriter:
         logprobs: bool,
         mm_report: bool = False,
         include_usage: bool = False,
+        usage_details: bool = False,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
@@ -54,6 +56,7 @@ class AnswerWriter:
         self._logprobs = logprobs
         self._mm_report = mm_report
         self._include_usage = include_usage
+        self._usage_details = usage_details
         # what the outputs so far say of the whole request
         self._prompt = self._cached = 0
         self._completions = [0] * n
@@ -143,12 +146,16 @@ class AnswerWriter:
     def _usage(self) -> dict[str, Any]:
         """Tokens of the whole request: the prompt once, the answers of all choices."""
         completion = sum(self._completions)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._prompt,
             "completion_tokens": completion,
             "total_tokens": self._prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
+        if self._usage_details:
+            usage["prompt_tokens_details"] |= prompt_details(self._prompt, self._media)
+            usage["timings"] = self._timings and asdict(self._timings)
+        return usage
 
     def _about(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -204,6 +211,16 @@ class AnswerWriter:
             "logprob": finite(logprob),
             "bytes": list(raw),
         }
+
+
+def prompt_details(tokens: int, media: Sequence[MediumReport]) -> dict[str, int]:
+    """What a prompt's tokens are of."""
+    of = {kind: sum(medium.tokens for medium in media if medium.kind == kind) for kind in ("image", "video")}
+    return {
+        "text_tokens": tokens - sum(of.values()),
+        "image_tokens": of["image"],
+        "video_tokens": of["video"],
+    }
 
 
 def _finish_type(finish: FinishReason | None) -> str | None:

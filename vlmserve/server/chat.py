@@ -84,5 +84,6 @@ def _prepare(
         logprobs=bool(chat.logprobs),
         mm_report=bool(chat.return_mm_report),
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
+        usage_details=bool(chat.return_usage_details),
     )
     return wanted, writer

@@ -68,6 +68,7 @@ class CompletionRequest(StrictModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None

@@ -434,11 +434,13 @@ class ChatCompletionRequest(StrictModel):
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
+    return_usage_details: bool | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None

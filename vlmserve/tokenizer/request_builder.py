@@ -32,6 +32,7 @@ from vlmserve.tokenizer.returns import verify_logits_processors, verify_returns,
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
+    check_min_tokens,
     check_token,
     choice_seed,
     refusal,
@@ -220,7 +221,9 @@ class RequestBuilder:
         self._check_prompt_length(length)
         verify_start(request.returns, length)
         embeds = request.prompt.embeds if isinstance(request.prompt, EmbedsPrompt) else None
-        params = replace(prompt.params, max_new_tokens=self._new_tokens(length, prompt.params.max_new_tokens))
+        new_tokens = self._new_tokens(length, prompt.params.max_new_tokens)
+        check_min_tokens(prompt.params.min_tokens, new_tokens)
+        params = replace(prompt.params, max_new_tokens=new_tokens)
         return [
             TokenizedGenerateReqInput(
                 rid=f"{request.request_id}-{index}",

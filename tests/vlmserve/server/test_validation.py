@@ -267,7 +267,7 @@ def test_videos_and_pictures_in_each_others_place(client):
     [
         ("POST", "/chat/completions", 404, "did you mean /v1/chat/completions?"),
         ("POST", "/v1/v1/chat/completions", 404, "did you mean /v1/chat/completions?"),
-        ("POST", "/v1/completions", 404, "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/completion", 404, "did you mean /v1/completions?"),
         ("GET", "/", 404, "there is nothing at / that takes GET; the API begins at /v1, and /docs shows it"),
         ("GET", URL, 405, f"there is nothing at {URL} that takes GET; it takes POST"),
     ],

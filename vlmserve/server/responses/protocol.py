@@ -129,8 +129,11 @@ class ResponsesRequest(StrictModel):
     min_p: float | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     stop: Annotated[list[str] | None, BeforeValidator(_list_of_one)] = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_mm_report: bool | None = None
+    return_usage_details: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None

@@ -15,8 +15,16 @@ _LOGPROBS = "message.output_text.logprobs"
 _SAME = (
     *("model", "parallel_tool_calls", "temperature", "top_p", "prompt_cache_key", "prompt_cache_retention"),
     *("safety_identifier", "service_tier", "user", "rid", "timeout", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "top_k", "min_p", "seed", "stop", "ignore_eos", "chat_template_kwargs"),
-    *("mm_processor_kwargs", "cache_salt", "priority", "session_id", "top_logprobs"),
+    *("repetition_penalty", "top_k", "min_p", "seed", "stop", "min_tokens", "ignore_eos", "chat_template_kwargs"),
+    *(
+        "mm_processor_kwargs",
+        "return_mm_report",
+        "return_usage_details",
+        "cache_salt",
+        "priority",
+        "session_id",
+        "top_logprobs",
+    ),
 )
 
 
