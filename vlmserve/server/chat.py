@@ -10,6 +10,7 @@ from contextlib import aclosing
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from vlmserve.parsers.answer import AnswerReading
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.auth import client_of, owner_of
 from vlmserve.server.body import read_body
@@ -19,6 +20,7 @@ from vlmserve.server.protocol import ChatCompletionRequest
 from vlmserve.server.request_id import name_answer
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.streaming import DONE, EventStream, sse_event, while_connected
+from vlmserve.server.tools import tool_use
 from vlmserve.server.tracing import asked_of
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
 
@@ -32,7 +34,9 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     request.state.asked = asked_of(chat)
     find_file = served.files.for_owner(owner_of(request))
     client, owner, ended = client_of(request), owner_of(request), request.state.answers.add
-    wanted = to_generate_request(chat, own_id, find_file=find_file, client=client, owner=owner, ended=ended)
+    wanted = to_generate_request(
+        chat, own_id, formats=served.formats, find_file=find_file, client=client, owner=owner, ended=ended
+    )
     writer = AnswerWriter(
         head,
         served.manager.builder.tokenizer,
@@ -40,6 +44,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
         logprobs=bool(chat.logprobs),
         mm_report=bool(chat.return_mm_report),
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
+        reading=AnswerReading(calls=tool_use(chat, served.formats), reasoning=served.formats.reasoning),
     )
     if not chat.stream:
         async with aclosing(served.manager.generate(wanted)) as outputs:
