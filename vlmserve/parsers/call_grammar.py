@@ -23,10 +23,13 @@ def call_grammar(use: ToolUse, *, thinking: bool) -> dict[str, Any] | None:
     tag = _calls(use)
     if tag is None:
         return None
-    if thinking:
-        thoughts = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THOUGHT}
-        tag = {"type": "sequence", "elements": [thoughts, {"type": "const_string", "value": "\n\n"}, tag]}
-    return {"type": "structural_tag", "format": tag}
+    return {"type": "structural_tag", "format": after_thoughts(tag) if thinking else tag}
+
+
+def after_thoughts(tag: dict[str, Any]) -> dict[str, Any]:
+    """What an answer is made of whose prompt has begun the model's thoughts: their rest, then what `tag` allows."""
+    thoughts = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THOUGHT}
+    return {"type": "sequence", "elements": [thoughts, {"type": "const_string", "value": "\n\n"}, tag]}
 
 
 def _calls(use: ToolUse) -> dict[str, Any] | None:
