@@ -89,6 +89,14 @@ class ServerSettings:
         "key that clients must send (Authorization: Bearer KEY); set it by its variable, which others cannot read",
         _KEY,
     )
+    tool_call_parser: Literal["auto", "hermes", "qwen3_coder"] = _http(
+        "auto", "how the model writes calls of tools; auto: as its chat template does"
+    )
+    reasoning_parser: Literal["auto", "qwen3", "none"] = _http(
+        "auto",
+        "how the model writes its thoughts, which come as reasoning_content: qwen3 is <think>...</think>; none: they "
+        "stay in the answer; auto: qwen3 if its chat template has <think>",
+    )
     max_body_mib: float = _http(64.0, "largest request body, in MiB (inline pictures included)", ABOVE_0)
     body_timeout_s: float = _http(
         60.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.config.settings import ServerSettings
+from vlmserve.parsers.answer import choose_formats
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.batches.api import BatchesApi
 from vlmserve.server.batches.endpoints import batch_endpoints
@@ -58,7 +59,8 @@ def build_app(
     manager.observe = _observer(metrics, settings)
     manager.observe_tokens = metrics.observe_tokens
     operators = ControlApi(manager, control or no_engine, settings, model_name)
-    served = ServedModel(name=model_name, manager=manager, files=files, settings=settings)
+    formats = choose_formats(settings.tool_call_parser, settings.reasoning_parser, manager.builder.template.text)
+    served = ServedModel(name=model_name, manager=manager, files=files, settings=settings, formats=formats)
     model = {
         "id": model_name,
         "object": "model",

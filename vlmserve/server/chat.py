@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from vlmserve.parsers.answer import AnswerReading
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.body import read_body
 from vlmserve.server.caller import Caller, caller_of
@@ -21,6 +22,7 @@ from vlmserve.server.protocol import ChatCompletionRequest
 from vlmserve.server.request_id import name_answer
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.streaming import DONE, EventStream, sse_event, while_connected
+from vlmserve.server.tools import tool_use
 from vlmserve.server.tracing import asked_of
 from vlmserve.tokenizer.request_builder import GenerateReqInput
 
@@ -71,6 +73,7 @@ def _prepare(
     wanted = to_generate_request(
         chat,
         own_id,
+        formats=served.formats,
         find_file=served.files.for_owner(caller.owner),
         client=caller.client,
         owner=caller.owner,
@@ -85,5 +88,6 @@ def _prepare(
         mm_report=bool(chat.return_mm_report),
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
         usage_details=bool(chat.return_usage_details),
+        reading=AnswerReading(calls=tool_use(chat, served.formats), reasoning=served.formats.reasoning),
     )
     return wanted, writer

@@ -406,15 +406,15 @@ class ChatCompletionRequest(StrictModel):
     top_p: float | None = None
     tools: list[Annotated[Tool, WrapValidator(_keep_raw)]] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: list[Literal["text", "audio"]] | None = None
 
     # accepted, without an effect on the answer
     metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     store: bool | None = None

@@ -9,6 +9,7 @@ from pydantic import Field, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse, Response
 
+from vlmserve.parsers.tool_use import ToolUse
 from vlmserve.server.body import read_body
 from vlmserve.server.caller import caller_of
 from vlmserve.server.protocol import Messages, StrictModel, Tool, _keep_raw
@@ -56,7 +57,7 @@ async def tokenize(served: ServedModel, request: Request) -> Response:
         open_end = bool(body.continue_final_message)
         prompt = ChatPrompt(
             messages=body.messages or [],  # type: ignore[arg-type]  # kept as the client wrote them
-            tools=body.tools or None,  # type: ignore[arg-type]
+            tool_use=None if not body.tools else ToolUse(tools=body.tools, call_format=served.formats.calls),  # type: ignore[arg-type]
             add_generation_prompt=not open_end if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=open_end,
             template_kwargs=body.chat_template_kwargs or {},

@@ -42,6 +42,7 @@ from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
 from vlmserve.tokenizer.media import RequestMedia, same_media
 from vlmserve.tokenizer.outbox import Outbox
+from vlmserve.tokenizer.prompt_notes import NO_NOTES, PromptNotes
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder, TokenizedPrompt
 from vlmserve.tokenizer.request_stats import MediaTotals, RequestStats, count_media
 from vlmserve.tokenizer.timings import AnswerTimes, Moments, Timings
@@ -98,12 +99,13 @@ class _Plain:
 class ChoiceOutput:
     """New text of choice `index` of a request. media: what became of the request's media, in prompt order.
 
-    timings: as of the choice's first output; of all of it in its last.
+    timings: as of the choice's first output; of all of it in its last. notes: of its prompt.
     """
 
     index: int
     output: TextOutput
     media: tuple[MediumReport, ...] = ()
+    notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
 
 
@@ -117,6 +119,7 @@ class _Choice:
     times: AnswerTimes
     ended: Callable[[RequestStats], None] | None = None
     media: tuple[MediumReport, ...] = ()
+    notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
     last: TextOutput | None = None
 
@@ -359,6 +362,9 @@ class TokenizerManager:
             for prompt, loaded, request in zip(prompts, media, requests, strict=True)
             for _ in range(request.num_choices)
         ]
+        notes = [
+            prompt.notes for prompt, request in zip(prompts, requests, strict=True) for _ in range(request.num_choices)
+        ]
 
         def make() -> SchedulerInput:
             messages = [
@@ -378,6 +384,7 @@ class TokenizerManager:
                     times=AnswerTimes(moments),
                     ended=requests[0].ended,
                     media=reports[index],
+                    notes=notes[index],
                 )
                 state.rids.append(rid)
 
@@ -444,7 +451,9 @@ class TokenizerManager:
             choice.outputs.put(EngineError(finish.message or "the engine aborted this request"))
         else:
             choice.outputs.put(
-                ChoiceOutput(index=choice.index, output=output, media=choice.media, timings=choice.timings)
+                ChoiceOutput(
+                    index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
+                )
             )
 
     def _lose(self, rid: str, reason: str) -> None:
