@@ -415,15 +415,15 @@ class ChatCompletionRequest(NamedRequest):
     top_p: float | None = None
     tools: list[Annotated[Tool, WrapValidator(_keep_raw)]] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: list[Literal["text", "audio"]] | None = None
 
     # accepted, without an effect on the answer
     metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     store: bool | None = None
@@ -441,11 +441,13 @@ class ChatCompletionRequest(NamedRequest):
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
+    return_usage_details: bool | None = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -98,6 +98,7 @@ class Rig:
             drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
         )
         handle = self.scheduler.handle
+
         def remember(message, **others):
             self.messages[message.rid] = message
             handle(message, **others)
