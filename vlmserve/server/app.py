@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.config.settings import ServerSettings
+from vlmserve.server.api_keys import read_api_keys
 from vlmserve.server.auth import ApiKeyMiddleware
+from vlmserve.server.body_budget import BodyBudget
 from vlmserve.server.chat import complete_chat
 from vlmserve.server.control import AskEngine, ControlApi, no_engine
 from vlmserve.server.errors import error_body, install_error_handlers
@@ -19,11 +22,13 @@ from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, ScoreRequest, WarmupRequest
+from vlmserve.server.request_id import HEADER as REQUEST_ID_HEADER
 from vlmserve.server.request_log import log_request
 from vlmserve.server.score import score_labels
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
+from vlmserve.server.web_pages import WebPageGuard
 from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 from vlmserve_common.version import __version__
@@ -43,6 +48,7 @@ def build_app(
     gets ended chat requests."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
+    app.state.bodies = BodyBudget(settings)
     prefixes = settings.metrics_prefixes
     metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else ())
     manager.observe = _observer(metrics, settings)
@@ -94,14 +100,29 @@ def build_app(
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": body})
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
-    FilesApi(files, stall_s=settings.body_timeout_s).add_routes(app)
+    FilesApi(files, settings).add_routes(app)
     operators.add_routes(app)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
     # The one added last is the outermost: it sees refused keys, and what fails further in.
-    if settings.api_key or settings.admin_api_key:
-        app.add_middleware(ApiKeyMiddleware, key=settings.api_key, admin_key=settings.admin_api_key)
+    keys = read_api_keys(settings)
+    if keys is not None or settings.admin_api_key is not None:
+        scope = settings.cache_scope
+        scoped = scope == "key" or (scope == "auto" and settings.api_key_file is not None)
+        app.add_middleware(ApiKeyMiddleware, keys=keys, admin_key=settings.admin_api_key, scoped=scoped)
+    origins = tuple((settings.allowed_origins or "").split(","))
+    if keys is None:
+        hosts = tuple((settings.allowed_hosts or "").lower().split(","))
+        app.add_middleware(WebPageGuard, hosts=hosts, origins=origins, bound=settings.host)
+    if settings.allowed_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
+        )
     app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log, tracer=tracer)
     return app
 

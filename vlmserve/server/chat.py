@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.server.answers import AnswerHead, AnswerWriter
-from vlmserve.server.auth import client_of, owner_of
+from vlmserve.server.auth import client_of, owner_of, tenant_of
 from vlmserve.server.body import read_body
 from vlmserve.server.convert import to_generate_request
 from vlmserve.server.errors import describe
@@ -32,7 +32,9 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     request.state.asked = asked_of(chat)
     find_file = served.files.for_owner(owner_of(request))
     client, owner, ended = client_of(request), owner_of(request), request.state.answers.add
-    wanted = to_generate_request(chat, own_id, find_file=find_file, client=client, owner=owner, ended=ended)
+    wanted = to_generate_request(
+        chat, own_id, find_file=find_file, client=client, owner=owner, tenant=tenant_of(request), ended=ended
+    )
     writer = AnswerWriter(
         head,
         served.manager.builder.tokenizer,

@@ -27,12 +27,14 @@ def to_generate_request(
     find_file: FindFile,
     client: str = "",
     owner: str = "",
+    tenant: str = "",
     ended: Callable[[RequestStats], None] | None = None,
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
     max_n: most choices of a request. find_file: finds the uploaded files that the client may use. client, owner:
-    who it is, and whose sessions are its own. ended: is told what became of each choice.
+    who it is, and whose sessions are its own. tenant: see `GenerateReqInput`. ended: is told what
+    became of each choice.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -62,6 +64,7 @@ def to_generate_request(
         ),
         session_id="" if request.session_id is None else f"{owner} {request.session_id}",
         cache_salt=request.cache_salt or "",
+        tenant=tenant,
         priority=request.priority or 0,
         rid=request.rid,
         timeout_s=request.timeout,

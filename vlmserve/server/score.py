@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.messages import ReturnOptions, TextOutput
-from vlmserve.server.auth import client_of, owner_of
+from vlmserve.server.auth import client_of, owner_of, tenant_of
 from vlmserve.server.body import read_body
 from vlmserve.server.prompt_logprobs import finite
 from vlmserve.server.protocol import ScoreRequest
@@ -39,6 +39,7 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
         name,
         find_file=served.files.for_owner(owner_of(request)),
         client=client_of(request),
+        tenant=tenant_of(request),
         ended=request.state.answers.add,
     )
     outputs = await while_connected(request.receive, _whole(served, wanted))
@@ -67,6 +68,7 @@ def to_score_requests(
     *,
     find_file: FindFile | None,
     client: str = "",
+    tenant: str = "",
     ended: Callable[[RequestStats], None] | None = None,
 ) -> list[GenerateReqInput]:
     """One for each item: the next token's logprobs at the labels' ids, or the labels' texts as continuations. Raises
@@ -82,6 +84,7 @@ def to_score_requests(
             sampling=_ONE_TOKEN,
             mm_processor_kwargs=body.mm_processor_kwargs or {},
             client=client,
+            tenant=tenant,
             ended=ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),

@@ -1,0 +1,58 @@
+"""The memory that bodies take while they are received: one budget for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vlmserve.config.settings import ServerSettings
+from vlmserve_common.errors import BadRequestError
+
+FREE_BYTES = 64 * 1024
+"""Of a body, what needs no room: large bodies that come slowly must not keep small requests out. --max-connections
+bounds these."""
+
+
+class BodyBudget:
+    """Counts what bodies hold. It gives room as bytes come, not as they are announced, which costs nothing."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.held = 0
+        self._most = int(max(settings.max_unfinished_bodies_mib, settings.max_body_mib) * 2**20)
+
+    @contextmanager
+    def body(self) -> Iterator[HeldBody]:
+        """A body; what it holds is free afterwards."""
+        body = HeldBody(self)
+        try:
+            yield body
+        finally:
+            self.held -= body.held
+
+    def take(self, count: int) -> None:
+        """Raises BadRequestError (503)."""
+        if self.held + count > self._most:
+            raise BadRequestError(
+                f"the bodies that are being received take {self.held} bytes together, the limit is {self._most} "
+                "(setting --max-unfinished-bodies-mib); try again later",
+                code="bodies_too_large_together",
+                status=503,
+            )
+        self.held += count
+
+
+class HeldBody:
+    """A body as it comes. held: what it has taken of the budget, in bytes."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self.data = bytearray()
+        self.held = 0
+        self._budget = budget
+
+    def add(self, part: bytes) -> None:
+        """Raises BadRequestError (503) when there is no room for it."""
+        more = len(self.data) + len(part) - FREE_BYTES - self.held
+        if more > 0:
+            self._budget.take(more)
+            self.held += more
+        self.data += part
