@@ -28,6 +28,9 @@ from vlmserve_common.process.open_files import open_files_limit
 
 logger = logging.getLogger(__name__)
 
+# asyncio accepts as many connections as its backlog before it looks at any of them: thousands would take all
+# descriptors, and the limit on connections would come too late. The kernel's queue, which has the same name, is longer.
+_AT_A_TIME = 32
 _MAX_HEADER_BYTES = 64 * 1024
 _RESET = struct.pack("ii", 1, 0)  # linger for 0 s
 _SWEEP_TICKS = 5  # of uvicorn's, which are 0.1 s
@@ -36,7 +39,10 @@ _OTHER_FILES = 512
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application until `should_exit`. started: called when it takes connections. Signals are left alone."""
+    """Serves an application until `should_exit`. Signals are left alone.
+
+    backlog: connections that wait in the kernel to be accepted. started: called when they are taken.
+    """
 
     def __init__(self, app: Any, settings: ServerSettings, *, backlog: int, started: Callable[[], None]) -> None:
         for name in ("uvicorn", "uvicorn.error"):
@@ -49,7 +55,7 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             access_log=False,  # the frontend's own has durations and request ids
             lifespan="off",
-            backlog=backlog,
+            backlog=_AT_A_TIME,
             timeout_keep_alive=settings.keep_alive_timeout_s,  # type: ignore[arg-type]  # call_later takes it
             server_header=False,
             forwarded_allow_ips=settings.forwarded_allow_ips,
@@ -62,6 +68,7 @@ class HttpServer(uvicorn.Server):
         )
         self.guard = Connections(limits, self.server_state.connections)  # type: ignore[arg-type]  # all are guarded
         self.refuse = _Refusal(settings.max_connections, limits.most)
+        self._backlog = backlog
         self._started = started
         self._quiet = OnceInAWhile()
 
@@ -76,6 +83,8 @@ class HttpServer(uvicorn.Server):
         for name in ("uvicorn.error", "asyncio"):
             logging.getLogger(name).addFilter(self._quiet)
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(self._backlog)
         self._started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
