@@ -23,6 +23,7 @@ class SamplingParams:
     repetition_penalty: logits of all tokens of prompt and answer so far are divided by it (negative ones multiplied).
     stop: strings that end the answer and are not part of it (found by the detokenizer).
     stop_token_ids: ids that end the answer, besides the model's own (unless ignore_eos).
+    min_tokens: until the answer has so many, ids that would end it are not sampled, and stop strings not looked for.
     """
 
     max_new_tokens: int | None = None
@@ -39,6 +40,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,9 +212,9 @@ class TokenOutput(NamedTuple):
 
     token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
-    stop, skip_special_tokens: repeated from the sampling parameters in a request's first output only; prompt_logprobs
-    come with that, too. hidden_states: float32 [n, hidden], those of the prompt's last token, or of the new tokens.
-    stages: in a request's first and last output.
+    stop, skip_special_tokens, min_tokens: repeated from the sampling parameters in a request's first output only;
+    prompt_logprobs come with that, too. hidden_states: float32 [n, hidden], those of the prompt's last token, or of the
+    new tokens. stages: in a request's first and last output.
     """
 
     rid: str
@@ -228,6 +230,7 @@ class TokenOutput(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states: np.ndarray | None = None
     stages: StageTimes | None = None
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,7 +313,8 @@ class StepStats:
 
     preempted_total: KV slots taken back from requests, running or in their prompts. prompt_tokens_computed_total: of
     prompts, also when computed again. prefix_queries_total, prefix_hits_total: tokens of computed prompts, and those of
-    them that the prefix cache had. step_reqs, step_tokens: requests and tokens of each step of the model.
+    them that the prefix cache had. draft_tokens_total, accepted_tokens_total: guessed, and right. step_reqs,
+    step_tokens: requests and tokens of each step of the model.
     """
 
     encoding_reqs: int = 0
@@ -318,6 +322,8 @@ class StepStats:
     prompt_tokens_computed_total: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0
     step_reqs: HistogramStats = HistogramStats()
     step_tokens: HistogramStats = HistogramStats()
 

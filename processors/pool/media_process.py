@@ -24,8 +24,8 @@ from processors.pool.messages import (
     WorkRefused,
 )
 from vlmserve_common.errors import BadRequestError, EngineError
-from vlmserve_common.process.child import ChildProcess
-from vlmserve_common.process.keeper import ProcessKeeper, ProcessPlan
+from vlmserve_common.process.child import ChildProcess, is_stopped_by_a_signal
+from vlmserve_common.process.keeper import EndedInOrderError, ProcessKeeper, ProcessPlan
 from vlmserve_common.process.wake_up import WakeUp
 from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
@@ -54,12 +54,13 @@ class WorkerBugError(Exception):
 
 
 class NotBegunError(Exception):
-    """A worker died before it looked at its work, or cannot be started."""
+    """A worker died or hung before it looked at its work, was stopped by a signal, or cannot be started: another one
+    may take it."""
 
 
 class MediaProcess:
     """A worker that is kept running, and does one job after the other. What ends it fails its job; one that it has not
-    begun raises NotBegunError."""
+    begun, or was stopped at, raises NotBegunError."""
 
     def __init__(self, plan: ProcessPlan, shared: SharedArrays) -> None:
         self.useful = False
@@ -68,6 +69,7 @@ class MediaProcess:
         self._job: MediaJob | None = None
         self._child: ChildProcess | None = None
         self._killed = False
+        self._left = False
         self._trouble = ""
         self._shared = shared
         self._wake_up = WakeUp()
@@ -94,6 +96,7 @@ class MediaProcess:
             with self._lock:
                 job.made.cancel()
                 if self._job is job and self._child is not None:
+                    self._left = self.useful = True  # it is not its fault that nothing came of it
                     self._kill(self._child)
             raise
 
@@ -106,7 +109,7 @@ class MediaProcess:
     def begin(self, child: ChildProcess, report: dict[str, Any]) -> None:
         """See `Life`."""
         with self._lock:
-            self._child, self._killed, self._trouble = child, False, ""
+            self._child, self._killed, self._left, self._trouble = child, False, False, ""
 
     def live(self, child: ChildProcess) -> None:
         """See `Life`."""
@@ -125,6 +128,8 @@ class MediaProcess:
                 break  # nothing is due from it: it is gone
             else:
                 self._wake_up.take()
+        if self._left:
+            raise EndedInOrderError(f"{child.title} was ended with a task that nobody waits for any more")
         raise EOFError
 
     def let_go(self) -> None:
@@ -171,7 +176,10 @@ class MediaProcess:
             channel.send(frames)
             while True:
                 if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    stopped = is_stopped_by_a_signal(child.pid)
                     self._kill(child)
+                    if stopped or not begun:
+                        raise NotBegunError(f"{child.title} {'was stopped' if stopped else 'does nothing'}")
                     raise _too_slow(job)
                 answer = channel.receive()
                 if not isinstance(answer, WorkBegun):

@@ -48,6 +48,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     logit_bias: dict[int, float] | None
     skip_special_tokens: bool | None
+    min_tokens: int | None
 
 
 def read_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[EngineArgs, MediaCounts]:

@@ -11,6 +11,7 @@ from vlmserve.executor.model_worker_batch import LogitsProcessing, SamplingBatch
 from vlmserve.scheduler.logprob_rows import output_rows
 from vlmserve.scheduler.req import Req
 
+_NEVER = -1e9  # added to logits of tokens that are not to be sampled, unless nothing else may be
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
 _NO_IDS = np.zeros(0, dtype=np.int64)
 
@@ -23,10 +24,13 @@ class SamplingArrays:
         self._reqs: list[Req] = []
         self._arrays = _arrays_of([])
         self._by_history: list[int] = []
+        self._by_length: list[int] = []
 
-    def info(self, batch_indices: list[int], reqs: list[Req], output_indices: list[int]) -> SamplingBatchInfo:
-        """batch_indices: which requests of the step get a token. reqs: these. output_indices: of that token in its
-        answer.
+    def info(
+        self, batch_indices: list[int], token_indices: np.ndarray, reqs: list[Req], output_indices: list[int]
+    ) -> SamplingBatchInfo:
+        """batch_indices: which requests of the step get a token. token_indices: the batch token it follows. reqs:
+        these. output_indices: of that token in its answer.
 
         Penalties and logits processors are of the tokens that are known now: those in flight must have come, for
         requests that have any.
@@ -34,6 +38,7 @@ class SamplingArrays:
         if reqs != self._reqs:
             self._reqs, self._arrays = reqs, _arrays_of(reqs)
             self._by_history = [i for i, req in enumerate(reqs) if req.samples_by_history]
+            self._by_length = [i for i, req in enumerate(reqs) if req.sampling_params.min_tokens]
         counts: list[tuple[int, int, int]] = []
         seen: list[np.ndarray] = []
         seen_of: list[int] = []
@@ -53,9 +58,14 @@ class SamplingArrays:
                 )
                 for call in req.logits_processors
             ]
+        arrays = self._arrays
+        short = [i for i in self._by_length if output_indices[i] < reqs[i].sampling_params.min_tokens]
+        if short:
+            arrays = _with_bias(arrays, [(i, token, _NEVER) for i in short for token in sorted(reqs[i].stop_ids)])
         return SamplingBatchInfo(
-            **self._arrays,
+            **arrays,
             batch_indices=_ints(batch_indices),
+            token_indices=token_indices,
             output_indices=_ints(output_indices),
             count_rows=_ints([row for row, _, _ in counts]),
             count_ids=_ints([token for _, token, _ in counts]),
@@ -87,7 +97,17 @@ def _arrays_of(reqs: Sequence[Req]) -> dict[str, Any]:
     }
 
 
-def _floats(values: list[float]) -> np.ndarray:
+def _with_bias(arrays: dict[str, Any], more: Sequence[tuple[int, int, float]]) -> dict[str, Any]:
+    rows, ids, values = zip(*more, strict=True) if more else ((), (), ())
+    return {
+        **arrays,
+        "bias_rows": np.concatenate([arrays["bias_rows"], _ints(rows)]),
+        "bias_ids": np.concatenate([arrays["bias_ids"], _ints(ids)]),
+        "bias_values": np.concatenate([arrays["bias_values"], _floats(values)]),
+    }
+
+
+def _floats(values: Sequence[float]) -> np.ndarray:
     return np.array(values, dtype=np.float32) if values else _NO_FLOATS
 
 

@@ -6,14 +6,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.messages import ReturnOptions, TextOutput
-from vlmserve.server.auth import client_of, owner_of, tenant_of
 from vlmserve.server.body import read_body
+from vlmserve.server.caller import Caller, caller_of
+from vlmserve.server.convert import named
 from vlmserve.server.prompt_logprobs import finite
 from vlmserve.server.protocol import ScoreRequest
 from vlmserve.server.request_id import name_answer
@@ -33,21 +35,23 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
     """The answer: a row of scores for each item. Raises what `errors` describes."""
     body = await read_body(request, ScoreRequest, served.settings)
     served.check_name(body.model)
-    name = name_answer(request, "score")
+    name = name_answer(request, "score", body.rid)
+    return JSONResponse(await while_connected(request.receive, whole_scores(served, body, name, caller_of(request))))
+
+
+async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> dict[str, Any]:
+    """The answer's body. name: its id, unlike that of any other. Raises what `errors` describes."""
+    find_file = served.files.for_owner(caller.owner)
     wanted = to_score_requests(
-        body,
-        name,
-        find_file=served.files.for_owner(owner_of(request)),
-        client=client_of(request),
-        tenant=tenant_of(request),
-        ended=request.state.answers.add,
+        body, name, find_file=find_file, client=caller.client, tenant=caller.tenant, ended=caller.ended
     )
-    outputs = await while_connected(request.receive, _whole(served, wanted))
+    wanted = [replace(one, priority=one.priority or caller.priority) for one in wanted]
+    outputs = await _whole(served, wanted)
     each = wanted[0].num_choices
     rows = [_logprobs(body, outputs[at : at + each]) for at in range(0, len(outputs), each)]
     prompt_tokens = sum(output.prompt_tokens for output in outputs)
-    answer = {
-        "id": name,
+    return {
+        "id": body.rid or name,
         "object": "scoring",
         "created": int(time.time()),
         "model": body.model,
@@ -59,7 +63,6 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
             "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
         },
     }
-    return JSONResponse(answer)
 
 
 def to_score_requests(
@@ -88,6 +91,7 @@ def to_score_requests(
             ended=ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),
+            **named(body),
         )
         for index, item in enumerate(body.items or [None])
     ]
