@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from processors.pool.cache import ProcessorCache
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_served, png_url
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.server.api_keys import read_api_keys
+from vlmserve.server.batches.record import ENDED
 
 CHAT = "/v1/chat/completions"
 KEYS = f"""
@@ -142,7 +145,7 @@ def test_every_generating_route_is_known_here(make: Callable[..., tuple[Served, 
     """And none of them shares between names; requests of one name do, whichever of its keys they bring."""
     served, client = make(api_key_file=str(file))
     routes = {getattr(route, "path", "") for route in served.app.routes} & GENERATING.keys()
-    assert routes >= {CHAT, "/v1/score"}
+    assert routes == GENERATING.keys()
     for route in sorted(routes):
         alice, bob, again = seen_by(served, client, route, "alices-key", "bobs-key", "bobs-new-key")
         assert bob == again
@@ -174,6 +177,57 @@ def test_sharing_can_be_chosen(make: Callable[..., tuple[Served, TestClient]], f
     served, client = make(api_key_file=str(file), cache_scope="all")
     alice, bob = seen_by(served, client, CHAT, "alices-key", "bobs-key")
     assert alice[:2] == bob[:2]
+
+
+def test_media_that_are_only_counted_are_not_shared_either(
+    make: Callable[..., tuple[Served, TestClient]], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long /tokenize takes tells whether a picture was there."""
+    _, client = make(api_key_file=str(file))
+    made = []
+    key = ProcessorCache.key
+    monkeypatch.setattr(ProcessorCache, "key", staticmethod(lambda *given: made.append(key(*given)) or made[-1]))
+    for name in ("alices-key", "bobs-key", "bobs-new-key"):
+        assert client.post("/tokenize", json={"messages": MESSAGES}, headers=bearer(name)).status_code == 200
+    assert made[0] != made[1] == made[2]
+
+
+def test_responses_follow_the_name(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
+    _, client = make(api_key_file=str(file))
+    asked = {"model": MODEL, **GENERATING["/v1/responses"]}
+    made = client.post("/v1/responses", json=asked, headers=bearer("bobs-key")).json()["id"]
+    for key, status in (("alices-key", 404), ("bobs-new-key", 200)):
+        for path in (f"/v1/responses/{made}", f"/v1/responses/{made}/input_items"):
+            assert client.get(path, headers=bearer(key)).status_code == status
+        later = asked | {"previous_response_id": made}
+        assert client.post("/v1/responses", json=later, headers=bearer(key)).status_code == status
+    assert client.delete(f"/v1/responses/{made}", headers=bearer("alices-key")).status_code == 404
+
+
+def test_lines_of_a_batch_are_asked_by_its_owner(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
+    """Their caches, files and stored responses are its owner's, and nobody else sees the batch or its files."""
+    served, client = make(api_key_file=str(file))
+    ((salt, digest, _),) = seen_by(served, client, CHAT, "bobs-key")
+    line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": MODEL, **GENERATING[CHAT]}}
+    with client:  # one event loop for all requests: batches go on between them
+        upload = {"files": {"file": ("in.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+        source = client.post("/v1/files", headers=bearer("bobs-key"), **upload).json()["id"]
+        asked = {"input_file_id": source, "endpoint": CHAT, "completion_window": "24h"}
+        assert client.post("/v1/batches", json=asked, headers=bearer("alices-key")).status_code == 404
+        batch = client.post("/v1/batches", json=asked, headers=bearer("bobs-key")).json()["id"]
+        while (found := client.get(f"/v1/batches/{batch}", headers=bearer("bobs-new-key")).json())[
+            "status"
+        ] not in ENDED:
+            pass
+        assert (found["status"], found["request_counts"]["completed"]) == ("completed", 1)
+        for path in (f"/v1/batches/{batch}", f"/v1/files/{found['output_file_id']}"):
+            assert client.get(path, headers=bearer("bobs-new-key")).status_code == 200
+            assert client.get(path, headers=bearer("alices-key")).status_code == 404
+        assert client.post(f"/v1/batches/{batch}/cancel", headers=bearer("alices-key")).status_code == 404
+        assert client.get("/v1/batches", headers=bearer("alices-key")).json()["data"] == []
+    (made,) = served.scheduler.requests[1:]
+    assert made.cache_salt == salt
+    assert [(i.digest, i.patch_digests) for i in made.mm_inputs.items] == digest
 
 
 def test_files_follow_the_name(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
