@@ -136,8 +136,10 @@ class ServerSettings:
         "stay in the answer; auto: qwen3 if its chat template has <think>",
     )
     max_body_mib: float = _http(64.0, "largest request body, in MiB (inline pictures included)", ABOVE_0)
-    max_unfinished_bodies_mib: float = _http(
-        512.0, "request bodies that are being received, all together, in MiB; at least --max-body-mib", ABOVE_0
+    max_bodies_mib: float = _http(
+        1024.0,
+        "bodies of all requests together, until their answers' ends, in MiB; at least --max-body-mib",
+        ABOVE_0,
     )
     body_timeout_s: float = _http(
         30.0,
@@ -149,9 +151,15 @@ class ServerSettings:
         "slowest request body or upload, in bytes a second; looked at every --body-timeout-s; 0: no limit",
         AT_LEAST_0,
     )
-    max_json_values: int = _http(500_000, "most values in a JSON body, counted before it is read", AT_LEAST_1)
-    max_messages_per_request: int = _http(4096, "most messages in one request", AT_LEAST_1)
-    max_parts_per_request: int = _http(8192, "most parts in the messages of one request, all together", AT_LEAST_1)
+    max_json_values: int = _http(
+        500_000, "most commas and opening brackets in a JSON body, counted before it is read", AT_LEAST_1
+    )
+    max_items_per_request: int = _http(
+        4096, "most messages, tools, prompts, or items to score in one request", AT_LEAST_1
+    )
+    max_parts_per_request: int = _http(
+        8192, "most parts and calls in the messages of one request, all together", AT_LEAST_1
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _http("info", "log messages of this severity and above")
     forwarded_allow_ips: str = _http(
         "127.0.0.1",

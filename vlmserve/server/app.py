@@ -17,7 +17,7 @@ from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.batches.api import BatchesApi
 from vlmserve.server.batches.endpoints import batch_endpoints
 from vlmserve.server.batches.runner import make_runner
-from vlmserve.server.body_budget import BodyBudget
+from vlmserve.server.body_budget import BodyBudget, BodyBudgetMiddleware
 from vlmserve.server.chat import complete_chat
 from vlmserve.server.completion_protocol import CompletionRequest
 from vlmserve.server.completions import complete
@@ -134,6 +134,7 @@ def build_app(
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
+    app.add_middleware(BodyBudgetMiddleware, budget=app.state.bodies)
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     keys = read_api_keys(settings)
     if keys is not None or settings.admin_api_key is not None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from vlmserve.config.settings import ServerSettings
 from vlmserve.server.body_budget import HeldBody
-from vlmserve.server.body_counts import check_messages, check_values
+from vlmserve.server.body_counts import check_items, check_values
 from vlmserve.server.errors import refuse_invalid
 from vlmserve.server.protocol import FIELDS_INSIDE
 from vlmserve_common.errors import BadRequestError
@@ -24,14 +24,14 @@ _INLINE_BYTES = 256 * 1024
 _INLINE_COMMAS = 2000
 
 
-async def read_body(request: Request, model: type[_Model], settings: ServerSettings) -> _Model:
-    """The body, checked. Raises BadRequestError."""
-    with request.app.state.bodies.body() as body:
-        await _receive(request, settings, body)
-        size, commas = len(body.data), body.data.count(b",", 0, _INLINE_BYTES)
-        if size <= _INLINE_BYTES and commas <= _INLINE_COMMAS:
-            return _parse(body.data, model, settings)
-        return await asyncio.to_thread(_parse, body.data, model, settings)
+async def read_body(
+    request: Request, model: type[_Model], settings: ServerSettings, *, if_empty: bytes = b""
+) -> _Model:
+    """The body, checked. if_empty: what it is if there is none. Raises BadRequestError."""
+    data = await _receive(request, settings) or if_empty
+    if len(data) <= _INLINE_BYTES and data.count(b",") <= _INLINE_COMMAS:
+        return _parse(data, model, settings)
+    return await asyncio.to_thread(_parse, data, model, settings)
 
 
 async def body_parts(request: Request, settings: ServerSettings) -> AsyncIterator[bytes]:
@@ -68,14 +68,8 @@ def _too_slow(message: str) -> BadRequestError:
     return BadRequestError(message, code="body_timeout", status=408)
 
 
-async def read_whole(request: Request, settings: ServerSettings) -> bytes:
-    """The body as it came, within its limits. Raises BadRequestError."""
-    with request.app.state.bodies.body() as body:
-        await _receive(request, settings, body)
-        return bytes(body.data)
-
-
-async def _receive(request: Request, settings: ServerSettings, body: HeldBody) -> None:
+async def _receive(request: Request, settings: ServerSettings) -> bytearray:
+    body: HeldBody = request.state.body
     limit = int(settings.max_body_mib * 2**20)
     declared = request.headers.get("content-length", "")
     too_large = BadRequestError(
@@ -87,12 +81,18 @@ async def _receive(request: Request, settings: ServerSettings, body: HeldBody) -
         if len(body.data) + len(part) > limit:
             raise too_large
         body.add(part)
+    data, body.data = body.data, bytearray()  # its memory remains taken: what is made of it is as large
+    return data
 
 
-def _parse(body: bytearray, model: type[_Model], settings: ServerSettings) -> _Model:
-    check_values(body, settings)
-    raw = json_object(body, "request body")
-    check_messages(raw, settings)
+def _parse(body: bytes | bytearray, model: type[_Model], settings: ServerSettings) -> _Model:
+    check_values(body, settings.max_json_values)
+    return checked_within(json_object(body, "request body"), model, settings)
+
+
+def checked_within(raw: dict[str, Any], model: type[_Model], settings: ServerSettings) -> _Model:
+    """As `checked`, of an object that has few enough items."""
+    check_items(raw, settings)
     return checked(raw, model)
 
 

@@ -1,9 +1,8 @@
-"""The memory that bodies take while they are received: one budget for all."""
+"""The memory that requests' bodies take, from their first byte until their answer's end: one budget for all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.errors import BadRequestError
@@ -18,23 +17,14 @@ class BodyBudget:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.held = 0
-        self._most = int(max(settings.max_unfinished_bodies_mib, settings.max_body_mib) * 2**20)
-
-    @contextmanager
-    def body(self) -> Iterator[HeldBody]:
-        """A body; what it holds is free afterwards."""
-        body = HeldBody(self)
-        try:
-            yield body
-        finally:
-            self.held -= body.held
+        self._most = int(max(settings.max_bodies_mib, settings.max_body_mib) * 2**20)
 
     def take(self, count: int) -> None:
         """Raises BadRequestError (503)."""
         if self.held + count > self._most:
             raise BadRequestError(
-                f"the bodies that are being received take {self.held} bytes together, the limit is {self._most} "
-                "(setting --max-unfinished-bodies-mib); try again later",
+                f"the bodies of requests take {self.held} bytes together, the limit is {self._most} (setting "
+                "--max-bodies-mib); try again later",
                 code="bodies_too_large_together",
                 status=503,
             )
@@ -56,3 +46,26 @@ class HeldBody:
             self._budget.take(more)
             self.held += more
         self.data += part
+
+    def release(self) -> None:
+        """What was made of it is gone, too."""
+        self._budget.held -= self.held
+        self.held = 0
+
+
+class BodyBudgetMiddleware:
+    """Gives each request a `HeldBody`, as `state.body`, until it has ended: its texts and media are parts of it."""
+
+    def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
+        self._app = app
+        self._budget = budget
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = scope.setdefault("state", {})["body"] = HeldBody(self._budget)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            body.release()

@@ -116,7 +116,6 @@ class GuardedProtocol(HttpToolsProtocol):
         """It is open."""
         super().connection_made(transport)
         if not self._guard.admit(self):
-            transport.write(self._refuse.as_bytes())
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -203,13 +202,10 @@ class _Refusal:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         logger.warning("requests are answered 503: %s", self._message)
         body = _body(503, self._message, "too_many_connections")
-        headers = [(name.encode(), value.encode()) for name, value in _headers(503, body).items()]
+        told = _headers(body) | {"retry-after": str(RETRY_AFTER_S)}
+        headers = [(name.encode(), value.encode()) for name, value in told.items()]
         await send({"type": "http.response.start", "status": 503, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-    def as_bytes(self) -> bytes:
-        """The same for a connection that is not even asked what it wants."""
-        return _answer(503, self._message, "too_many_connections")
 
 
 def _most_connections(setting: int) -> int:
@@ -225,19 +221,18 @@ def _most_connections(setting: int) -> int:
     return most
 
 
-_PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+_PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
 def _body(status: int, message: str, code: str) -> bytes:
     return json.dumps(error_body(status, message, code=code)).encode()
 
 
-def _headers(status: int, body: bytes) -> dict[str, str]:
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-    return headers | ({"retry-after": str(RETRY_AFTER_S)} if status == 503 else {})
+def _headers(body: bytes) -> dict[str, str]:
+    return {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
 
 
 def _answer(status: int, message: str, code: str) -> bytes:
     body = _body(status, message, code)
-    lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{n}: {v}" for n, v in _headers(status, body).items())]
+    lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{n}: {v}" for n, v in _headers(body).items())]
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from vlmserve.server.auth import owner_of
 from vlmserve.server.body import read_body
+from vlmserve.server.body_counts import check_items
 from vlmserve.server.caller import Caller, caller_of
 from vlmserve.server.chat import chat_events
 from vlmserve.server.request_id import name_answer
@@ -103,6 +104,10 @@ class ResponsesApi:
         if body.previous_response_id is not None:
             before = await asyncio.to_thread(self._store.conversation, caller.owner, body.previous_response_id)
         conversation = await asyncio.to_thread(to_conversation, before, given, body.instructions)
+        try:
+            check_items({"messages": conversation.messages}, self._served.settings)  # earlier ones are among them
+        except BadRequestError as error:
+            raise conversation.named(error) from None
         writer = ResponseWriter(_base(body, own_id))
         async with aclosing(self._chunks(body, conversation, own_id, caller)) as chunks:
             first = await anext(chunks)
