@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,7 @@ def build_app(
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
     app.state.bodies = BodyBudget(settings)
+    app.state.parsing = asyncio.Lock()  # of large bodies: the interpreter does it for one at a time, and nothing beside
     prefixes = settings.metrics_prefixes
     metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else ())
     manager.observe = _observer(metrics, settings)

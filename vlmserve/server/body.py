@@ -31,7 +31,8 @@ async def read_body(
     data = await _receive(request, settings) or if_empty
     if len(data) <= _INLINE_BYTES and data.count(b",") <= _INLINE_COMMAS:
         return _parse(data, model, settings)
-    return await asyncio.to_thread(_parse, data, model, settings)
+    async with request.app.state.parsing:
+        return await asyncio.to_thread(_parse, data, model, settings)
 
 
 async def body_parts(request: Request, settings: ServerSettings) -> AsyncIterator[bytes]:

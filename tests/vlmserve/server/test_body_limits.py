@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from tests.vlmserve.server.fake_engine import MODEL, WAIT_S, Served, make_served, real_server
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
+from vlmserve.server import body as body_module
 from vlmserve.server.body_budget import FREE_BYTES, BodyBudget, HeldBody
 from vlmserve_common.errors import BadRequestError
 
@@ -151,6 +152,21 @@ def test_a_body_takes_room_until_its_answer_has_ended(strict: Served) -> None:
     with real_server(strict.app) as port, sent(port, body) as one, sent(port, body) as other:
         assert {link.recv(65536)[:13] for link in (one, other)} == {b"HTTP/1.1 200 ", b"HTTP/1.1 503 "}
         assert strict.app.state.bodies.held == len(body) - FREE_BYTES
+
+
+def test_one_large_body_is_parsed_at_a_time(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing holds the interpreter: several threads of it would take turns among themselves, and leave few to all
+    else."""
+    parse, alone = body_module._parse, []
+
+    def watched(data: bytearray, *args: Any) -> Any:
+        alone.append(strict.app.state.parsing.locked())
+        return parse(data, *args)
+
+    monkeypatch.setattr(body_module, "_parse", watched)
+    for size in (10, 400_000):
+        assert refusal(strict, BODY | {"user": "x" * size})[0] == 200
+    assert alone == [False, True]
 
 
 def sent(port: int, body: bytes) -> socket.socket:
