@@ -116,7 +116,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """It is open."""
         super().connection_made(transport)
         if not self._guard.admit(self):
-            transport.close()
+            self._end_with(503, self._refuse.message, "too_many_connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
@@ -159,9 +159,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def drop(self) -> None:
-        """See `Connection`."""
-        self._guard.works(self)  # it is not to be dropped again
-        self.transport.close()
+        """See `Connection`. Who was answered before may just ask again on another one."""
+        if self._guard.idle(self):
+            self._guard.works(self)  # it is not to be dropped again
+            self.transport.close()
+        else:
+            self._end_with(503, self._refuse.message, "too_many_connections")
 
     def give_up(self) -> None:
         """See `Connection`. Who sent nothing is told nothing: its answer would be taken for that of a later request."""
@@ -197,13 +200,12 @@ class _Refusal:
             if limit == setting
             else f"the limit, as few files may be open (ulimit -n {open_files_limit()}),"
         )
-        self._message = f"more than {limit} connections are open, {why} is {limit} (setting --max-connections)"
+        self.message = f"more than {limit} connections are open, {why} is {limit} (setting --max-connections)"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        logger.warning("requests are answered 503: %s", self._message)
-        body = _body(503, self._message, "too_many_connections")
-        told = _headers(body) | {"retry-after": str(RETRY_AFTER_S)}
-        headers = [(name.encode(), value.encode()) for name, value in told.items()]
+        logger.warning("requests are answered 503: %s", self.message)
+        body = _body(503, self.message, "too_many_connections")
+        headers = [(name.encode(), value.encode()) for name, value in _headers(503, body).items()]
         await send({"type": "http.response.start", "status": 503, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -221,18 +223,19 @@ def _most_connections(setting: int) -> int:
     return most
 
 
-_PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
+_PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
 def _body(status: int, message: str, code: str) -> bytes:
     return json.dumps(error_body(status, message, code=code)).encode()
 
 
-def _headers(body: bytes) -> dict[str, str]:
-    return {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+def _headers(status: int, body: bytes) -> dict[str, str]:
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    return headers | ({"retry-after": str(RETRY_AFTER_S)} if status == 503 else {})
 
 
 def _answer(status: int, message: str, code: str) -> bytes:
     body = _body(status, message, code)
-    lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{n}: {v}" for n, v in _headers(body).items())]
+    lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{n}: {v}" for n, v in _headers(status, body).items())]
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -174,6 +174,18 @@ def test_silent_connections_make_room() -> None:
     with serving(max_connections=3) as (port, _):
         silent = [connect(port) for _ in range(2 * SPARE)]
         assert get(port, "/small") == (200, b"ok")
+        assert rest(silent[0]).startswith(b"HTTP/1.1 503 "), "it has waited longest, and is told why it ends"
+        for link in silent:
+            link.close()
+
+
+def test_connections_that_were_answered_make_room_without_a_word() -> None:
+    """Who keeps them asks again on another, and would take a word for the answer."""
+    with serving(max_connections=3) as (port, _):
+        kept = connect(port, GET + b"\r\n")
+        read_answer(kept)
+        silent = [connect(port) for _ in range(2 * SPARE)]
+        assert rest(kept) == b""
         for link in silent:
             link.close()
 
