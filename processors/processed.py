@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
+from processors.hashing import digest_fields
 from processors.inputs import Normalization
 from processors.knobs import Clamp
 
@@ -65,3 +66,12 @@ class ProcessedVideo:
 
 
 ProcessedMedium: TypeAlias = ProcessedImage | ProcessedVideo
+
+
+def of_tenant(medium: ProcessedMedium, tenant: str) -> ProcessedMedium:
+    """The same medium under digests that are nobody else's, so that no cache finds it for others."""
+
+    def own(digest: bytes) -> bytes:
+        return digest_fields([b"vlmserve tenant 1", tenant.encode(), digest])
+
+    return replace(medium, digest=own(medium.digest), patch_digests=tuple(map(own, medium.patch_digests)))

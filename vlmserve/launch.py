@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,9 +33,11 @@ from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socke
 from vlmserve.ipc.ready import Ready, ReadyReport
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
+from vlmserve.server.api_keys import read_api_keys
 from vlmserve.server.listening import listen
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.child import ChildProcess
+from vlmserve_common.process.open_files import raise_open_files
 from vlmserve_common.process.stop_signals import (
     STOP_SIGNALS,
     StopRequested,
@@ -46,7 +48,7 @@ from vlmserve_common.process.stop_signals import (
 from vlmserve_common.transport.shm import SPARE_BYTES
 
 if TYPE_CHECKING:
-    import uvicorn
+    from vlmserve.server.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,8 @@ def launch_server(
         from vlmserve.server.tracing import check_extra
 
         check_extra()  # before minutes go by with the model
+    read_api_keys(settings)  # so that what is wrong with them shows now
+    raise_open_files()
     if settings.port_file:
         Path(settings.port_file).unlink(missing_ok=True)  # whoever waits for it must not read an older server's
     with ExitStack() as stack:
@@ -187,6 +191,7 @@ class _Serving:
     async def run(self, report: ReadyReport, make_frontend: MakeFrontend) -> int:
         from vlmserve.ipc.control import ControlClient
         from vlmserve.ipc.sockets import AsyncReceiver, Sender
+        from vlmserve.server.http_server import HttpServer
 
         shared = self.channels.shared_arrays(spare_bytes=SPARE_BYTES)
         loop = asyncio.get_running_loop()
@@ -206,7 +211,7 @@ class _Serving:
                 start=self.start,
             )
             stack.push_async_callback(frontend.close)
-            server = self._make_server(frontend.app)
+            server = HttpServer(frontend.app, self.settings, backlog=_BACKLOG, started=self._announce)
             gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
             for number in STOP_SIGNALS:
                 loop.add_signal_handler(number, self._on_signal, server, frontend, number)
@@ -233,34 +238,6 @@ class _Serving:
             logger.error("stopped: %s", self.failure)
             return 1
 
-    def _make_server(self, app: Any) -> uvicorn.Server:
-        import uvicorn
-
-        announce = self._announce
-
-        class Server(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield  # signals are the launcher's: uvicorn would raise them again before anything is cleaned up
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
-                announce()
-
-        for name in ("uvicorn", "uvicorn.error"):
-            logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-        config = uvicorn.Config(
-            app,
-            interface="asgi3",
-            log_config=None,
-            access_log=False,  # the frontend's own has durations and request ids
-            lifespan="off",
-            backlog=_BACKLOG,
-            server_header=False,
-            forwarded_allow_ips=self.settings.forwarded_allow_ips,
-        )
-        return Server(config)
-
     def _announce(self) -> None:
         host, port = self.listener.getsockname()[:2]
         if self.settings.port_file:
@@ -268,7 +245,7 @@ class _Serving:
         shown = f"[{host}]" if ":" in host else host
         logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
 
-    async def _watch(self, frontend: Frontend, server: uvicorn.Server) -> None:
+    async def _watch(self, frontend: Frontend, server: HttpServer) -> None:
         """Look after the children for as long as there is a server."""
         children = {child.pid: child for child in self.children}
 
@@ -302,7 +279,7 @@ class _Serving:
             await asyncio.sleep(LOOK_S)
             self.watchdog.look()
 
-    def _on_signal(self, server: uvicorn.Server, frontend: Frontend, number: int) -> None:
+    def _on_signal(self, server: HttpServer, frontend: Frontend, number: int) -> None:
         name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
         if server.should_exit:
             logger.info("%s again: not waiting any longer", name)
@@ -317,16 +294,16 @@ class _Serving:
         server.should_exit = True
         asyncio.get_running_loop().call_later(patience_s, self._cut_short, server, frontend)
 
-    def _cut_short(self, server: uvicorn.Server, frontend: Frontend) -> None:
+    def _cut_short(self, server: HttpServer, frontend: Frontend) -> None:
         frontend.fail_all("the server is shutting down")
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, server, "force_exit", True)
 
-    def _on_death(self, child: ChildProcess, frontend: Frontend, server: uvicorn.Server) -> None:
+    def _on_death(self, child: ChildProcess, frontend: Frontend, server: HttpServer) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(child.sentinel)
         self._fail(child.how_it_died(), frontend, server)
 
-    def _fail(self, failure: str, frontend: Frontend, server: uvicorn.Server) -> None:
+    def _fail(self, failure: str, frontend: Frontend, server: HttpServer) -> None:
         if self.failure is not None:
             return
         self.failure = failure

@@ -35,13 +35,16 @@ class ProcessorCache:
 
     @staticmethod
     def key(
-        kind: Literal["picture", "clip", "frames"], files: Sequence[bytes], knobs: ImageKnobs | VideoKnobs
+        kind: Literal["picture", "clip", "frames"],
+        files: Sequence[bytes],
+        knobs: ImageKnobs | VideoKnobs,
+        tenant: str = "",
     ) -> bytes:
-        """The bytes of a file, or of a video's frames; what they are taken for, and what is asked of it.
+        """The bytes of a file, or of a video's frames; what they are taken for, what is asked of it, and for whom.
 
         Knobs are dataclasses, whose repr has all that they say.
         """
-        return digest_fields([kind.encode(), repr(knobs).encode(), *files])
+        return digest_fields([kind.encode(), repr(knobs).encode(), tenant.encode(), *files])
 
     def get(self, key: bytes) -> ProcessedMedium | None:
         """What was put under `key`, if it is still there."""

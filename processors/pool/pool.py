@@ -163,7 +163,7 @@ class ProcessorPool:
         if isinstance(picture, Image.Image):
             return await self._threads.picture(picture, knobs, client=client)
         make = partial(self._maker.picture, picture, knobs, client=client)
-        return await self._make_once("picture", [picture], knobs, make)
+        return await self._make_once("picture", [picture], request, knobs, make)
 
     async def _load_video(
         self, request: VideoRequest, claim: Claim, client: str, fetched: Callable[[], None]
@@ -172,11 +172,13 @@ class ProcessorPool:
         video = await self._videos.fetch(request.source, claim)
         fetched()
         if isinstance(video, bytes):
-            return await self._make_once("clip", [video], knobs, partial(self._maker.clip, video, knobs, client=client))
+            make = partial(self._maker.clip, video, knobs, client=client)
+            return await self._make_once("clip", [video], request, knobs, make)
         files = [frame for frame in video if isinstance(frame, bytes)]
         if len(files) < len(video):
             return await self._threads.frames(video, knobs, client=client)
-        return await self._make_once("frames", files, knobs, partial(self._maker.frames, files, knobs, client=client))
+        make = partial(self._maker.frames, files, knobs, client=client)
+        return await self._make_once("frames", files, request, knobs, make)
 
     async def _load_embeds(self, request: EmbedsRequest, claim: Claim, fetched: Callable[[], None]) -> ProcessedMedium:
         rows = await file_from(request.source, self._fetcher, claim)
@@ -191,6 +193,7 @@ class ProcessorPool:
         self,
         kind: Literal["picture", "clip", "frames"],
         files: Sequence[bytes],
+        request: ImageRequest | VideoRequest,
         knobs: ImageKnobs | VideoKnobs,
         make: Callable[[], Awaitable[ProcessedMedium]],
     ) -> ProcessedMedium:
@@ -198,7 +201,7 @@ class ProcessorPool:
 
         Its failure is everybody's. It is called off when the last one who wants it is gone.
         """
-        key = await off_loop(sum(map(len, files)), self._cache.key, kind, files, knobs)
+        key = await off_loop(sum(map(len, files)), self._cache.key, kind, files, knobs, request.tenant)
         work = self._in_work.get(key)
         if work is None:
             found = self._cache.get(key)

@@ -18,29 +18,39 @@ from processors.video.options import VideoKnobs
 class ImageRequest:
     """One picture to load. source: a URL, a file, its bytes, or a Pillow picture.
 
-    param: the request field it came from, for error messages.
+    param: the request field it came from, for error messages. tenant: for whom it is kept, and found again; "": for all
+    that have none.
     """
 
     source: str | bytes | MediaFile | Image.Image
     knobs: ImageKnobs | None = None
     param: str | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRequest:
-    """One video to load. source: a URL, a file or its bytes, or its frames, each a URL, bytes or a Pillow picture."""
+    """One video to load; param and tenant as of a picture.
+
+    source: a URL, a file or its bytes, or its frames, each a URL, bytes or a Pillow picture.
+    """
 
     source: str | bytes | MediaFile | tuple[Frame, ...]
     knobs: VideoKnobs | None = None
     param: str | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbedsRequest:
-    """One picture that comes encoded. source: a URL, a safetensors file or its bytes, or tensors by name."""
+    """One picture that comes encoded; param and tenant as of others.
+
+    source: a URL, a safetensors file or its bytes, or tensors by name.
+    """
 
     source: str | bytes | MediaFile | Mapping[str, Any]
     param: str | None = None
+    tenant: str = ""
 
 
 MediaRequest: TypeAlias = ImageRequest | VideoRequest | EmbedsRequest

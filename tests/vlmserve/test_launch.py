@@ -39,6 +39,43 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
             server.end()
 
 
+def test_silent_connections_and_few_descriptors(tmp_path) -> None:
+    """More of them than there may be open files, without and with the right to raise that."""
+    for hard, warned in ((1024, True), (4096, False)):
+        command = f'ulimit -Sn 1024; ulimit -Hn {hard}; exec "$0" "$@"'
+        words = [
+            "bash",
+            "-c",
+            command,
+            sys.executable,
+            "-m",
+            "tests.vlmserve.fake_server",
+            str(tmp_path),
+            "--port",
+            "0",
+        ]
+        with tempfile.TemporaryDirectory(prefix="v") as short:
+            server = ServerProcess(words, Path(short) / "run")
+            try:
+                silent = [socket.create_connection(("127.0.0.1", server.port()), PATIENCE_S) for _ in range(1100)]
+                assert server.get("hello") == (200, "hello")
+                log = "".join(server.log)
+                assert ("the system allows 1024 open files (ulimit -n): 512 connections are taken" in log) == warned
+                assert "accept" not in log
+                for link in silent:
+                    link.close()
+            finally:
+                server.end()
+
+
+def test_a_key_file_that_is_wrong_is_told_before_the_model_is_loaded(start, tmp_path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one two three")
+    server = start("--api-key-file", str(keys), FAKE_START="hang")
+    assert server.wait() == 1
+    assert "line 1: it has 3 words; it must be a name and a key" in "".join(server.log)
+
+
 def _await(condition: object, seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -60,6 +60,10 @@ def _another_value(type_: typing.Any, default: object, name: str, folder: Path) 
         return "http://127.0.0.1:4318/v1/traces"
     if name in ("allowed_local_media_path", "file_store_dir", "profile_dir"):
         return str(folder)
+    if name == "api_key_file":
+        return __file__
+    if name == "allowed_origins":
+        return "https://app.example.com"
     if type_ is bool:
         return not default
     if typing.get_origin(type_) is typing.Literal:

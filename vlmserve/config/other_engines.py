@@ -188,9 +188,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("name a folder: hf download MODEL --revision REVISION prints it", both="revision"),
     _answered("the variable HF_HOME says where checkpoints are kept", both="download_dir"),
     _answered("the checkpoint's own tokenizer is used", "tokenizer", "tokenizer_path"),
-    _answered(
-        _PROXY, "ssl_keyfile ssl_certfile root_path allowed_origins", "ssl_keyfile ssl_certfile fastapi_root_path"
-    ),
+    _answered(_PROXY, "ssl_keyfile ssl_certfile root_path", "ssl_keyfile ssl_certfile fastapi_root_path"),
     # not there yet
     _answered(_ONE_GPU, "tensor_parallel_size tp", "tensor_parallel_size tp_size tp", fine="1"),
     _answered(_ONE_GPU, "pipeline_parallel_size pp", "pipeline_parallel_size pp_size pp", fine="1"),

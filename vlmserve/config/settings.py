@@ -59,6 +59,7 @@ _DOMAIN = re.compile(r"\.?[\w-]+(?:\.[\w-]+)*|[\da-fA-F:]+")
 _PORT = Allowed(words="between 0 and 65535", holds=lambda value: 0 <= value <= 65535)
 _PATIENCE = Allowed(words=f"0 or more, at most {MOST_SECONDS}", holds=lambda value: 0 <= value <= MOST_SECONDS)
 _KEY = Allowed(words="a key", holds=bool)
+_FILE = Allowed(words="an existing file", holds=os.path.isfile)
 _FOLDER = Allowed(words="an existing folder", holds=os.path.isdir)
 _WRITABLE = Allowed(
     words="an existing folder that can be written to",
@@ -72,6 +73,14 @@ _URL = Allowed(words="an http: or https: URL", holds=lambda url: re.fullmatch(r"
 _DOMAINS = Allowed(
     words="host names such as example.com or .example.com, with commas between them",
     holds=lambda names: all(map(_DOMAIN.fullmatch, names.split(","))),
+)
+_HOSTS = Allowed(
+    words="host names such as example.com or .example.com, with commas between them, or *",
+    holds=lambda names: names == "*" or all(map(_DOMAIN.fullmatch, names.split(","))),
+)
+_ORIGINS = Allowed(
+    words="origins such as https://app.example.com, with commas between them, or *",
+    holds=lambda origins: origins == "*" or all(re.fullmatch(r"[\w+.-]+://[^\s/,]+", o) for o in origins.split(",")),
 )
 
 
@@ -89,6 +98,35 @@ class ServerSettings:
         "key that clients must send (Authorization: Bearer KEY); set it by its variable, which others cannot read",
         _KEY,
     )
+    api_key_file: str | None = _http(
+        None,
+        "file with a client's name and key, or the key's sha256:DIGEST, in each line; --api-key may be set as well",
+        _FILE,
+    )
+    cache_scope: Literal["auto", "key", "all"] = _http(
+        "auto",
+        "who shares cached prefixes and pictures, which answer sooner: key: requests of the same name in "
+        "--api-key-file; all: all requests; auto: key if there is such a file",
+    )
+    allowed_hosts: str | None = _http(
+        None,
+        "host names that a server without API keys is asked for by, besides localhost and addresses; with commas "
+        "between them; .example.com means all below it; *: any",
+        _HOSTS,
+    )
+    allowed_origins: str | None = _http(
+        None,
+        "web pages that may use the server, such as https://app.example.com, with commas between them; *: all",
+        _ORIGINS,
+    )
+    max_connections: int = _http(
+        2048, "most connections at a time; fewer where the system allows few open files", AT_LEAST_1
+    )
+    header_timeout_s: float = _http(10.0, "seconds in which a request's headers must have come", SECONDS)
+    keep_alive_timeout_s: float = _http(5.0, "seconds that a connection is kept for its next request", SECONDS)
+    send_timeout_s: float = _http(
+        60.0, "seconds that a client may leave what was sent to it, before its connection is cut", SECONDS
+    )
     tool_call_parser: Literal["auto", "hermes", "qwen3_coder"] = _http(
         "auto", "how the model writes calls of tools; auto: as its chat template does"
     )
@@ -98,8 +136,29 @@ class ServerSettings:
         "stay in the answer; auto: qwen3 if its chat template has <think>",
     )
     max_body_mib: float = _http(64.0, "largest request body, in MiB (inline pictures included)", ABOVE_0)
+    max_bodies_mib: float = _http(
+        1024.0,
+        "bodies of all requests together, until their answers' ends, in MiB; at least --max-body-mib",
+        ABOVE_0,
+    )
     body_timeout_s: float = _http(
-        60.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS
+        30.0,
+        "seconds without a byte of a request's body or upload, after which it is dropped",
+        SECONDS,
+    )
+    min_body_bytes_per_s: int = _http(
+        500,
+        "slowest request body or upload, in bytes a second; looked at every --body-timeout-s; 0: no limit",
+        AT_LEAST_0,
+    )
+    max_json_values: int = _http(
+        500_000, "most commas and opening brackets in a JSON body, counted before it is read", AT_LEAST_1
+    )
+    max_items_per_request: int = _http(
+        4096, "most messages, tools, prompts, or items to score in one request", AT_LEAST_1
+    )
+    max_parts_per_request: int = _http(
+        8192, "most parts and calls in the messages of one request, all together", AT_LEAST_1
     )
     log_level: Literal["debug", "info", "warning", "error"] = _http("info", "log messages of this severity and above")
     forwarded_allow_ips: str = _http(

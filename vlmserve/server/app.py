@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.config.settings import ServerSettings
 from vlmserve.parsers.answer import choose_formats
+from vlmserve.server.api_keys import read_api_keys
 from vlmserve.server.auth import ApiKeyMiddleware
 from vlmserve.server.batches.api import BatchesApi
 from vlmserve.server.batches.endpoints import batch_endpoints
 from vlmserve.server.batches.runner import make_runner
+from vlmserve.server.body_budget import BodyBudget, BodyBudgetMiddleware
 from vlmserve.server.chat import complete_chat
 from vlmserve.server.completion_protocol import CompletionRequest
 from vlmserve.server.completions import complete
@@ -25,6 +29,7 @@ from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, ScoreRequest, WarmupRequest
+from vlmserve.server.request_id import HEADER as REQUEST_ID_HEADER
 from vlmserve.server.request_log import log_request
 from vlmserve.server.responses.api import ResponsesApi
 from vlmserve.server.score import score_labels
@@ -33,6 +38,7 @@ from vlmserve.server.stores import Stores
 from vlmserve.server.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
+from vlmserve.server.web_pages import WebPageGuard
 from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 from vlmserve_common.version import __version__
@@ -54,6 +60,8 @@ def build_app(
     app.state.batches is what answers the latter."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
+    app.state.bodies = BodyBudget(settings)
+    app.state.parsing = asyncio.Lock()  # of large bodies: the interpreter does it for one at a time, and nothing beside
     prefixes = settings.metrics_prefixes
     metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else ())
     manager.observe = _observer(metrics, settings)
@@ -118,7 +126,7 @@ def build_app(
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": body})
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
-    FilesApi(files, stall_s=settings.body_timeout_s).add_routes(app)
+    FilesApi(files, settings).add_routes(app)
     if stores is not None:
         responses = ResponsesApi(served, stores.responses)
         responses.add_routes(app)
@@ -128,9 +136,25 @@ def build_app(
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
+    app.add_middleware(BodyBudgetMiddleware, budget=app.state.bodies)
     # The one added last is the outermost: it sees refused keys, and what fails further in.
-    if settings.api_key or settings.admin_api_key:
-        app.add_middleware(ApiKeyMiddleware, key=settings.api_key, admin_key=settings.admin_api_key)
+    keys = read_api_keys(settings)
+    if keys is not None or settings.admin_api_key is not None:
+        scope = settings.cache_scope
+        scoped = scope == "key" or (scope == "auto" and settings.api_key_file is not None)
+        app.add_middleware(ApiKeyMiddleware, keys=keys, admin_key=settings.admin_api_key, scoped=scoped)
+    origins = tuple((settings.allowed_origins or "").split(","))
+    if keys is None:
+        hosts = tuple((settings.allowed_hosts or "").lower().split(","))
+        app.add_middleware(WebPageGuard, hosts=hosts, origins=origins, bound=settings.host)
+    if settings.allowed_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
+        )
     app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log, tracer=tracer)
     return app
 

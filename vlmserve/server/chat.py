@@ -35,7 +35,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     request.state.asked = asked_of(chat)
     if not chat.stream:
         answer = await while_connected(request.receive, whole_chat(served, chat, own_id, caller_of(request)))
-        if "prompt_logprobs" in answer:  # of a long prompt they are many
+        if chat.logprobs or "prompt_logprobs" in answer:  # they are many
             return await asyncio.to_thread(JSONResponse, answer)
         return JSONResponse(answer)
     events = chat_events(served, chat, own_id, caller_of(request))
@@ -77,6 +77,7 @@ def _prepare(
         find_file=served.files.for_owner(caller.owner),
         client=caller.client,
         owner=caller.owner,
+        tenant=caller.tenant,
         ended=caller.ended,
     )
     wanted = replace(wanted, priority=wanted.priority or caller.priority)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -36,8 +37,10 @@ async def complete(served: ServedModel, request: Request) -> Response:
     own_id = name_answer(request, "cmpl", body.rid)
     if body.stream:
         return await EventStream.begin(request.receive, _events(served, body, own_id, caller_of(request)))
-    answer = whole_completion(served, body, own_id, caller_of(request))
-    return JSONResponse(await while_connected(request.receive, answer))
+    answer = await while_connected(request.receive, whole_completion(served, body, own_id, caller_of(request)))
+    if body.logprobs is not None or body.prompt_logprobs is not None:  # they are many
+        return await asyncio.to_thread(JSONResponse, answer)
+    return JSONResponse(answer)
 
 
 async def whole_completion(served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
@@ -88,6 +91,7 @@ def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -
             n=body.n or 1,
             num_logprobs=body.logprobs,
             client=caller.client,
+            tenant=caller.tenant,
             returns=ReturnOptions(prompt_logprobs=k),
             logits_processors=calls,
             ended=caller.ended,

@@ -32,7 +32,7 @@ from vlmserve.control_messages import (
     StartProfileReq,
     StopProfileReq,
 )
-from vlmserve.server.body import checked, json_object, read_whole
+from vlmserve.server.body import read_body
 from vlmserve.server.errors import error_body
 from vlmserve.server.protocol import StrictModel
 from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError, TokenizerManager
@@ -175,8 +175,7 @@ class ControlApi:
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
         """A small JSON object; no body at all is an empty one."""
-        raw = await read_whole(request, self._settings)
-        return checked(json_object(raw or b"{}", "request body"), model)  # type: ignore[type-var]
+        return await read_body(request, model, self._settings, if_empty=b"{}")  # type: ignore[type-var]
 
     async def _ask(self, question: ControlRequest, kind: type[_T]) -> _T:
         """The engine's result. Raises BadRequestError with its reason, EngineUnavailableError if it does not answer."""

@@ -31,12 +31,14 @@ def to_generate_request(
     find_file: FindFile,
     client: str = "",
     owner: str = "",
+    tenant: str = "",
     ended: Callable[[RequestStats], None] | None = None,
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
     formats: how the model writes. max_n: most choices of a request. find_file: finds the uploaded files that the client
-    may use. client, owner: who it is, and whose sessions are its own. ended: is told what became of each choice.
+    may use. client, owner: who it is, and whose sessions are its own. tenant: see `GenerateReqInput`. ended: is told
+    what became of each choice.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -66,6 +68,7 @@ def to_generate_request(
             LogitsProcessorCall(name=call.name, params=call.params or {}) for call in request.logits_processors or ()
         ),
         session_id="" if request.session_id is None else f"{owner} {request.session_id}",
+        tenant=tenant,
         ended=ended,
         **named(request),
     )

@@ -278,8 +278,12 @@ class Upload(AbstractContextManager["Upload"]):
         with self._lock:
             if self._open:
                 self._open = False
-                self._file.close()
-                self._store.abandon(self)
+                try:
+                    self._file.close()
+                except OSError as error:  # what was written last does not fit on the disk
+                    logger.debug("closing an upload: %s", error)
+                finally:
+                    self._store.abandon(self)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -10,6 +11,7 @@ from urllib.parse import quote
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from vlmserve.config.settings import ServerSettings
 from vlmserve.server.auth import owner_of
 from vlmserve.server.body import body_parts
 from vlmserve.server.file_store import FileRecord, FileStore, Upload
@@ -21,20 +23,18 @@ _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _CHUNK_BYTES = 2**18
 # What a form may have around its file.
 _FORM_BYTES = 2**16
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # OpenAI's limits of both.
 _LIST_LIMIT = 10_000
 _EXPIRY_S = (3600, 30 * 24 * 3600)
 
 
 class FilesApi:
-    """The routes under /v1/files. What is found belongs to the API key that asks.
+    """The routes under /v1/files. What is found belongs to the API key that asks. settings: how slow uploads may be."""
 
-    stall_s: seconds after which an upload is dropped of which nothing more comes.
-    """
-
-    def __init__(self, store: FileStore, *, stall_s: float) -> None:
+    def __init__(self, store: FileStore, settings: ServerSettings) -> None:
         self._store = store
-        self._stall_s = stall_s
+        self._settings = settings
 
     def add_routes(self, app: FastAPI) -> None:
         """Register them."""
@@ -51,13 +51,16 @@ class FilesApi:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal():
             self._store.check_size(int(declared) - _FORM_BYTES)
-        upload = await asyncio.to_thread(self._store.begin, owner_of(request))
         try:
-            record = await self._receive(request, upload)
+            upload = await asyncio.to_thread(self._store.begin, owner_of(request))
+            try:
+                record = await self._receive(request, upload)
+            finally:
+                await asyncio.to_thread(upload.close)
         except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise _no_space(error) from error
             raise EngineError(f"the file could not be stored: {error.strerror}") from error
-        finally:
-            await asyncio.to_thread(upload.close)
         return JSONResponse(_describe(record))
 
     async def list(self, request: Request) -> Response:
@@ -105,7 +108,7 @@ class FilesApi:
         form = UploadForm(request.headers.get("content-type", ""), _FIELDS, upload.write)
         waiting: list[bytes] = []
         size = total = 0
-        async for part in body_parts(request, self._stall_s):
+        async for part in body_parts(request, self._settings):
             waiting.append(part)
             size += len(part)
             total += len(part)
@@ -156,6 +159,11 @@ async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
     with file:
         while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
             yield chunk
+
+
+def _no_space(error: OSError) -> BadRequestError:
+    message = f"the file could not be stored: {error.strerror} in the server's folder (setting --file-store-dir)"
+    return BadRequestError(message, param="file", code="storage_full", status=507)
 
 
 def _invalid(param: str, value: str | None, allowed: str) -> BadRequestError:

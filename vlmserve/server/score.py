@@ -42,7 +42,9 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
 async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> dict[str, Any]:
     """The answer's body. name: its id, unlike that of any other. Raises what `errors` describes."""
     find_file = served.files.for_owner(caller.owner)
-    wanted = to_score_requests(body, name, find_file=find_file, client=caller.client, ended=caller.ended)
+    wanted = to_score_requests(
+        body, name, find_file=find_file, client=caller.client, tenant=caller.tenant, ended=caller.ended
+    )
     wanted = [replace(one, priority=one.priority or caller.priority) for one in wanted]
     outputs = await _whole(served, wanted)
     each = wanted[0].num_choices
@@ -69,6 +71,7 @@ def to_score_requests(
     *,
     find_file: FindFile | None,
     client: str = "",
+    tenant: str = "",
     ended: Callable[[RequestStats], None] | None = None,
 ) -> list[GenerateReqInput]:
     """One for each item: the next token's logprobs at the labels' ids, or the labels' texts as continuations. Raises
@@ -84,6 +87,7 @@ def to_score_requests(
             sampling=_ONE_TOKEN,
             mm_processor_kwargs=body.mm_processor_kwargs or {},
             client=client,
+            tenant=tenant,
             ended=ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),

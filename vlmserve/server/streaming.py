@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+import pydantic_core
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def sse_event(data: Any) -> bytes:
@@ -27,8 +26,9 @@ def sse_event(data: Any) -> bytes:
 
 
 def json_text(data: Any) -> bytes:
-    """JSON as it stands in events: short, in UTF-8."""
-    return _JSON.encode(data).encode()
+    """JSON as it stands in events: short, in UTF-8. Python's own takes several times as long, which answers with
+    logprobs show."""
+    return pydantic_core.to_json(data)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Self
 
 from fastapi import Request
@@ -68,15 +69,19 @@ async def tokenize(served: ServedModel, request: Request) -> Response:
         prompt=prompt,
         mm_processor_kwargs=body.mm_processor_kwargs or {},
         client=caller.client,
+        tenant=caller.tenant,
     )
     ids = (await while_connected(request.receive, served.manager.prompt_ids(wanted))).tolist()
-    builder = served.manager.builder
-    texts = (
-        [builder.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids] if body.return_token_strs else None
-    )
-    return JSONResponse(
-        {"count": len(ids), "max_model_len": builder.limits.max_model_len, "tokens": ids, "token_strs": texts}
-    )
+
+    def answer() -> Response:  # of a long prompt it is large
+        builder = served.manager.builder
+        shown = ids if body.return_token_strs else []
+        texts = [builder.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in shown]
+        length = builder.limits.max_model_len
+        told = {"count": len(ids), "max_model_len": length, "tokens": ids}
+        return JSONResponse(told | {"token_strs": texts if body.return_token_strs else None})
+
+    return await asyncio.to_thread(answer)
 
 
 async def detokenize(served: ServedModel, request: Request) -> Response:
@@ -84,6 +89,10 @@ async def detokenize(served: ServedModel, request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest, served.settings)
     served.check_name(body.model or served.name)
     builder = served.manager.builder
-    for token in body.tokens:
-        check_token("tokens", token, builder.limits.vocab_size)
-    return JSONResponse({"prompt": builder.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    def answer() -> Response:
+        for token in body.tokens:
+            check_token("tokens", token, builder.limits.vocab_size)
+        return JSONResponse({"prompt": builder.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return await asyncio.to_thread(answer)

@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.messages import EncodedItem
-from vlmserve.server.auth import client_of, owner_of
+from vlmserve.server.auth import client_of, owner_of, tenant_of
 from vlmserve.server.body import read_body
 from vlmserve.server.protocol import WarmupRequest
 from vlmserve.server.request_id import name_answer
@@ -37,6 +37,7 @@ async def warm_up(served: ServedModel, request: Request) -> Response:
         mm_processor_kwargs=body.mm_processor_kwargs or {},
         pin=bool(body.pin),
         client=client_of(request),
+        tenant=tenant_of(request),
     )
     items = await while_connected(request.receive, served.manager.warm_up(wanted))
     answer = {"id": wanted.request_id, "object": "warmup", "items": [_describe(item) for item in items]}

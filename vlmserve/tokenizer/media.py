@@ -13,6 +13,7 @@ from processors.families.report import MediumReport, report_medium
 from processors.knobs import check_image_knobs, laid_over
 from processors.pool.pool import ProcessorPool
 from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
+from processors.processed import of_tenant
 from processors.video.options import check_knobs
 from vlmserve.tokenizer.chat_messages import (
     EmbedsRef,
@@ -57,13 +58,21 @@ class RequestMedia:
         return settle_media(media, self.parse_kwargs(kwargs) if kwargs else None, most)
 
     async def load(
-        self, media: Sequence[MediaRef], *, client: str = "", fetched: Callable[[], None] = lambda: None
+        self,
+        media: Sequence[MediaRef],
+        *,
+        client: str = "",
+        tenant: str = "",
+        fetched: Callable[[], None] = lambda: None,
     ) -> list[ProcessedMedium]:
         """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request.
 
-        client: who asks; clients take turns. fetched: called for each medium whose bytes are there.
+        client: who asks; clients take turns. tenant: whose media are shared with these, here and in all caches behind;
+        "": those of all that have none. fetched: called for each medium whose bytes are there.
         """
-        return await self._pool.load([self._request(medium) for medium in media], client=client, fetched=fetched)
+        requests = [replace(self._request(medium), tenant=tenant) for medium in media]
+        loaded = await self._pool.load(requests, client=client, fetched=fetched)
+        return [of_tenant(medium, tenant) for medium in loaded] if tenant else loaded
 
     def process(self, prompt_ids: Sequence[int], media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put the media at their placeholders. BadRequestError if they do not match up."""

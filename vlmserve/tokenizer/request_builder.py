@@ -97,7 +97,8 @@ class GenerateReqInput:
     continuations: texts to score in place of making answers: the logprobs of their tokens behind the prompt come as
     `prompt_logprobs` of a choice each.
     client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
-    the first answer); "" is none. cache_salt, priority: see `TokenizedGenerateReqInput`. request_id: of its own among
+    the first answer); "" is none. tenant: whose requests share cached prefixes and media with it; "": all that have
+    none. cache_salt, priority: see `TokenizedGenerateReqInput`. request_id: of its own among
     all requests ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s:
     seconds that it may take; None: as long as it takes. ended: is told what became of each choice. warnings: what will
     not be done as it asks, a sentence each, for its answer.
@@ -115,11 +116,21 @@ class GenerateReqInput:
     continuations: tuple[str, ...] = ()
     session_id: str = ""
     cache_salt: str = ""
+    tenant: str = ""
     priority: int = 0
     rid: str | None = None
     timeout_s: float | None = None
     ended: Callable[[RequestStats], None] | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def cache_namespace(self) -> str:
+        """The salt of the prefix cache: the client's within its tenant. No tenant's is another's, whatever it sends."""
+        return (
+            f"{len(self.tenant)} {self.tenant} {self.cache_salt}"
+            if self.tenant
+            else self.cache_salt and f"0 {self.cache_salt}"
+        )
 
     @property
     def num_choices(self) -> int:
@@ -270,7 +281,7 @@ class RequestBuilder:
                 logits_processors=request.logits_processors,
                 input_embeds=embeds,
                 session_id="" if index else request.session_id,
-                cache_salt=request.cache_salt,
+                cache_salt=request.cache_namespace,
                 priority=request.priority,
             )
             for index in range(request.n)
@@ -293,7 +304,7 @@ class RequestBuilder:
                     sampling_params=replace(prompt.params, max_new_tokens=0),
                     mm_inputs=None if expanded.mm_inputs is None else followed_by_text(expanded.mm_inputs, len(ids)),
                     client=request.client,
-                    cache_salt=request.cache_salt,
+                    cache_salt=request.cache_namespace,
                     priority=request.priority,
                     group=request.request_id,
                     choice=index,

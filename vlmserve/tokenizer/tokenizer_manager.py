@@ -60,7 +60,8 @@ class EngineUnavailableError(EngineError):
 class WarmupInput:
     """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
 
-    find_file, mm_processor_kwargs, client: as of a `GenerateReqInput`. pin: never evict their embeddings from the disk.
+    find_file, mm_processor_kwargs, client, tenant: as of a `GenerateReqInput`. pin: never evict their
+    embeddings from the disk.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class WarmupInput:
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pin: bool = False
     client: str = ""
+    tenant: str = ""
 
 
 class PreparedMessage(Protocol):
@@ -263,7 +265,9 @@ class TokenizerManager:
 
     async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
         prompt = await self._in_thread(self.builder.tokenize_alone, request)
-        media = await self._media.load(prompt.media, client=request.client) if prompt.media else []
+        media = (
+            await self._media.load(prompt.media, client=request.client, tenant=request.tenant) if prompt.media else []
+        )
         return (await self._in_thread(self.builder.expand, prompt, media)).input_ids
 
     async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
@@ -288,7 +292,8 @@ class TokenizerManager:
                 self.builder.limits.counts,
                 request.find_file,
             )
-            items = tuple(data_item(medium) for medium in await self._media.load(named, client=request.client))
+            loaded = await self._media.load(named, client=request.client, tenant=request.tenant)
+            items = tuple(data_item(medium) for medium in loaded)
             waiter: asyncio.Future[EncodeOutput] = asyncio.get_running_loop().create_future()
 
             def register(_: object) -> None:
@@ -400,7 +405,10 @@ class TokenizerManager:
             return []
         moments.load_began = moments.load_began or self._clock()
         return await self._media.load(
-            prompt.media, client=request.client, fetched=lambda: setattr(moments, "fetched", self._clock())
+            prompt.media,
+            client=request.client,
+            tenant=request.tenant,
+            fetched=lambda: setattr(moments, "fetched", self._clock()),
         )
 
     async def _hand_over(

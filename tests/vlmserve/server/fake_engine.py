@@ -50,6 +50,7 @@ from vlmserve.tokenizer.text_tokenizer import TextTokenizer, load_text_tokenizer
 MODEL = "org/tiny"
 CONTEXT = 256
 ROW_WIDTH = 8
+TEST_HOST = "testserver"  # what Starlette's client calls every server
 WAIT_S = 20.0  # a bound for waits on other threads, never waited for when all is well
 
 Script = Callable[[TokenizedGenerateReqInput, int], int]
@@ -251,7 +252,7 @@ def make_served(folder: Path, engine: dict[str, Any] | None = None, **settings: 
     args = EngineArgs(model=str(folder), **{"media_processes": 0, **(engine or {})})
     scheduler = FakeScheduler(load_text_tokenizer(folder))
     frontend = make_frontend(
-        ServerSettings(engine=args, **settings),
+        ServerSettings(engine=args, **{"allowed_hosts": TEST_HOST, **settings}),
         max_model_len=CONTEXT,
         model_name=MODEL,
         send=scheduler.send,

@@ -60,6 +60,7 @@ class House:
             id="batch_1",
             owner="me",
             client="c",
+            tenant="mine",
             endpoint=URL,
             input_file_id=record.id,
             completion_window="24h",
@@ -72,7 +73,7 @@ class House:
 
     def runner(self, ask: Ask = _echo, concurrency: int = 2) -> BatchRunner:
         async def endpoint(body: dict[str, Any], caller: Caller) -> dict[str, Any]:
-            assert (caller.owner, caller.priority) == ("me", 5)
+            assert (caller.owner, caller.tenant, caller.priority) == ("me", "mine", 5)
             self.asked.append(body["say"])
             return await ask(body)
 
@@ -80,7 +81,7 @@ class House:
             self.journal,
             self.files,
             {URL: endpoint},
-            BatchLimits(concurrency=concurrency, max_lines=100, max_line_bytes=1000, priority=5),
+            BatchLimits(concurrency=concurrency, max_lines=100, max_line_bytes=1000, max_line_values=100, priority=5),
             has_room=lambda: self.room,
             is_gone=lambda: self.gone,
             clock=lambda: self.now,
@@ -139,6 +140,7 @@ def test_good_lines_are_answered_and_bad_ones_told(house: House) -> None:
         _line("nobody", body=3),
         _line("stream", body={"stream": True}),
         _line("more", more=1),
+        _line("many", body={"say": [0] * 100}),
         long,
         _line("wrong"),
         _line("broken"),
@@ -162,12 +164,13 @@ def test_good_lines_are_answered_and_bad_ones_told(house: House) -> None:
         ("nobody", "invalid_body"),
         ("stream", "invalid_body"),
         ("more", "invalid_line"),
+        (None, "too_many_values"),
         (None, "line_too_long"),
         ("wrong", 400),
         ("broken", 500),
     }
     batch = house.found()
-    assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 15, 2, 13)
+    assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 16, 2, 14)
     assert batch.usage["total_tokens"] == 10
     assert sorted(house.asked) == ["a", "broken", "wrong", "z"]
 
@@ -177,7 +180,7 @@ def test_lines_are_counted_as_they_are_read(tmp_path: Path) -> None:
         path = tmp_path / str(number)
         path.write_bytes(text)
         with path.open("rb") as one, path.open("rb") as other:
-            assert count_lines(one) == len(list(read_lines(other, URL, most_bytes=50)))
+            assert count_lines(one) == len(list(read_lines(other, URL, most_bytes=50, most_values=50)))
 
 
 @pytest.mark.parametrize(

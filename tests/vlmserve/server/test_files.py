@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import http.client
 import io
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,8 +22,9 @@ from starlette.testclient import TestClient
 from tests.vlmserve.server.fake_engine import WAIT_S, Served, make_served, png_url, real_server
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
+from vlmserve.server import file_store
 from vlmserve.server.app import build_app
-from vlmserve.server.file_store import FileStore
+from vlmserve.server.file_store import FileStore, Upload
 
 SMALL = ServerSettings(engine=EngineArgs(model=""), max_file_bytes=1000, max_file_store_bytes=1000, max_files=10)
 PNG = base64.b64decode(png_url().split(",")[1])
@@ -211,7 +214,8 @@ def test_a_body_that_never_ends(client, store):
 
 def test_a_client_that_leaves_within_an_upload_leaves_nothing(port, store):
     head = (
-        b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 299000"
+        b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 299000\r\n"
+        b"Content-Type: multipart/form-data; boundary=b"
     )
     part = b'\r\n\r\n--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
@@ -230,7 +234,7 @@ def test_a_client_that_leaves_within_an_upload_leaves_nothing(port, store):
 def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
     served = served_with(checkpoint_folder, store, body_timeout_s=0.5, max_files=2)
     with real_server(served.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
-        head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+        head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
         form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nabc'
         link.sendall(head + b"Content-Length: 1000\r\n\r\n" + form)
         base = f"http://127.0.0.1:{port}/v1"
@@ -251,7 +255,7 @@ def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
 def test_a_question_that_stalls_is_dropped(checkpoint_folder, store):
     served = served_with(checkpoint_folder, store, body_timeout_s=0.5)
     with real_server(served.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         link.sendall(head + b'Content-Length: 1000\r\n\r\n{"messages": ')
         answer = b"".join(iter(lambda: link.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 408 ")
@@ -262,7 +266,7 @@ def test_a_question_that_stalls_is_dropped(checkpoint_folder, store):
 
 def test_a_slow_upload_may_take_longer_than_the_limit(checkpoint_folder, store):
     """50 seconds by a fake clock before each of its parts, where 60 without one are too many."""
-    served = served_with(checkpoint_folder, store, body_timeout_s=60)
+    served = served_with(checkpoint_folder, store, body_timeout_s=60, min_body_bytes_per_s=0)
     fields = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nvision\r\n'
     head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
     parts = iter([fields, head, *[b"x"] * 10, b"\r\n--b--\r\n"])
@@ -388,3 +392,43 @@ def test_without_a_folder_files_go_with_the_server(checkpoint_folder, tmp_path, 
     assert len(list(tmp_path.glob("vlmserve-files-*/files/file-*"))) == 2
     asyncio.run(served.frontend.close())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("where", ["begin", "write", "commit"])
+def test_a_full_disk(client, store, monkeypatch, where, number):
+    """At whichever step; what was written is gone, and its place is free again."""
+
+    def full(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        if where == "begin":
+            patch.setattr(file_store, "_create", full)
+        elif where == "write":
+            patch.setattr(Upload, "write", full)
+        else:
+            patch.setattr(file_store.os, "fsync", full)
+        for _ in range(7):  # one more than there may be files
+            reply = upload(client, b"x" * 500)
+            assert reply.status_code == 507
+            error = reply.json()["error"]
+            assert (error["code"], error["type"]) == ("storage_full", "server_error")
+            assert os.strerror(number) in error["message"]
+            assert "--file-store-dir" in error["message"]
+    assert list(store.glob("file-*")) == []
+    assert upload(client, b"x" * 500).status_code == 200
+
+
+def test_a_disk_that_is_full_when_the_rest_is_written(tmp_path):
+    """The kernel says so when the buffer is emptied, at the end."""
+    files = FileStore(tmp_path, SMALL)
+    part = files.begin("owner")
+    part.write(b"x" * 500)
+    os.dup2(full := os.open("/dev/full", os.O_WRONLY), part._file.fileno())
+    os.close(full)
+    with pytest.raises(OSError, match="No space"):
+        part.commit(filename="x", purpose="vision")
+    part.close()
+    assert (files.bytes, list(tmp_path.iterdir())) == (0, [])
+    files.close()

@@ -135,5 +135,5 @@ def test_a_client_that_leaves_while_its_picture_is_fetched(checkpoint_folder):
 
 def test_a_client_that_leaves_within_its_body_harms_nobody(port):
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
-        link.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        link.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     assert start(port, max_tokens=4).getresponse().status == 200

@@ -197,7 +197,7 @@ def test_the_oldest_go_first(store: ResponseStore) -> None:
         store.add("me", _response(name), [])
     with pytest.raises(BadRequestError):
         store.find("me", "a")
-    store.add("me", _response("d", text="x" * 850), [{"text": "in"}])
+    store.add("me", _response("d", text="x" * 890), [{"text": "in"}])
     with pytest.raises(BadRequestError):
         store.find("me", "c")
     assert store.find("me", "d").input == [{"text": "in"}]

@@ -49,7 +49,7 @@ class FakeMedia:
         self.loading = asyncio.Event()
         self.cancelled = 0
 
-    async def load(self, images, *, client="", fetched=lambda: None):
+    async def load(self, images, *, client="", tenant="", fetched=lambda: None):
         self.loading.set()
         try:
             await self.gate.wait()

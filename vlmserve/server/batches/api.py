@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.config.settings import ServerSettings
-from vlmserve.server.auth import client_of, owner_of
+from vlmserve.server.auth import client_of, owner_of, tenant_of
 from vlmserve.server.batches.journal import BatchJournal
 from vlmserve.server.batches.record import Batch
 from vlmserve.server.batches.runner import BatchRunner
@@ -75,6 +75,7 @@ class BatchesApi:
             id=new_id("batch").replace("-", "_"),
             owner=owner,
             client=client_of(request),
+            tenant=tenant_of(request),
             endpoint=body.endpoint,
             input_file_id=file.id,
             completion_window=body.completion_window,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from vlmserve.server.body import checked
+from vlmserve.server.body import checked_within
 from vlmserve.server.caller import Caller
 from vlmserve.server.chat import whole_chat
 from vlmserve.server.completion_protocol import CompletionRequest
@@ -32,7 +33,7 @@ def batch_endpoints(served: ServedModel, responses: ResponsesApi) -> dict[str, A
         kind: str, model: type[_Model], answer: Callable[[_Model, str, Caller], Awaitable[dict[str, Any]]]
     ) -> Answer:
         async def call(raw: dict[str, Any], caller: Caller) -> dict[str, Any]:
-            body = checked(raw, model)
+            body = await asyncio.to_thread(checked_within, raw, model, served.settings)
             served.check_name(body.model)  # type: ignore[attr-defined]
             return await answer(body, new_id(kind), caller)
 

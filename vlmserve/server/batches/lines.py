@@ -8,6 +8,9 @@ from typing import Any, BinaryIO
 
 import pydantic_core
 
+from vlmserve.server.body_counts import check_values
+from vlmserve_common.errors import BadRequestError
+
 MOST_ID_CHARS = 512
 
 
@@ -34,8 +37,11 @@ def count_lines(file: BinaryIO) -> int:
     return count + (not blank)
 
 
-def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int) -> Iterator[Line]:
-    """All that are not blank, good and bad. A file gives the same lines each time. most_bytes: of a line."""
+def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int, most_values: int) -> Iterator[Line]:
+    """All that are not blank, good and bad. A file gives the same lines each time.
+
+    most_bytes, most_values: of a line.
+    """
     seen: set[str] = set()
     number = 0
     while raw := file.readline(most_bytes + 1):
@@ -47,15 +53,18 @@ def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int) -> Iterator[Li
             what = f"line {number} is longer than {most_bytes} bytes (setting --max-body-mib)"
             yield Line(number=number, custom_id=None, problem=("line_too_long", what))
         elif raw.strip():
-            yield _parsed(raw, number, endpoint, seen)
+            yield _parsed(raw, number, endpoint, seen, most_values)
 
 
-def _parsed(raw: bytes, number: int, endpoint: str, seen: set[str]) -> Line:
+def _parsed(raw: bytes, number: int, endpoint: str, seen: set[str], most_values: int) -> Line:
     def bad(code: str, what: str, custom_id: str | None = None) -> Line:
         return Line(number=number, custom_id=custom_id, problem=(code, f"line {number} {what}"))
 
     try:
+        check_values(raw, most_values, f"line {number}")
         given = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except BadRequestError as error:
+        return Line(number=number, custom_id=None, problem=("too_many_values", str(error)))
     except ValueError as error:
         return bad("invalid_json_line", f"is not valid JSON: {error}")
     if not isinstance(given, dict):

@@ -11,9 +11,9 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """owner, client: as of a `Caller`. Times are Unix seconds. outcome: what its status will be when its files are
-    written; None while lines are answered. total, completed, failed: lines; the latter two and usage are told when it
-    has ended. output_expires_after_s: of its files; None: as files do. problem: (code, message) of what stopped it.
+    """owner, client, tenant: as of a `Caller`. Times are Unix seconds. outcome: what its status will be when its files
+    are written; None while lines are answered. total, completed, failed: lines; the latter two and usage are told when
+    it has ended. output_expires_after_s: of its files; None: as files do. problem: (code, message) of what stopped it.
     """
 
     id: str
@@ -25,6 +25,7 @@ class Batch:
     metadata: dict[str, str]
     created_at: int
     expires_at: int
+    tenant: str = ""
     output_expires_after_s: int | None = None
     status: str = "validating"
     outcome: str | None = None

@@ -42,12 +42,13 @@ _WRITE_AGAIN_S = 30.0  # between two tries to write a batch's files
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """concurrency: lines answered at a time. max_lines: of a file. max_line_bytes: of a line. priority: of the lines,
-    as of a `Caller`."""
+    """concurrency: lines answered at a time. max_lines: of a file. max_line_bytes, max_line_values: of a line.
+    priority: of the lines, as of a `Caller`."""
 
     concurrency: int
     max_lines: int
     max_line_bytes: int
+    max_line_values: int
     priority: int = 0
 
 
@@ -59,6 +60,7 @@ def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[s
         concurrency=settings.batch_concurrency,
         max_lines=settings.max_batch_lines,
         max_line_bytes=int(settings.max_body_mib * 2**20),
+        max_line_values=settings.max_json_values,
         priority=_LAST if engine.schedule_policy == "priority" else 0,
     )
     return BatchRunner(
@@ -203,9 +205,13 @@ class BatchRunner:
 
         def left() -> Iterator[Line]:
             with file:
-                for line in read_lines(file, batch.endpoint, most_bytes=self._limits.max_line_bytes):
-                    if line.number not in done:
-                        yield line
+                lines = read_lines(
+                    file,
+                    batch.endpoint,
+                    most_bytes=self._limits.max_line_bytes,
+                    most_values=self._limits.max_line_values,
+                )
+                yield from (line for line in lines if line.number not in done)
 
         return left()
 
@@ -224,7 +230,9 @@ class BatchRunner:
 
     async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
         request_id.set(name)
-        caller = Caller(client=f"{batch.client} batch", owner=batch.owner, priority=self._limits.priority)
+        caller = Caller(
+            client=f"{batch.client} batch", owner=batch.owner, tenant=batch.tenant, priority=self._limits.priority
+        )
         while True:  # until the batch's time is over
             try:
                 return 200, await self._endpoints[batch.endpoint](body, caller)

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from vlmserve.server.auth import owner_of
 from vlmserve.server.body import read_body
+from vlmserve.server.body_counts import check_items
 from vlmserve.server.caller import Caller, caller_of
 from vlmserve.server.chat import chat_events
 from vlmserve.server.request_id import name_answer
@@ -52,7 +53,8 @@ class ResponsesApi:
         own_id = name_answer(request, "resp", body.rid)
         if body.stream:
             return await EventStream.begin(request.receive, self._events(body, own_id, caller_of(request)))
-        return JSONResponse(await while_connected(request.receive, self.whole(body, own_id, caller_of(request))))
+        answer = await while_connected(request.receive, self.whole(body, own_id, caller_of(request)))
+        return await asyncio.to_thread(JSONResponse, answer)  # with logprobs it is large
 
     async def whole(self, body: ResponsesRequest, own_id: str, caller: Caller) -> dict[str, Any]:
         """The response object. own_id: unlike that of any other. Raises what `errors` describes."""
@@ -92,7 +94,8 @@ class ResponsesApi:
     async def _events(self, body: ResponsesRequest, own_id: str, caller: Caller) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._made(body, own_id, caller)) as made:
             async for events in made:
-                yield b"".join(b"event: %s\ndata: %s\n\n" % (e["type"].encode(), json_text(e)) for e in events)
+                whole = "response" in events[-1]  # with logprobs it is large, and comes several times
+                yield await asyncio.to_thread(_encoded, events) if whole else _encoded(events)
 
     async def _made(
         self, body: ResponsesRequest, own_id: str, caller: Caller
@@ -103,6 +106,10 @@ class ResponsesApi:
         if body.previous_response_id is not None:
             before = await asyncio.to_thread(self._store.conversation, caller.owner, body.previous_response_id)
         conversation = await asyncio.to_thread(to_conversation, before, given, body.instructions)
+        try:
+            check_items({"messages": conversation.messages}, self._served.settings)  # earlier ones are among them
+        except BadRequestError as error:
+            raise conversation.named(error) from None
         writer = ResponseWriter(_base(body, own_id))
         async with aclosing(self._chunks(body, conversation, own_id, caller)) as chunks:
             first = await anext(chunks)
@@ -136,6 +143,10 @@ class ResponsesApi:
                 async for some in events:
                     yield _parsed(some)
                 return
+
+
+def _encoded(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), json_text(event)) for event in events)
 
 
 def _parsed(events: bytes) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.server.database import open_database
+from vlmserve.server.streaming import json_text
 from vlmserve_common.errors import BadRequestError
 
 _SCHEMA = """
@@ -44,7 +45,7 @@ class ResponseStore:
 
     def add(self, owner: str, response: dict[str, Any], given: Sequence[dict[str, Any]]) -> None:
         """Keep a response, and forget the oldest beyond the limits. One larger than all of the store is not kept."""
-        told, items = json.dumps(response), json.dumps(given)
+        told, items = json_text(response).decode(), json_text(given).decode()
         row = (response["id"], owner, response["previous_response_id"], len(told) + len(items), items, told)
         with self._lock, self._db:
             self._db.execute(

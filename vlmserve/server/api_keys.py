@@ -1,0 +1,99 @@
+"""API keys: who a request is of. Keys are kept as SHA-256 digests, and compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[\w.@+-]{1,64}")
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyHolder:
+    """Who has a key. name: in --api-key-file; "" for --api-key. owner: a digest, to whom files and sessions belong."""
+
+    name: str
+    owner: str
+
+
+class ApiKeys:
+    """Digests of keys, and whose they are."""
+
+    def __init__(self, entries: Sequence[tuple[bytes, KeyHolder]]) -> None:
+        self._entries = tuple(entries)
+
+    def holder(self, key: bytes) -> KeyHolder | None:
+        """Whose key that is; None for one that nobody has. It takes as long for any key."""
+        digest, found = hashlib.sha256(key).digest(), None
+        for known, holder in self._entries:
+            if hmac.compare_digest(digest, known):
+                found = holder
+        return found
+
+
+def read_api_keys(settings: ServerSettings) -> ApiKeys | None:
+    """The keys that the settings name; None: no key is needed. Raises SettingsError for a file that is not as it must
+    be."""
+    entries = []
+    if settings.api_key is not None:
+        key = settings.api_key.encode()
+        entries.append((hashlib.sha256(key).digest(), KeyHolder(name="", owner=_owner(b"", key))))
+    if settings.api_key_file is not None:
+        entries += _entries_of(Path(settings.api_key_file))
+    return ApiKeys(entries) if entries else None
+
+
+def _entries_of(path: Path) -> list[tuple[bytes, KeyHolder]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        exposed = path.stat().st_mode & 0o044
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--api-key-file {path}: cannot be read: {error}") from None
+    entries: list[tuple[bytes, KeyHolder]] = []
+    digests: set[bytes] = set()
+    plain = False
+    for place, (name, key) in _pairs(path, lines):
+        hashed = _DIGEST.fullmatch(key)
+        plain = plain or hashed is None
+        digest = hashlib.sha256(key.encode()).digest() if hashed is None else bytes.fromhex(hashed.group(1))
+        if digest in digests:
+            raise SettingsError(f"{place}: the same key is in an earlier line")
+        digests.add(digest)
+        entries.append((digest, KeyHolder(name=name, owner=_owner(b" by name", name.encode()))))
+    if not entries:
+        raise SettingsError(f"--api-key-file {path}: there is no key in it")
+    if plain and exposed and path.stat().st_uid == os.getuid():
+        logger.warning("--api-key-file %s has keys, and others can read it: chmod 600, or sha256: digests", path)
+    return entries
+
+
+def _pairs(path: Path, lines: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Names and keys, with the place of each for errors, which must not show keys."""
+    for number, line in enumerate(lines, 1):
+        words, place = line.split(), f"--api-key-file {path}, line {number}"
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2:
+            raise SettingsError(f"{place}: it has {len(words)} words; it must be a name and a key")
+        name, key = words
+        if not _NAME.fullmatch(name):
+            raise SettingsError(f"{place}: a name is 1 to 64 letters, digits and any of . _ @ + -")
+        if key.startswith("sha256:") and not _DIGEST.fullmatch(key):
+            raise SettingsError(f"{place}: sha256: must be followed by 64 hexadecimal digits")
+        yield place, (name, key)
+
+
+def _owner(kind: bytes, what: bytes) -> str:
+    return hashlib.sha256(b"vlmserve owner of files" + kind + b": " + what).hexdigest()
