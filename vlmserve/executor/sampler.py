@@ -37,7 +37,8 @@ class SamplerOutput:
 
 
 def sample(logits: torch.Tensor, info: SamplingBatchInfo, processors: LogitsProcessors | None = None) -> SamplerOutput:
-    """logits float32 [S, vocab] -> one token each. Reported logprobs are of the logits as the model gave them.
+    """logits float32 [S, vocab] -> one token each. Reported logprobs are of the logits as the model gave them. Grammars
+    come last: what they forbid nothing can allow.
 
     processors: applied behind penalties and bias.
     """
@@ -47,6 +48,8 @@ def sample(logits: torch.Tensor, info: SamplingBatchInfo, processors: LogitsProc
     if info.processing:
         assert processors is not None
         logits, failures = processors.apply(logits.clone() if logits is raw else logits, info.processing)
+    if len(info.masked_rows):
+        logits = _masked(logits.clone() if logits is raw else logits, info)
     tokens = argmax(logits)
     random_rows = np.flatnonzero(info.temperatures >= MIN_TEMPERATURE)
     if len(random_rows):
@@ -74,6 +77,23 @@ def _adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
         logits.index_put_((to(info.count_rows), to(info.count_ids)), -to(penalty.astype(np.float32)), accumulate=True)
     if len(info.bias_rows):
         logits.index_put_((to(info.bias_rows), to(info.bias_ids)), to(info.bias_values), accumulate=True)
+    return logits
+
+
+def _masked(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """Changed in place: -inf for tokens that a grammar does not allow. Where all that it allows was ruled out before
+    (the end of an answer with `min_tokens` may be), its tokens are all alike."""
+    from xgrammar import apply_token_bitmask_inplace  # takes a moment, and few servers need it
+
+    rows = info.masked_rows.tolist()
+    bitmask = torch.full((logits.shape[0], info.bitmasks.shape[1]), -1, dtype=torch.int32)
+    bitmask[rows] = torch.from_numpy(np.array(info.bitmasks))
+    bitmask = bitmask.to(logits.device)
+    apply_token_bitmask_inplace(logits, bitmask, vocab_size=logits.shape[1], indices=rows)
+    ruled_out = logits.amax(dim=-1) == -torch.inf
+    if ruled_out.any():
+        logits[ruled_out] = 0.0
+        apply_token_bitmask_inplace(logits, bitmask, vocab_size=logits.shape[1], indices=rows)
     return logits
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmserve.executor.model_worker_batch import LogitsProcessing, SamplingBatchInfo
+from vlmserve.executor.model_worker_batch import NO_MASKS, LogitsProcessing, SamplingBatchInfo
 from vlmserve.scheduler.logprob_rows import output_rows
 from vlmserve.scheduler.req import Req
 
@@ -28,8 +28,8 @@ class SamplingArrays:
         """batch_indices: which requests of the step get a token. reqs: these. output_indices: of that token in its
         answer.
 
-        Penalties and logits processors are of the tokens that are known now: those in flight must have come, for
-        requests that have any.
+        Penalties, logits processors and grammars are of the tokens that are known now: those in flight must have come,
+        for requests that have any.
         """
         if reqs != self._reqs:
             self._reqs, self._arrays = reqs, _arrays_of(reqs)
@@ -38,6 +38,8 @@ class SamplingArrays:
         seen: list[np.ndarray] = []
         seen_of: list[int] = []
         processing: list[LogitsProcessing] = []
+        masked: list[int] = []
+        bitmasks: list[np.ndarray] = []
         for i in self._by_history:
             req, p = reqs[i], reqs[i].sampling_params
             known = np.asarray(req.output_ids[: output_indices[i]], dtype=np.int64)
@@ -53,6 +55,9 @@ class SamplingArrays:
                 )
                 for call in req.logits_processors
             ]
+            if req.grammar is not None:
+                masked.append(i)
+                bitmasks.append(req.grammar.mask())
         return SamplingBatchInfo(
             **self._arrays,
             batch_indices=_ints(batch_indices),
@@ -63,6 +68,8 @@ class SamplingArrays:
             seen_rows=np.repeat(_ints(seen_of), [len(ids) for ids in seen]) if seen else _NO_IDS,
             seen_ids=np.concatenate(seen) if seen else _NO_IDS,
             processing=tuple(processing),
+            masked_rows=_ints(masked),
+            bitmasks=np.stack(bitmasks) if bitmasks else NO_MASKS,
         )
 
 

@@ -13,9 +13,11 @@ from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve.tokenizer.structured_output import FIELDS, grammar_of
 from vlmserve_common.errors import BadRequestError
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingOverrides))
+_FORMS = ("response_format", "structured_outputs", *FIELDS)
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -87,6 +89,7 @@ def _sampling(request: ChatCompletionRequest) -> SamplingOverrides:
     given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if given[name] is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
+    given["grammar"] = grammar_of({name: getattr(request, name) for name in _FORMS})
     return SamplingOverrides(**{**given, "max_new_tokens": limit})
 
 
@@ -117,8 +120,6 @@ def _check_combinations(request: ChatCompletionRequest) -> None:
 
 
 def _refuse_unsupported(request: ChatCompletionRequest) -> None:
-    if request.response_format is not None and request.response_format.type != "text":
-        raise _unsupported("response_format", f"response_format of type {request.response_format.type!r}")
     if request.tool_choice not in (None, "none", "auto"):
         raise _unsupported("tool_choice", "tool_choice other than none and auto")
     if request.audio is not None or "audio" in (request.modalities or ()):

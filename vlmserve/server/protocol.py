@@ -299,9 +299,34 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(StrictModel):
+    """schema: by another name, which `BaseModel` has taken."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
 class ResponseFormat(StrictModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    """format; structures and triggers: of a structural tag, in xgrammar's form, and in its older one."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's: one of these."""
+
+    json_: Annotated[str | dict[str, Any] | bool | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_object: bool | None = None
 
 
 def _choice_kind(value: Any) -> str | None:
@@ -406,7 +431,7 @@ class ChatCompletionRequest(StrictModel):
     top_p: float | None = None
     tools: list[Annotated[Tool, WrapValidator(_keep_raw)]] | None = None
     tool_choice: ToolChoice | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat | None, WrapValidator(_keep_raw)] = None
     modalities: list[Literal["text", "audio"]] | None = None
 
     # accepted, without an effect on the answer
@@ -451,6 +476,14 @@ class ChatCompletionRequest(StrictModel):
     top_p_normalized_logprobs: bool | None = None
     return_hidden_states: bool | Literal["last", "all"] | None = None
     logits_processors: list[Annotated[LogitsProcessorName, BeforeValidator(_named_object)]] | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, WrapValidator(_keep_raw)] = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 FIELDS_INSIDE = frozenset(

@@ -1,0 +1,70 @@
+"""Where one answer is in its grammar."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MAX_STEP_S = 1.0
+"""What finding the next tokens may take: usual is a thousandth of it. Longer, all other requests wait for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """Shared by the answers that have it. handle: xgrammar's."""
+
+    handle: Any
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, about."""
+        return self.handle.memory_size_bytes
+
+    def matcher(self) -> Matcher:
+        """Of an answer that has no tokens yet."""
+        return Matcher(self.handle)
+
+
+class Matcher:
+    """compiled: xgrammar's. failure: why no more tokens make sense."""
+
+    def __init__(self, compiled: Any) -> None:
+        from xgrammar import GrammarMatcher
+
+        self.failure = ""
+        self._matcher = GrammarMatcher(compiled)
+        self._words = (compiled.tokenizer_info.vocab_size + 31) // 32
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it had its last token, one that ends answers."""
+        return self._matcher.is_terminated()
+
+    def mask(self) -> np.ndarray:
+        """int32 [ceil(vocab_size / 32)]: a bit for each token, the lowest first; those that may come next have a 1.
+
+        All of them where nothing more makes sense: the request is about to end.
+        """
+        row = np.full((1, self._words), -1, dtype=np.int32)
+        if self.failure or self.is_over:
+            return row[0]
+        began = time.perf_counter()
+        self._matcher.fill_next_token_bitmask(row)
+        self._note_time(began)
+        return row[0]
+
+    def accept(self, token_id: int) -> None:
+        """The answer goes on with it."""
+        if self.failure or self.is_over:
+            return
+        began = time.perf_counter()
+        if not self._matcher.accept_token(token_id):
+            self.failure = "it leaves no token that could come next"
+        self._note_time(began)
+
+    def _note_time(self, began: float) -> None:
+        if time.perf_counter() - began > MAX_STEP_S:
+            self.failure = f"finding its next tokens takes more than {MAX_STEP_S:g} s"
