@@ -329,7 +329,8 @@ class StepStats:
 
     preempted_total: KV slots taken back from requests, running or in their prompts. prompt_tokens_computed_total: of
     prompts, also when computed again. prefix_queries_total, prefix_hits_total: tokens of computed prompts, and those of
-    them that the prefix cache had. step_reqs, step_tokens: requests and tokens of each step of the model.
+    them that the prefix cache had. draft_tokens_total, accepted_tokens_total: guessed, and right. step_reqs,
+    step_tokens: requests and tokens of each step of the model.
     """
 
     encoding_reqs: int = 0
@@ -337,6 +338,8 @@ class StepStats:
     prompt_tokens_computed_total: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0
     step_reqs: HistogramStats = HistogramStats()
     step_tokens: HistogramStats = HistogramStats()
 

@@ -204,6 +204,12 @@ class EngineArgs:
         "seconds that a chunk of a prompt or of a picture takes where nothing decodes, at most, about; 0: no limit",
         _NOT_NEGATIVE,
     )
+    speculative_algorithm: Literal["none", "ngram"] = _scheduling(
+        "none",
+        "guess next tokens and check several in one step, with the same answers; ngram: what followed the last tokens "
+        "where they stood before, in prompt or answer",
+    )
+    speculative_num_draft_tokens: int = _scheduling(4, "most tokens guessed at a time", AT_LEAST_1)
     max_prefill_tokens: int = _scheduling(
         8192, "most prompt tokens in one step, also with --chunked-prefill-size -1", AT_LEAST_1
     )

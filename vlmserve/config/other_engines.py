@@ -204,9 +204,9 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(_NO_GRAPHS, sglang="enable_torch_compile", switch=True, fine="false"),
     _answered("the one vision attention is PyTorch's so far", "mm_encoder_attn_backend", "mm_attention_backend"),
     _answered(
-        "speculative decoding is not supported yet",
+        "no draft models so far; for guesses without one: --speculative-algorithm ngram",
         "speculative_config",
-        "speculative_algorithm speculative_draft_model_path",
+        "speculative_draft_model_path",
     ),
     _answered("LoRA adapters are not supported yet", both="enable_lora", switch=True, fine="false"),
     _answered(

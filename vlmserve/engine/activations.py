@@ -173,6 +173,7 @@ def _dummy_sampling(rows: int) -> SamplingBatchInfo:
     no_ids, no_values = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
     return SamplingBatchInfo(
         batch_indices=np.arange(rows),
+        token_indices=np.arange(rows),
         temperatures=np.ones(rows, dtype=np.float32),
         top_ps=np.full(rows, 0.9, dtype=np.float32),
         top_ks=np.full(rows, 50, dtype=np.int64),

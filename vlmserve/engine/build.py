@@ -36,6 +36,7 @@ from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_byte
 from vlmserve.messages import SchedulerOutput
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve.scheduler.drafts import NGramDrafter
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
@@ -238,6 +239,7 @@ def build_scheduler(
         ),
         grammars=_grammars(args, runner),
         send=send,
+        drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
     )
 
 

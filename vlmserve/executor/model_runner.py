@@ -29,7 +29,6 @@ class Forwarded:
 
     step: int
     req_pool_indices: np.ndarray
-    extend_lens: list[int]
     hidden: torch.Tensor
     returned: torch.Tensor | None
     prompt_logprobs: DeviceLogprobs | None
@@ -85,7 +84,6 @@ class ModelRunner:
         return Forwarded(
             step=batch.step,
             req_pool_indices=batch.req_pool_indices,
-            extend_lens=forward_batch.extend_lens,
             hidden=hidden,
             returned=hidden[self._tensor(batch.hidden_tokens)].float() if len(batch.hidden_tokens) else None,
             prompt_logprobs=prompt_logprobs(hidden, asked, self.model.compute_logits, vocab) if asked else None,
@@ -158,9 +156,8 @@ class ModelRunner:
                 hidden_states=returned,
             )
         hidden = forwarded.hidden
-        if len(info.batch_indices) < len(hidden):  # otherwise each token is its request's last
-            ends = np.cumsum(forwarded.extend_lens)[info.batch_indices] - 1
-            hidden = hidden.index_select(0, self._tensor(ends))
+        if len(info.token_indices) < len(hidden):
+            hidden = hidden.index_select(0, self._tensor(info.token_indices))
         out = sample(self.model.compute_logits(hidden), info, self._logits_processors)
         sampled = self._tensor(forwarded.req_pool_indices[info.batch_indices])
         self._last_tokens.index_copy_(0, sampled, out.next_token_ids)

@@ -88,9 +88,10 @@ def _no_ids() -> np.ndarray:
 class SamplingBatchInfo:
     """How the S requests that get a token are sampled; arrays of length S unless said otherwise.
 
-    batch_indices: int64, of them in the batch, ascending. temperatures, top_ps, min_ps: float32. top_ks: int64, <= 0 is
-    off. seeds, output_indices: int64; sampling noise depends on these two only. num_logprobs: int64, -1 is none.
-    bias_*: [K] triples (index among the S, token id, value added to the logit).
+    batch_indices: int64, of them in the batch, ascending; one whose tokens are drafts (see `ModelWorkerBatch`) is there
+    as often as it has tokens. token_indices: int64, the batch token that each of the S follows. temperatures, top_ps,
+    min_ps: float32. top_ks: int64, <= 0 is off. seeds, output_indices: int64; sampling noise depends on these two only.
+    num_logprobs: int64, -1 is none. bias_*: [K] triples (index among the S, token id, value added to the logit).
     count_*: [K] triples (index among the S, token id, times it was produced so far) of those with penalties.
     presence, frequency: float32 penalties.
     seen_*: [K] pairs (index among the S, token id) of the tokens of prompt and answer, of those with a
@@ -101,6 +102,7 @@ class SamplingBatchInfo:
     """
 
     batch_indices: np.ndarray
+    token_indices: np.ndarray
     temperatures: np.ndarray
     top_ps: np.ndarray
     top_ks: np.ndarray
@@ -130,8 +132,9 @@ class ModelWorkerBatch:
     """One step over N tokens of B requests, tokens of a request side by side.
 
     req_pool_indices int64 [B]. input_ids int64 [N]: real ids; -1 stands for the token sampled last at that
-    req_pool_idx, which the worker knows and the host may not yet. positions int64 [3, N]. seq_lens, prefix_lens int64
-    [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
+    req_pool_idx, which the worker knows and the host may not yet. Drafts are guesses of what will be sampled: a token
+    is sampled behind each, and who made the batch sees from these how many guesses were right. positions int64 [3, N].
+    seq_lens, prefix_lens int64 [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
     mm_embeds: in the order of their tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens:
     int64 [H], batch tokens whose final hidden states are returned. kv_copies: between the tiers of the KV cache, to be
     done first.

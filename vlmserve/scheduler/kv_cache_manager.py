@@ -92,23 +92,23 @@ class KVCacheManager:
         self._leave_pool(req)
 
     def extend(self, req: Req, length: int) -> bool:
-        """Slots for the next `length` tokens, evicting if need be. False, and nothing changed, if they do not fit."""
+        """Slots for `length` tokens more, evicting if need be. False, and nothing changed, if they do not fit."""
         assert req.req_pool_idx is not None
-        assert req.kv_allocated_len == req.kv_len, (req.rid, req.kv_allocated_len, req.kv_len)
-        end = req.kv_len + length
-        last = self.req_pool.slot(req.req_pool_idx, req.kv_len - 1) if req.kv_len else -1
-        if (end - 1) // self.page_size == (req.kv_len - 1) // self.page_size and req.kv_len:  # on its last page
-            self.req_pool.write(req.req_pool_idx, req.kv_len, np.arange(last + 1, last + 1 + length))
+        start = req.kv_allocated_len
+        end = start + length
+        last = self.req_pool.slot(req.req_pool_idx, start - 1) if start else -1
+        if (end - 1) // self.page_size == (start - 1) // self.page_size and start:  # on its last page
+            self.req_pool.write(req.req_pool_idx, start, np.arange(last + 1, last + 1 + length))
             req.kv_allocated_len = end
             return True
-        needed = self.allocator.tokens_needed(req.kv_len, end)
+        needed = self.allocator.tokens_needed(start, end)
         if needed > self.allocator.available_size():
             self.prefix_cache.evict(needed - self.allocator.available_size())
         room = min(max(req.fill_len - end, 0) + req.remaining_new_tokens, MAX_ROOM)
-        slots = self.allocator.alloc_extend(req.kv_len, end, last, room=room)
+        slots = self.allocator.alloc_extend(start, end, last, room=room)
         if slots is None:
             return False
-        self.req_pool.write(req.req_pool_idx, req.kv_len, slots)
+        self.req_pool.write(req.req_pool_idx, start, slots)
         req.kv_allocated_len = end
         return True
 
@@ -130,6 +130,13 @@ class KVCacheManager:
         self.req_pool.write_at(rows, places, slots)
         for req in reqs:
             req.kv_allocated_len = req.kv_len + 1
+
+    def truncate(self, req: Req, end: int) -> None:
+        """What was computed of a request from token `end` on is not wanted: it goes on from there. No step in flight
+        may compute for it."""
+        assert req.kv_committed_len <= end <= req.kv_allocated_len == req.kv_len, (req.rid, end, req.kv_len)
+        self.allocator.truncate(end, req.kv_len, self.slots(req, end, req.kv_len))
+        req.kv_len = req.kv_allocated_len = end
 
     def commit(self, req: Req, end: int) -> None:
         """The result of a step has come: its KV is there up to token `end`."""

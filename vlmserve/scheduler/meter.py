@@ -37,6 +37,7 @@ class SchedulerMeter:
     def __init__(self) -> None:
         self._step_reqs, self._step_tokens = Histogram(_REQS), Histogram(_TOKENS)
         self._prompt_tokens = self._queries = self._hits = self._preempted = 0
+        self._drafted = self._accepted = 0
         self._encoding: list[Req] = []
 
     def arrived(self, req: Req) -> None:
@@ -63,7 +64,7 @@ class SchedulerMeter:
     def step(self, batch: ScheduleBatch) -> None:
         """A step is about to be launched."""
         self._step_reqs.add(len(batch))
-        self._step_tokens.add(batch.prompt_tokens + len(batch.decoding))
+        self._step_tokens.add(batch.num_tokens)
         self._prompt_tokens += batch.prompt_tokens
         for part in batch.prompts:
             part.req.times.prefill_began()
@@ -73,6 +74,11 @@ class SchedulerMeter:
         req.times.first_token()
         self._queries += req.prompt_len
         self._hits += req.cached_tokens
+
+    def drafted(self, count: int, wrong: int) -> None:
+        """So many guessed tokens were checked, of which so many were wrong."""
+        self._drafted += count
+        self._accepted += count - wrong
 
     def preempted(self, req: Req) -> None:
         """Its KV slots were taken back, and it waits again."""
@@ -87,6 +93,8 @@ class SchedulerMeter:
             prompt_tokens_computed_total=self._prompt_tokens,
             prefix_queries_total=self._queries,
             prefix_hits_total=self._hits,
+            draft_tokens_total=self._drafted,
+            accepted_tokens_total=self._accepted,
             step_reqs=self._step_reqs.stats(),
             step_tokens=self._step_tokens.stats(),
         )

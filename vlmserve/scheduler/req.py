@@ -30,6 +30,9 @@ class Req:
         |<- kv_len ----------------------------------------------->|<- extend_len: not scheduled yet ->|
         |<- fill_len: tokens of the prompt, of the output, and `in_flight` ones that only the worker knows ->|
 
+    drafts: guesses of its next tokens, in a step that is in flight. They take their places among those in flight; those
+    that were wrong go, with what was computed for them.
+
     The first `protected_len` of its KV slots belong to the prefix cache and are locked by this request (`last_node`
     is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does not know
     yet which slots hold its first kv_len tokens. flow: whose requests it takes turns with (see `WaitingQueue`).
@@ -90,6 +93,7 @@ class Req:
         self.waited_for_encoder = False
         self.output_ids: list[int] = []
         self.in_flight = 0
+        self.drafts: tuple[int, ...] = ()
         self.req_pool_idx: int | None = None
         self.kv_len = 0
         self.kv_allocated_len = 0
@@ -112,6 +116,12 @@ class Req:
     def is_finished(self) -> bool:
         """Whether it has had its last token, or was ended before."""
         return self.status is ReqStatus.FINISHED
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its next tokens may be guessed: all so far are known, and none is needed for how the next is
+        sampled."""
+        return not self.in_flight and not self.samples_by_history and self.returns.hidden_states != "all"
 
     @property
     def matchable_len(self) -> int:
@@ -156,6 +166,7 @@ class Req:
         if end <= known:
             return self._slice(self.origin_input_ids, start, end)
         unknown = np.full(end - max(start, known), -1, dtype=np.int64)
+        unknown[: len(self.drafts)] = self.drafts
         return (
             unknown if start >= known else np.concatenate([self._slice(self.origin_input_ids, start, known), unknown])
         )
@@ -212,10 +223,8 @@ class Req:
 
     def logprobs_of(
         self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray, asked: np.ndarray
-    ) -> TokenLogprobs | None:
+    ) -> TokenLogprobs:
         """This request's logprobs entry for a token, cut to the number it asked for. asked: of the ids it named."""
-        if self.num_logprobs is None:
-            return None
         return TokenLogprobs(
             token_id=token_id,
             logprob=float(logprob),

@@ -24,9 +24,11 @@ class SamplingArrays:
         self._arrays = _arrays_of([])
         self._by_history: list[int] = []
 
-    def info(self, batch_indices: list[int], reqs: list[Req], output_indices: list[int]) -> SamplingBatchInfo:
-        """batch_indices: which requests of the step get a token. reqs: these. output_indices: of that token in its
-        answer.
+    def info(
+        self, batch_indices: list[int], token_indices: np.ndarray, reqs: list[Req], output_indices: list[int]
+    ) -> SamplingBatchInfo:
+        """batch_indices: which requests of the step get a token. token_indices: the batch token it follows. reqs:
+        these. output_indices: of that token in its answer.
 
         Penalties, logits processors and grammars are of the tokens that are known now: those in flight must have come,
         for requests that have any.
@@ -61,6 +63,7 @@ class SamplingArrays:
         return SamplingBatchInfo(
             **self._arrays,
             batch_indices=_ints(batch_indices),
+            token_indices=token_indices,
             output_indices=_ints(output_indices),
             count_rows=_ints([row for row, _, _ in counts]),
             count_ids=_ints([token for _, token, _ in counts]),

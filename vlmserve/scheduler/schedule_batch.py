@@ -18,16 +18,23 @@ from vlmserve.scheduler.sampling_info import SamplingArrays
 
 class ScheduledReq(NamedTuple):
     """A request's part of a step: its tokens [start, end). completes: these are its last, but for those to be sampled.
-    output_index: of the token it samples; None if it samples none, because its prompt goes on, or is all there is to
-    it. scored: prompt positions [first, last) that logprobs are wanted of. returns_hidden: those of its last token."""
+    output_index: of the (first) token it samples; None if it samples none, because its prompt goes on, or is all there
+    is to it. drafts: its last tokens, if they are guesses; one more token is sampled than there are. scored: prompt
+    positions [first, last) that logprobs are wanted of. returns_hidden: those of its last token."""
 
     req: Req
     start: int
     end: int
     output_index: int | None
     completes: bool = True
+    drafts: tuple[int, ...] = ()
     scored: tuple[int, int] = (0, 0)
     returns_hidden: bool = False
+
+    @property
+    def tokens_sampled(self) -> int:
+        """How many the worker samples."""
+        return 0 if self.output_index is None else 1 + len(self.drafts)
 
 
 class RunningBatch:
@@ -48,8 +55,11 @@ class RunningBatch:
 
     @property
     def decodable(self) -> list[Req]:
-        """Those that get another token, as far as is known now: one may be in flight that ends an answer."""
-        return [req for req in self._reqs if len(req.output_ids) + req.in_flight < req.max_new_tokens]
+        """Those that get another token, as far as is known now: one may be in flight that ends an answer. Those with
+        drafts in flight have to wait for them."""
+        return [
+            req for req in self._reqs if len(req.output_ids) + req.in_flight < req.max_new_tokens and not req.drafts
+        ]
 
     def merge(self, req: Req) -> None:
         """A request's prompt is scheduled to its end: it decodes from now on."""
@@ -97,6 +107,7 @@ class ScheduleBatch:
         self.forward_mode = mode
         self.prompt_tokens = sum(req.kv_allocated_len - req.kv_len for req in prompts)
         self.reqs = tuple(self._advance(req) for req in (*prompts, *decoding))
+        self.num_tokens = self.prompt_tokens + len(decoding) + sum(len(req.drafts) for req in decoding)
         self.prompts = self.reqs[: len(prompts)]
         self.decoding = self.reqs[len(prompts) :]
         # Tokens that decide over the next one are still in flight: it is sampled when they have come.
@@ -119,19 +130,23 @@ class ScheduleBatch:
             return ScheduledReq(req, start, end, None, completes=False, scored=scored)
         hidden = req.returns.hidden_states
         returns_hidden = hidden == "all" or (hidden == "last" and not output_index)
-        samples = output_index < req.max_new_tokens
-        req.in_flight += samples
+        if output_index >= req.max_new_tokens:
+            return ScheduledReq(req, start, end, None, scored=scored, returns_hidden=returns_hidden)
+        req.in_flight += 1 + len(req.drafts)
         return ScheduledReq(
-            req, start, end, output_index if samples else None, scored=scored, returns_hidden=returns_hidden
+            req, start, end, output_index, drafts=req.drafts, scored=scored, returns_hidden=returns_hidden
         )
 
     def sampling_info(self) -> SamplingBatchInfo:
         """How its tokens are sampled, by all that is known now."""
-        found = [(at, part) for at, part in enumerate(self.reqs) if part.output_index is not None]
+        rows = [(at, part, part.output_index) for at, part in enumerate(self.reqs) if part.output_index is not None]
+        lasts = np.cumsum([part.end - part.start for part in self.reqs]) - 1
+        behind = lasts[[at for at, _, _ in rows]]
+        if self.num_tokens > self.prompt_tokens + len(self.decoding):  # there are drafts
+            rows = [(at, part, index + k) for at, part, index in rows for k in range(1 + len(part.drafts))]
+            behind = np.array([lasts[at] - part.tokens_sampled + 1 + i - part.output_index for at, part, i in rows])
         return self._sampling.info(
-            [at for at, _ in found],
-            [part.req for _, part in found],
-            [part.output_index for _, part in found if part.output_index is not None],
+            [at for at, _, _ in rows], behind, [part.req for _, part, _ in rows], [index for _, _, index in rows]
         )
 
     def get_model_worker_batch(self, step: int) -> ModelWorkerBatch:

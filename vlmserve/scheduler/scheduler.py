@@ -7,7 +7,8 @@ before is computed. Nothing that a step needs to be decided waits for the last o
 worker has to know. That a token ended an answer is learnt when the next step is under way; what that computed for the
 request is dropped.
 
-A step is prompt chunks (by `PrefillAdder`), or a token for each running request, or both with mixed chunks. An encoder
+A step is prompt chunks (by `PrefillAdder`), or a token for each running request (and more where they are guessed, see
+`drafts`), or both with mixed chunks. An encoder
 in this process works in slices between steps, on the same queue of the device.
 """
 
@@ -37,6 +38,7 @@ from vlmserve.messages import (
     TokenOutput,
 )
 from vlmserve.scheduler.admission import Admission, may_be_tried
+from vlmserve.scheduler.drafts import Drafter
 from vlmserve.scheduler.intake import Intake
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import SchedulerMeter
@@ -64,7 +66,7 @@ class Scheduler:
     """Owns every request from arrival to its last token. Single-threaded: call `handle` and `step` in turn.
 
     max_req_len: tokens of prompt and answer of one request together, at most. device: where steps and slices of
-    encoding are computed, and how many are in flight.
+    encoding are computed, and how many are in flight. drafter: guesses tokens of those who decode.
     """
 
     def __init__(
@@ -83,9 +85,11 @@ class Scheduler:
         sessions: Sessions,
         grammars: GrammarQueue | None = None,
         send: Callable[[SchedulerOutput], None],
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
+        self._drafter = drafter
         self.meter = SchedulerMeter()
         self.kv = kv
         self.waiting_queue = WaitingQueue(policy)
@@ -352,7 +356,16 @@ class Scheduler:
         if alone:
             self._ratio.decay()
         self.kv.extend_by_one(reqs)
+        if self._drafter is not None:
+            self._draft(reqs, self._drafter)
         return reqs
+
+    def _draft(self, reqs: Sequence[Req], drafter: Drafter) -> None:
+        """Guess more tokens of each request, as far as there are slots for them."""
+        for req in reqs:
+            drafts = drafter.propose(req)[: req.remaining_new_tokens - 1] if req.may_draft else ()
+            if drafts and self.kv.extend(req, len(drafts)):
+                req.drafts = drafts
 
     # ------------------------------------------------------------ giving places up
 
@@ -456,7 +469,9 @@ class Scheduler:
             part, req = brought.part, brought.part.req
             if req.is_finished:  # while the step was in flight
                 continue
-            self.kv.commit(req, part.end)
+            self.kv.commit(req, part.end - part.tokens_sampled + len(brought.tokens))
+            if part.drafts:
+                self._drop_drafts(req, len(part.drafts) + 1 - len(brought.tokens))
             if part.start < req.prompt_len:
                 req.media.hold_from(part.end)
                 self.kv.share(req)
@@ -470,18 +485,23 @@ class Scheduler:
             if brought.failure is not None:
                 self._cut_off(req, error(500, brought.failure))
                 continue
-            outputs.append(self._take_token(req, brought))
+            outputs.append(self._take_tokens(req, brought))
         if outputs:
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
         for step in self._steps_in_flight[:1]:  # the tokens that it is sampled by have come
             step.sample()
 
-    def _take_token(self, req: Req, brought: PartResult) -> TokenOutput:
-        """The token that a step made of a request's last ones, or its end, if it is to have none."""
-        token = brought.token
-        if token is None:
-            reason: FinishReason | None = FinishReason(type="length")
-        else:
+    def _drop_drafts(self, req: Req, wrong: int) -> None:
+        """A request's guesses have come, and so many of its tokens in flight are not to be."""
+        self.kv.truncate(req, req.kv_committed_len)
+        self.meter.drafted(len(req.drafts), wrong)
+        req.drafts = ()
+        req.in_flight -= wrong
+
+    def _take_tokens(self, req: Req, brought: PartResult) -> TokenOutput:
+        """The tokens that a step made of a request's last ones, or its end, if it is to have none."""
+        reason = None if brought.tokens else FinishReason(type="length")
+        for token in brought.tokens:  # only the last one can end it
             req.in_flight -= 1
             reason = req.append_output(token)
             self._generated += 1
@@ -489,12 +509,7 @@ class Scheduler:
         if reason is not None:
             self._end(req, reason)
             self._finished += 1
-        return token_output(
-            req,
-            () if token is None else (token,),
-            None if brought.logprobs is None else (brought.logprobs,),
-            brought.hidden,
-        )
+        return token_output(req, brought.tokens, brought.logprobs, brought.hidden)
 
     # ------------------------------------------------------------ state
 
@@ -536,4 +551,4 @@ class Scheduler:
 def _mode(prompts: Sequence[Req], decoding: Sequence[Req]) -> ForwardMode:
     if not decoding:
         return ForwardMode.EXTEND
-    return ForwardMode.MIXED if prompts else ForwardMode.DECODE
+    return ForwardMode.MIXED if prompts or any(req.drafts for req in decoding) else ForwardMode.DECODE

@@ -13,12 +13,14 @@ from vlmserve.scheduler.schedule_batch import ScheduleBatch, ScheduledReq
 
 
 class PartResult(NamedTuple):
-    """token: sampled, if one was. prompt: logprobs of prompt positions from `part.scored[0]` on. hidden: [1, hidden].
+    """tokens: sampled, if any were; of drafts, those that were right, and one more, if it
+    does not end before. logprobs: of each, or none.
+    prompt: logprobs of prompt positions from `part.scored[0]` on. hidden: [1, hidden].
     failure: why the token means nothing."""
 
     part: ScheduledReq
-    token: int | None
-    logprobs: TokenLogprobs | None
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
     prompt: RowLogprobs | None
     hidden: np.ndarray | None
     failure: str | None
@@ -32,19 +34,23 @@ def part_results(batch: ScheduleBatch, result: ModelWorkerResult) -> Iterator[Pa
     for part in batch.reqs:
         req, returns = part.req, part.req.returns
         num_ids = len(returns.token_ids_logprob)
-        token = logprobs = prompt = state = failure = None
-        if part.output_index is not None:
-            at, sampled = sampled, sampled + 1
-            token, failure = tokens[at], failures.get(at)
-            if req.num_logprobs is not None or num_ids:
-                logprobs = req.logprobs_of(
-                    token,
-                    result.logprobs[at],
-                    result.top_ids[at],
-                    result.top_logprobs[at],
-                    result.asked_logprobs[asked : asked + num_ids],
+        logprobs = prompt = state = failure = None
+        first, sampled = sampled, sampled + part.tokens_sampled
+        taken = _right(tokens[first:sampled], part.drafts, req.stop_ids)
+        if taken:
+            failure = failures.get(first)
+            if req.num_logprobs is not None:
+                logprobs = tuple(
+                    req.logprobs_of(
+                        token,
+                        result.logprobs[at],
+                        result.top_ids[at],
+                        result.top_logprobs[at],
+                        result.asked_logprobs[asked + num_ids * (at - first) :][:num_ids],
+                    )
+                    for at, token in enumerate(taken, first)
                 )
-                asked += num_ids
+            asked += num_ids * part.tokens_sampled
         first, last = part.scored
         if last > first:
             rows = result.prompt_logprobs
@@ -62,4 +68,12 @@ def part_results(batch: ScheduleBatch, result: ModelWorkerResult) -> Iterator[Pa
             assert result.hidden_states is not None
             state = result.hidden_states[hidden : hidden + 1]
             hidden += 1
-        yield PartResult(part, token, logprobs, prompt, state, failure)
+        yield PartResult(part, taken, logprobs, prompt, state, failure)
+
+
+def _right(tokens: list[int], drafts: tuple[int, ...], stop_ids: frozenset[int]) -> tuple[int, ...]:
+    """Of tokens sampled behind each draft: those behind what is really the answer, up to its end."""
+    right = 0
+    while right < len(drafts) and tokens[right] == drafts[right] and tokens[right] not in stop_ids:
+        right += 1
+    return tuple(tokens[: right + 1])

@@ -47,6 +47,8 @@ _SAME_IN_VLLM = (
     "request_prompt_tokens",
     "request_generation_tokens",
     "iteration_tokens_total",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
 )
 ALIASES: Mapping[str, Mapping[str, _Alias]] = {
     "vllm": {

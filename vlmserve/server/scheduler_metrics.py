@@ -30,6 +30,8 @@ _COUNTERS = {
     "retracted_requests": ("Running requests taken back when KV slots ran out", "retracted_total"),
     "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", "steps.prefix_queries_total"),
     "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", "steps.prefix_hits_total"),
+    "spec_decode_num_draft_tokens": ("Tokens of answers that were guessed", "steps.draft_tokens_total"),
+    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", "steps.accepted_tokens_total"),
     "prompt_tokens_computed": ("Tokens of prompts that were computed", "steps.prompt_tokens_computed_total"),
     "temporal_patches_encoded": (
         "Pictures and temporal patches of videos computed by the vision tower",

@@ -14,6 +14,7 @@ VOCAB = 40
 def info(rows=1, **overrides):
     values = {
         "batch_indices": np.arange(rows),
+        "token_indices": np.arange(rows),
         "temperatures": np.ones(rows, np.float32),
         "top_ps": np.ones(rows, np.float32),
         "top_ks": np.full(rows, -1),

@@ -91,7 +91,7 @@ class FakeWorker:
         asked = batch.prompt_logprobs
         scores = None if asked is None else self._scores([before[token] for token in asked.tokens], asked)
         hidden = [[score(history[:end], 0)] for history, end in (before[token] for token in batch.hidden_tokens)]
-        return batch, histories, scores, np.array(hidden, np.float32).reshape(-1, 1)
+        return batch, before, scores, np.array(hidden, np.float32).reshape(-1, 1)
 
     @staticmethod
     def _scores(rows: list[tuple[list, int]], asked: PromptLogprobRows) -> RowLogprobs:
@@ -108,9 +108,10 @@ class FakeWorker:
         )
 
     def sample(self, forwarded: tuple, info: SamplingBatchInfo) -> ModelWorkerResult:
-        batch, histories, scores, hidden = forwarded
+        batch, before, scores, hidden = forwarded
+        histories = [before[token][0][: before[token][1]] for token in info.token_indices]
         of_output = [] if info.logprobs is None else zip(info.logprobs.asked_rows, info.logprobs.asked_ids, strict=True)
-        tokens = [next_token(histories[row]) for row in info.batch_indices]
+        tokens = [next_token(history) for history in histories]
         for row, mask in zip(info.masked_rows, info.bitmasks, strict=True):
             tokens[row] = next_allowed(tokens[row], mask)
         self.last[batch.req_pool_indices[info.batch_indices]] = tokens
@@ -122,9 +123,7 @@ class FakeWorker:
             logprobs=np.full(len(tokens), np.nan, np.float32),
             top_ids=none.astype(np.int64),
             top_logprobs=none.astype(np.float32),
-            asked_logprobs=np.array(
-                [score(histories[info.batch_indices[row]], token) for row, token in of_output], np.float32
-            ),
+            asked_logprobs=np.array([score(histories[row], token) for row, token in of_output], np.float32),
             prompt_logprobs=scores,
             hidden_states=hidden,
         )

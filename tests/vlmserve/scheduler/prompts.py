@@ -54,6 +54,19 @@ def prompt_of(message) -> list[tuple]:
     return [(w, tuple(places[:, i].tolist())) for i, w in enumerate(what)]
 
 
+class Foresight:
+    """A drafter that knows the answers to `messages` (rid -> message), and says wrong ones now and then."""
+
+    def __init__(self, messages: dict, most: int) -> None:
+        self._messages, self._most = messages, most
+
+    def propose(self, req) -> tuple[int, ...]:
+        made = len(req.output_ids)
+        drafts = expected(self._messages[req.rid])[made : made + self._most]
+        wrong = (made + req.arrival) % (self._most + 2)
+        return tuple((token + (at == wrong)) % fake.VOCAB for at, token in enumerate(drafts))
+
+
 def expected(message) -> list[int]:
     delta = message.mm_inputs.mrope_position_delta if message.mm_inputs else 0
     params = message.sampling_params

@@ -13,7 +13,7 @@ from tests.vision.fake_disk import FakeDisk
 from tests.vlmserve.scheduler import fake_worker as fake
 from tests.vlmserve.scheduler.fake_grammars import BAD, ENDS, LENGTH, FakeGrammars, spec
 from tests.vlmserve.scheduler.lazy_queue import LazyQueue
-from tests.vlmserve.scheduler.prompts import expected, request
+from tests.vlmserve.scheduler.prompts import Foresight, expected, request
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
@@ -41,6 +41,7 @@ class Knobs:
     radix: bool = True
     policy: str = "fcfs"
     depth: int = 1
+    drafts: int = 0
     sessions: int = 4
     host_pages: int = 0
     rows: int = 6
@@ -68,6 +69,7 @@ class Rig:
         self.disk = FakeDisk() if knobs.disk else None
         self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows, disk=self.disk)
         self.now = 0.0
+        self.messages = {}
         self.tokens = defaultdict(list)
         self.finish = {}
         self.cached = {}
@@ -96,7 +98,10 @@ class Rig:
             sessions=Sessions(cache, max_sessions=knobs.sessions, timeout_s=100, clock=lambda: self.now),
             grammars=self.grammars if has_grammars else None,
             send=self.take,
+            drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
         )
+        handle = self.scheduler.handle
+        self.scheduler.handle = lambda message: (self.messages.update({message.rid: message}), handle(message))
 
     def take(self, message) -> None:
         for out in message.outputs:
@@ -160,6 +165,7 @@ def requests(draw, grammars=()):
     radix=st.booleans(),
     policy=st.sampled_from(["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"]),
     depth=st.sampled_from([1, 2, 2, 3]),
+    drafts=st.sampled_from([0, 0, 1, 5]),
     host_pages=st.sampled_from([0, 4, 40]),
     rows=st.integers(1, 6),
     conservativeness=st.sampled_from([0.0, 1.0]),
@@ -183,6 +189,7 @@ def test_answers_do_not_depend_on_the_schedule(
     radix,
     policy,
     depth,
+    drafts,
     host_pages,
     rows,
     conservativeness,
@@ -207,6 +214,7 @@ def test_answers_do_not_depend_on_the_schedule(
             radix=radix,
             policy=policy,
             depth=depth,
+            drafts=drafts,
             host_pages=host_pages,
             rows=rows,
             conservativeness=conservativeness,

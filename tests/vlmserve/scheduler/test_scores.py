@@ -93,10 +93,11 @@ def check(rig: ScoringRig, message) -> None:
     mixed=st.booleans(),
     radix=st.booleans(),
     depth=st.sampled_from([1, 2, 3]),
+    drafts=st.sampled_from([0, 3]),
     rows=st.integers(1, 6),
     gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
 )
-def test_scores_do_not_depend_on_the_schedule(messages, page, pages, chunk, mixed, radix, depth, rows, gaps):
+def test_scores_do_not_depend_on_the_schedule(messages, page, pages, chunk, mixed, radix, depth, drafts, rows, gaps):
     pool = max(pages * page, 96 // page * page)
     rig = ScoringRig(
         Knobs(
@@ -106,6 +107,7 @@ def test_scores_do_not_depend_on_the_schedule(messages, page, pages, chunk, mixe
             mixed=mixed,
             radix=radix,
             depth=depth,
+            drafts=drafts,
             rows=rows,
             conservativeness=0.0,
         )

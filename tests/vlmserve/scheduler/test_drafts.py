@@ -1,0 +1,77 @@
+"""Guessed tokens: what is guessed, and that a step brings as many as were right and no more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.vlmserve.scheduler.prompts import expected, request
+from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig
+from vlmserve.scheduler.drafts import NGramDrafter
+
+
+def propose(prompt: list[int], output: list[int]) -> tuple[int, ...]:
+    req = SimpleNamespace(prompt_token_ids=np.array(prompt, np.int64), output_ids=output)
+    return NGramDrafter(3).propose(req)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "drafts"),
+    [
+        ([1, 2, 3, 4, 5, 6], [2, 3], (4, 5, 6)),
+        ([1, 2, 3, 4], [9, 2, 3], (4, 9, 2)),  # goes on into the answer
+        ([1, 2, 3, 7], [2, 3, 8, 2, 3], (8, 2, 3)),  # the later place
+        ([1, 2, 3, 7], [9, 2, 3, 8, 1, 2, 3], (7, 9, 2)),  # the place where more is alike
+        ([5, 6, 7], [7], ()),  # one token says nothing
+        ([1, 1, 1], [1], (1,)),
+        ([], [4], ()),
+        ([2, 3, 9, 3], [2, 3], (9, 3, 2)),  # where its beginning is the prompt's
+    ],
+)
+def test_what_followed_the_last_tokens_before_is_guessed(prompt, output, drafts):
+    assert propose(prompt, output) == drafts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_that_are_right_save_steps(depth):
+    message = request("a", [1, 2, 3], new=24)
+    steps = []
+    for drafts in (0, 4):
+        rig = Rig(Knobs(depth=depth, drafts=drafts))
+        rig.scheduler.handle(message)
+        rig.run()
+        assert rig.tokens["a"] == expected(message)
+        steps.append(len(rig.worker.batches))
+    stats = rig.scheduler.stats().steps
+    assert steps[1] == steps[0] - stats.accepted_tokens_total
+    assert 8 < stats.accepted_tokens_total < stats.draft_tokens_total
+
+
+@pytest.mark.parametrize("place", range(1, 12))
+def test_a_stop_token_among_the_guesses_ends_the_answer_there(place):
+    message = request("a", [4, 5, 6], new=20)
+    want = expected(message)
+    stop = want[place]
+    cut = want.index(stop) + 1
+    rig = Rig(Knobs(drafts=5))
+    rig.messages["a"] = message
+    rig.scheduler.handle(request("a", [4, 5, 6], new=20, stop_token_ids=(stop,)))
+    rig.run()
+    assert rig.tokens["a"] == want[:cut]
+    assert rig.finish["a"].matched == stop
+    assert rig.scheduler.stats().kv_free_tokens + rig.scheduler.stats().kv_cached_tokens == 256
+
+
+def test_nothing_is_guessed_where_slots_are_short_or_penalties_need_the_last_token():
+    rig = Rig(Knobs(pool=32, page=1, context=32, drafts=30))
+    rig.scheduler.handle(request("a", list(range(20)), new=10))
+    rig.run()
+    assert rig.scheduler.stats().steps.draft_tokens_total > 0
+    message = request("b", [1, 2, 3], new=10, presence_penalty=0.5)
+    rig.scheduler.handle(message)
+    before = rig.scheduler.stats().steps.draft_tokens_total
+    rig.run()
+    assert rig.scheduler.stats().steps.draft_tokens_total == before
+    assert rig.tokens["b"] == expected(message)

@@ -1,0 +1,38 @@
+"""Guessed tokens through the whole engine: the same answers in fewer steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.default_model import copy_default_model
+from vlmserve import LLM, SamplingOverrides
+
+PROMPTS = ["Repeat: one two three four five six one two three four five six", "What is this?", "Name a colour."]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    copy_default_model(folder)
+    knobs = {"num_threads": 1, "max_total_tokens": 4096, "dtype": "float32"}
+    with LLM(str(folder), **knobs) as plain, LLM(str(folder), **knobs, speculative_algorithm="ngram") as guessing:
+        yield plain, guessing
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_answers_are_the_same_in_fewer_steps(engines, temperature):
+    options = SamplingOverrides(temperature=temperature, seed=3, max_new_tokens=48, ignore_eos=True)
+    found = []
+    for llm in engines:
+        before = llm.stats()
+        answers = [llm.chat(text, options, num_logprobs=1) for text in PROMPTS]
+        found.append((answers, llm.stats().forward_steps_total - before.forward_steps_total, llm.stats()))
+    (plain, steps, _), (guessed, fewer, stats) = found
+    for one, other in zip(plain, guessed, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [entry.logprob for entry in one.logprobs] == pytest.approx(
+            [entry.logprob for entry in other.logprobs], abs=1e-4
+        )
+    assert stats.steps.accepted_tokens_total > 0
+    if temperature == 0:
+        assert fewer < steps
