@@ -114,7 +114,7 @@ def _check_shapes(place: str, schema: dict[str, Any]) -> None:
     if not all(isinstance(name, str) for name in schema.get("required", ())):
         raise SchemaError(f"required at {place} must be a list of names")
     for name in _listed(schema.get("type", [])):
-        if name not in _TYPES:
+        if not isinstance(name, str) or name not in _TYPES:
             raise SchemaError(f"type at {place} is {_name(name)}; it must be one of {', '.join(sorted(_TYPES))}")
 
 
