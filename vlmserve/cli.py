@@ -24,6 +24,7 @@ _BENCHES = {
     "processors": ("throughput of picture and video files", "vlmserve.bench.processors"),
     "vision": ("the vision encoder and its embedding cache", "vlmserve.bench.vision"),
     "sched": ("what the scheduler itself costs", "vlmserve.bench.sched"),
+    "grammar": ("what a JSON schema costs", "vlmserve.bench.grammar"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.bench.gpu"),
 }
 _TOOLS = {
@@ -109,7 +110,7 @@ def _main(words: list[str]) -> int:
     if args.command is None:
         parser.error("name a command; vlmserve --help lists them")
     if args.command == "bench":
-        parser.error("name a benchmark: serve, peers, caption, processors, vision, sched or gpu")
+        parser.error("name a benchmark: serve, peers, caption, processors, vision, sched, grammar or gpu")
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0

@@ -216,7 +216,10 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("tool calls are not parsed yet", "enable_auto_tool_choice", switch=True, fine="false"),
     _answered("reasoning is not parsed yet: it is part of the answer", both="reasoning_parser"),
     _answered(
-        "structured output is not supported yet", "guided_decoding_backend structured_outputs_config", "grammar_backend"
+        "structured output is always there, by xgrammar",
+        "guided_decoding_backend structured_outputs_config",
+        "grammar_backend",
+        fine="auto xgrammar",
     ),
     _answered("the checkpoint's own template is used; another is not supported yet", both="chat_template"),
     _answered("requests say it themselves; defaults for all are not supported yet", "override_generation_config"),

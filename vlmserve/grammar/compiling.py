@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from vlmserve.grammar.matcher import Matcher, masks_of
 from vlmserve.messages import GrammarSpec
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 from vlmserve_common.process.child import die_with_parent
@@ -107,13 +108,11 @@ def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:
 def try_out(compiled: Any, *, walks: int = 2, tokens: int = 32) -> None:
     """RuntimeError for a grammar that nothing fits, or whose next tokens take long to find: better here, where a
     process can be ended, than in the engine. Takes some tokens that it allows, always the same."""
-    from vlmserve.grammar.matcher import Matcher
-
     for seed in range(walks):
         dice, matcher = Random(seed), Matcher(compiled)
         for at in range(tokens):
             began = time.thread_time()
-            allowed = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+            allowed = np.flatnonzero(np.unpackbits(masks_of([matcher])[0].view(np.uint8), bitorder="little"))
             allowed = allowed[allowed < compiled.tokenizer_info.vocab_size]
             if not len(allowed):
                 raise RuntimeError("no text fits it" if not at else "it comes to where nothing fits")

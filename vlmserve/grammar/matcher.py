@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,42 +30,47 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """compiled: xgrammar's. failure: why no more tokens make sense."""
+    """compiled: xgrammar's. is_over: it had its last token, one that ends answers. failure: why no more tokens make
+    sense."""
 
     def __init__(self, compiled: Any) -> None:
         from xgrammar import GrammarMatcher
 
+        self.is_over = False
         self.failure = ""
         self._matcher = GrammarMatcher(compiled)
-        self._words = (compiled.tokenizer_info.vocab_size + 31) // 32
+        self._stops = frozenset(compiled.tokenizer_info.stop_token_ids)
+        self.words = (compiled.tokenizer_info.vocab_size + 31) // 32
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it had its last token, one that ends answers."""
-        return self._matcher.is_terminated()
-
-    def mask(self) -> np.ndarray:
-        """int32 [ceil(vocab_size / 32)]: a bit for each token, the lowest first; those that may come next have a 1.
-
-        All of them where nothing more makes sense: the request is about to end.
-        """
-        row = np.full((1, self._words), -1, dtype=np.int32)
+    def fill(self, masks: np.ndarray, row: int) -> None:
+        """masks: int32 [rows, words]: of one row a bit for each token, the lowest first; those that may come next have
+        a 1. All of them where nothing more makes sense: the request is about to end."""
         if self.failure or self.is_over:
-            return row[0]
+            masks[row] = -1
+            return
         began = time.perf_counter()
-        self._matcher.fill_next_token_bitmask(row)
+        self._matcher.fill_next_token_bitmask(masks, row)
         self._note_time(began)
-        return row[0]
 
     def accept(self, token_id: int) -> None:
         """The answer goes on with it."""
         if self.failure or self.is_over:
             return
         began = time.perf_counter()
-        if not self._matcher.accept_token(token_id):
+        if self._matcher.accept_token(token_id):
+            self.is_over = token_id in self._stops
+        else:
             self.failure = "it leaves no token that could come next"
         self._note_time(began)
 
     def _note_time(self, began: float) -> None:
         if time.perf_counter() - began > MAX_STEP_S:
             self.failure = f"finding its next tokens takes more than {MAX_STEP_S:g} s"
+
+
+def masks_of(matchers: Sequence[Matcher]) -> np.ndarray:
+    """int32 [rows, words]: what each allows next, see `Matcher.fill`. They are for one vocabulary."""
+    masks = np.empty((len(matchers), matchers[0].words if matchers else 0), dtype=np.int32)
+    for row, matcher in enumerate(matchers):
+        matcher.fill(masks, row)
+    return masks

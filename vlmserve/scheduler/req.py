@@ -80,13 +80,13 @@ class Req:
         self.arrival = arrival
         self.turn = arrival + TURNS_PER_CHOICE * message.choice
         # of other than the newest token, when it samples: see `Scheduler.run_batch`
-        self.samples_by_history = bool(
+        self.is_penalised = bool(
             params.presence_penalty
             or params.frequency_penalty
             or params.repetition_penalty != 1
-            or params.grammar is not None
             or message.logits_processors
         )
+        self.samples_by_history = self.is_penalised or params.grammar is not None
         self.times = times or ReqTimes()
 
         self.status = ReqStatus.WAITING

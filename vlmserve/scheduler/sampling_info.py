@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from vlmserve.executor.model_worker_batch import NO_MASKS, LogitsProcessing, SamplingBatchInfo
+from vlmserve.executor.model_worker_batch import LogitsProcessing, SamplingBatchInfo
+from vlmserve.grammar.matcher import Matcher, masks_of
 from vlmserve.scheduler.logprob_rows import output_rows
 from vlmserve.scheduler.req import Req
 
@@ -23,6 +24,8 @@ class SamplingArrays:
         self._reqs: list[Req] = []
         self._arrays = _arrays_of([])
         self._by_history: list[int] = []
+        self._masked_rows = _NO_IDS
+        self._matchers: list[Matcher] = []
 
     def info(
         self, batch_indices: list[int], token_indices: np.ndarray, reqs: list[Req], output_indices: list[int]
@@ -35,13 +38,13 @@ class SamplingArrays:
         """
         if reqs != self._reqs:
             self._reqs, self._arrays = reqs, _arrays_of(reqs)
-            self._by_history = [i for i, req in enumerate(reqs) if req.samples_by_history]
+            self._by_history = [i for i, req in enumerate(reqs) if req.is_penalised]
+            self._masked_rows = _ints([i for i, req in enumerate(reqs) if req.grammar is not None])
+            self._matchers = [req.grammar for req in reqs if req.grammar is not None]
         counts: list[tuple[int, int, int]] = []
         seen: list[np.ndarray] = []
         seen_of: list[int] = []
         processing: list[LogitsProcessing] = []
-        masked: list[int] = []
-        bitmasks: list[np.ndarray] = []
         for i in self._by_history:
             req, p = reqs[i], reqs[i].sampling_params
             known = np.asarray(req.output_ids[: output_indices[i]], dtype=np.int64)
@@ -57,9 +60,6 @@ class SamplingArrays:
                 )
                 for call in req.logits_processors
             ]
-            if req.grammar is not None:
-                masked.append(i)
-                bitmasks.append(req.grammar.mask())
         return SamplingBatchInfo(
             **self._arrays,
             batch_indices=_ints(batch_indices),
@@ -71,8 +71,8 @@ class SamplingArrays:
             seen_rows=np.repeat(_ints(seen_of), [len(ids) for ids in seen]) if seen else _NO_IDS,
             seen_ids=np.concatenate(seen) if seen else _NO_IDS,
             processing=tuple(processing),
-            masked_rows=_ints(masked),
-            bitmasks=np.stack(bitmasks) if bitmasks else NO_MASKS,
+            masked_rows=self._masked_rows,
+            bitmasks=masks_of(self._matchers),
         )
 
 

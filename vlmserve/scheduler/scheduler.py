@@ -486,10 +486,10 @@ class Scheduler:
                 self._cut_off(req, error(500, brought.failure))
                 continue
             outputs.append(self._take_tokens(req, brought))
-        if outputs:
-            self._send(BatchTokenOutput(outputs=tuple(outputs)))
         for step in self._steps_in_flight[:1]:  # the tokens that it is sampled by have come
             step.sample()
+        if outputs:  # while that is done
+            self._send(BatchTokenOutput(outputs=tuple(outputs)))
 
     def _drop_drafts(self, req: Req, wrong: int) -> None:
         """A request's guesses have come, and so many of its tokens in flight are not to be."""

@@ -10,6 +10,7 @@ import pytest
 
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.grammar.compile_process import CompileProcess, CompilerSettings
+from vlmserve.grammar.matcher import masks_of
 from vlmserve.messages import GrammarSpec
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import BadRequestError
@@ -34,7 +35,7 @@ def spec(kind, text, **more):
 
 
 def allowed(matcher) -> set[int]:
-    found = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+    found = np.flatnonzero(np.unpackbits(masks_of([matcher])[0].view(np.uint8), bitorder="little"))
     return set(found[found < VOCAB].tolist())
 
 

@@ -39,6 +39,11 @@ class FakeMatcher:
         bits += [False] * (-len(bits) % 32)
         return np.packbits(bits, bitorder="little").view(np.int32)
 
+    words = -(-fake.VOCAB // 32)
+
+    def fill(self, masks: np.ndarray, row: int) -> None:
+        masks[row] = self.mask()
+
     def accept(self, token: int) -> None:
         assert self.mask()[token // 32] >> token % 32 & 1
         self._sum += token
