@@ -190,10 +190,6 @@ class EncoderPool:
         For the device's thread: it may be called while another one calls the rest."""
         return self._backend.work(budget_s)
 
-    def estimate_s(self, patch: TemporalPatch) -> float | None:
-        """How long encoding a temporal patch is going to take here; None if that is not known."""
-        return self._backend.estimate_s(patch)
-
     @property
     def working(self) -> bool:
         """Whether embeddings are under way."""

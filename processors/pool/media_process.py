@@ -24,7 +24,7 @@ from processors.pool.messages import (
     WorkRefused,
 )
 from vlmserve_common.errors import BadRequestError, EngineError
-from vlmserve_common.process.child import ChildProcess
+from vlmserve_common.process.child import ChildProcess, is_stopped_by_a_signal
 from vlmserve_common.process.keeper import ProcessKeeper, ProcessPlan
 from vlmserve_common.process.wake_up import WakeUp
 from vlmserve_common.transport.channel import MessageChannel
@@ -54,12 +54,13 @@ class WorkerBugError(Exception):
 
 
 class NotBegunError(Exception):
-    """A worker died before it looked at its work, or cannot be started."""
+    """A worker died or hung before it looked at its work, was stopped by a signal, or cannot be started: another one
+    may take it."""
 
 
 class MediaProcess:
     """A worker that is kept running, and does one job after the other. What ends it fails its job; one that it has not
-    begun raises NotBegunError."""
+    begun, or was stopped at, raises NotBegunError."""
 
     def __init__(self, plan: ProcessPlan, shared: SharedArrays) -> None:
         self.useful = False
@@ -171,7 +172,10 @@ class MediaProcess:
             channel.send(frames)
             while True:
                 if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    stopped = is_stopped_by_a_signal(child.pid)
                     self._kill(child)
+                    if stopped or not begun:
+                        raise NotBegunError(f"{child.title} {'was stopped' if stopped else 'does nothing'}")
                     raise _too_slow(job)
                 answer = channel.receive()
                 if not isinstance(answer, WorkBegun):

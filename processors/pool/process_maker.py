@@ -146,7 +146,7 @@ class ProcessMaker:
                 job = self._job(work)
                 try:
                     made = await worker.make(job)
-                except NotBegunError as error:  # it died of something else, such as a signal while it was idle
+                except NotBegunError as error:  # something else was in its way, such as a signal
                     reason = str(error)
                 except Exception:
                     if self._closing:

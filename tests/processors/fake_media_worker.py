@@ -26,8 +26,8 @@ from vlmserve_common.errors import CheckpointError
 from vlmserve_common.process.child import Parent
 from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
 
-CRASH, EXIT, PAUSE, SPIN, EAT, FILES, FAIL, LIE, ODD = (
-    b"CRASH", b"EXIT", b"PAUSE", b"SPIN", b"EAT", b"FILES", b"FAIL", b"LIE", b"ODD"
+CRASH, EXIT, PAUSE, ONCE, SPIN, EAT, FILES, FAIL, LIE, ODD = (
+    b"CRASH", b"EXIT", b"PAUSE", b"ONCE", b"SPIN", b"EAT", b"FILES", b"FAIL", b"LIE", b"ODD"
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ class _OddMaker(DirectMaker):
             os.kill(os.getpid(), signal.SIGSEGV)
         if data == EXIT:
             os._exit(7)
-        if data == PAUSE:
+        if data == PAUSE or (data == ONCE and len((self._folder / "tried").read_text().splitlines()) == 1):
             signal.pause()
         while data == SPIN:
             pass

@@ -34,6 +34,7 @@ from tests.processors.fake_media_worker import (
     FILES,
     LIE,
     ODD,
+    ONCE,
     PAUSE,
     SPIN,
     fake_worker,
@@ -255,9 +256,9 @@ def test_a_worker_opens_few_files(fakes):
 @pytest.mark.parametrize("kind", ["picture", "clip", "frames"])
 def test_pictures_and_videos_have_limits_of_their_own(fakes, kind):
     limit, setting = ("picture_s", "image") if kind == "picture" else ("video_s", "video")
-    fake = fakes(**{limit: 0.2})
+    fake = fakes(**{limit: 1.0})
     source, knobs = [PAUSE] if kind == "frames" else PAUSE, KNOBS if kind == "picture" else VideoKnobs()
-    message = rf"took longer than 0\.2 s, the limit \(setting --max-{setting}-decode-s\): the process"
+    message = rf"took longer than 1 s, the limit \(setting --max-{setting}-decode-s\): the process"
     with pytest.raises(FatalMediumError, match=message) as caught:
         run(getattr(fake.maker, kind)(source, knobs))
     assert (caught.value.status, caught.value.code) == (400, "media_too_costly")
@@ -335,6 +336,24 @@ def test_a_file_that_a_worker_did_not_take_is_given_to_the_next_one_and_leaves_n
     [pid] = fake.pids()
     os.kill(pid, signal.SIGSTOP)
     assert run(play()).source_size[0] == fake.pids()[1]
+    assert SharedArrays(fake.shared_dir).outstanding() == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_file_whose_worker_was_stopped_is_given_to_the_next_one(fakes, begun):
+    async def play() -> Any:
+        call = asyncio.create_task(fake.maker.picture(ONCE if begun else GOOD, KNOBS))
+        if begun:
+            await fake.tried(1)
+            os.kill(pid, signal.SIGSTOP)
+        return await call
+
+    fake = fakes(picture_s=1.0)
+    fake.maker.wait_ready()
+    [pid] = fake.pids()
+    if not begun:
+        os.kill(pid, signal.SIGSTOP)
+    assert run(play()).source_size[0] == fake.pids()[-1] != pid
     assert SharedArrays(fake.shared_dir).outstanding() == 0
 
 

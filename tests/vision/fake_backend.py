@@ -81,9 +81,6 @@ class FakeBackend:
     def work(self, budget_s: float) -> bool:
         return False
 
-    def estimate_s(self, patch: TemporalPatch) -> float | None:
-        return None
-
     def collect(self) -> list[EncodeResult]:
         if self.inline and self.queues[0]:
             self.finish(0)

@@ -251,15 +251,6 @@ def test_a_failure_half_way_is_the_result_of_its_batch_alone():
     assert not rig.backend.has_work
 
 
-def test_it_tells_how_long_a_picture_is_going_to_take_once_it_has_measured():
-    rig = Rig(speed=37e9)
-    picture = patch_of("x", 74)
-    assert rig.backend.estimate_s(picture) is None
-    rig.start("a", 10)
-    rig.backend.work(math.inf)
-    assert rig.backend.estimate_s(picture) == pytest.approx(2.0)
-
-
 def test_the_pace_follows_a_machine_that_becomes_slower_and_forgives_one_slow_piece():
     pace = Pace(PIECE_S)
     piece = Piece(Kind.ATTENTION, 1e9)

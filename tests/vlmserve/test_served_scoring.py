@@ -151,6 +151,26 @@ def test_scores_of_text_and_ids(asked: Asked) -> None:
     assert 0 < math.fsum(first["scores"][0]) < 1
 
 
+def test_scores_are_asked_for_as_answers_are(asked: Asked) -> None:
+    def score(**fields: Any) -> dict[str, Any]:
+        return asked.score(query="One, two, three, four. " * 40, label_token_ids=[7], **fields)
+
+    def cached(**fields: Any) -> int:
+        return score(**fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() > 100
+    assert cached(cache_salt="tenant") == 0
+    assert cached(cache_salt="tenant") > 100
+    assert score(rid="mine", priority=0, timeout=60.0)["id"] == "mine"
+    wrong = {"query": "red", "label_token_ids": [7]}
+    status, answer = asked.post("score", **wrong, timeout=1e-6)
+    assert (status, answer["error"]["code"]) == (504, "request_timeout")
+    status, answer = asked.post("score", **wrong, priority=3)
+    assert status == 400
+    assert "priority is 3, and priorities are for servers with --schedule-policy priority" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param", "complaint"),
     [

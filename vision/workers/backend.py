@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
+from vision.towers.temporal_patch import EncodeBatch
 
 _T = TypeVar("_T")
 
@@ -59,10 +59,6 @@ class EncoderBackend(Protocol):
     def work(self, budget_s: float) -> bool:
         """Compute for about so many seconds, at least one piece if there is any; whether there was one. Infinity: all
         there is."""
-        ...
-
-    def estimate_s(self, patch: TemporalPatch) -> float | None:
-        """How long encoding a temporal patch is going to take here; None if that is not known."""
         ...
 
     def wait_handles(self) -> Sequence[int]:

@@ -110,10 +110,6 @@ class InlineBackend:
         """See `EncoderBackend`."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
-    def estimate_s(self, patch: TemporalPatch) -> float | None:
-        """See `EncoderBackend`. Unknown on a GPU, whose pieces end after they were launched."""
-        return self._pace.estimate_s(self._runner.cost((patch,))) if self._runner.device.type == "cpu" else None
-
     def wait_handles(self) -> Sequence[int]:
         """None: see `EncoderBackend`."""
         return ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vision.towers.pieces import Kind, Piece
 
 # Before anything was measured: a slow machine, so that the first pieces are not too long on any.
@@ -36,9 +34,3 @@ class Pace:
     def most(self, kind: Kind) -> float:
         """See `PieceLimits`."""
         return self.piece_s / self.seconds(kind, 1.0)
-
-    def estimate_s(self, costs: Mapping[Kind, float]) -> float | None:
-        """What pieces of those costs are going to take; None before any were measured."""
-        if Kind.PRODUCT not in self._sums:
-            return None
-        return sum(self.seconds(kind, cost) for kind, cost in costs.items())

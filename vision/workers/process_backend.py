@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
-from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
+from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
 from vision.workers.cuda_rows import CudaBorrower, RowsBorrower
 from vision.workers.keeper import WorkerKeeper, WorkerMain
@@ -77,10 +77,6 @@ class ProcessBackend:
     def work(self, budget_s: float) -> bool:
         """See `EncoderBackend`: the workers do it."""
         return False
-
-    def estimate_s(self, patch: TemporalPatch) -> float | None:
-        """See `EncoderBackend`: not known."""
-        return None
 
     def collect(self) -> list[EncodeResult]:
         """See `EncoderBackend`."""

@@ -72,9 +72,6 @@ class _NoEncoder:
     def work(self, budget_s: float) -> bool:
         return False
 
-    def estimate_s(self, patch: object) -> float | None:
-        return None
-
     def close(self) -> None:
         pass
 

@@ -10,8 +10,10 @@ import blake3
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.kv_storage import KVStorage
 from vlmserve.memory.kv_transfer import HostKVPool, KVTransfer
+from vlmserve.memory.kv_writeback import KVWriteback
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.prefix_cache import PrefixCache
 from vlmserve.memory.prefix_caches import build_prefix_cache
@@ -28,14 +30,15 @@ def build_tiers(
     media_keys: MediaKeyTable,
     *,
     bytes_per_token: int,
-) -> tuple[PrefixCache, Callable[[], None]]:
-    """The prefix cache that the settings ask for, and what ends its threads. The runner learns of the host tier.
+) -> tuple[PrefixCache, Callable[[float | None], int]]:
+    """The prefix cache that the settings ask for, and how it ends: see `KVWriteback.close`. The runner learns of the
+    host tier.
 
     Raises EngineError for memory or a folder that is not there.
     """
     host_slots = host_pool_size(args, bytes_per_token=bytes_per_token, device=runner.device)
     if not host_slots:
-        return build_prefix_cache(args, allocator), lambda: None
+        return build_prefix_cache(args, allocator), lambda _: 0
     pool = HostKVPool(num_slots=host_slots + args.page_size, kv_cache=runner.kv_cache)
     storage = None
     if args.hicache_storage_dir is not None:
@@ -45,7 +48,8 @@ def build_tiers(
             bytes_per_token=pool.bytes_per_token,
             page_size=args.page_size,
         )
-    runner.attach_host_tier(KVTransfer(runner.kv_cache, pool, storage))
+    transfer = KVTransfer(runner.kv_cache, pool, storage)
+    runner.attach_host_tier(transfer)
     cache = build_prefix_cache(
         args,
         allocator,
@@ -53,7 +57,9 @@ def build_tiers(
         storage=storage,
         identity=media_keys.identity,
     )
-    return cache, (lambda: None) if storage is None else storage.close
+    if storage is None or not isinstance(cache, HiRadixCache):
+        return cache, lambda _: 0
+    return cache, KVWriteback(cache, transfer, storage, bytes_per_token=pool.bytes_per_token).close
 
 
 def _fingerprint(args: EngineArgs, runner: ModelRunner) -> str:

@@ -15,6 +15,7 @@ from vlmserve.engine.build import build_runner, build_scheduler
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.dispatcher import TypeDispatcher
 from vlmserve.engine.encoder import resolve_warmup_patches
+from vlmserve.engine.ending import Ending
 from vlmserve.engine.loop import EngineLoop
 from vlmserve.engine.profiling import Profiler
 from vlmserve.ipc.channels import Channels
@@ -35,9 +36,12 @@ from vlmserve.scheduler.batch_log import BatchLog
 
 log = logging.getLogger(__name__)
 
+_GRACE_S = 0.5
+"""For the engine's thread to say what it had no time for, well within the patience of who stops the process."""
+
 
 def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
-    """Work for ever; the process ends with its parent (see `vlmserve_common.process.child`).
+    """Work until the end, which comes with the parent's (see `vlmserve_common.process.child`).
 
     Between steps all waiting messages are taken, then what operators ask; with nothing to compute the process sleeps on
     its sockets.
@@ -57,22 +61,32 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     control = EngineControl(loop, Profiler(), device=info.device, dtype=info.dtype)
     dispatch = message_dispatcher(loop, to_detokenizer.send)
     heartbeat = channels.heartbeat("scheduler")
-    ready(max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, before_end=partial(_finish, scheduler.encoder))
+    ending = Ending(FINISH_S)
+    ready(
+        max_model_len=info.max_req_len,
+        auto_pixels=info.auto_pixels,
+        before_end=partial(_finish, scheduler.encoder, ending, stores_kv=args.hicache_storage_dir is not None),
+    )
     gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
     busy = False
-    while True:
+    while not ending.has_come:
         if busy:
             messages = receiver.drain()
         else:
             heartbeat.idle()
             # paused, the encoder's results wait with the requests
             handles = [] if control.paused else scheduler.wait_handles()
-            messages = receiver.drain(timeout_s=None, wake=[operators.socket, *handles])
+            messages = receiver.drain(timeout_s=None, wake=[operators.socket, ending.fd, *handles])
         heartbeat.working()
         for message in messages:
             dispatch(message)
         operators.answer_all(control.handle)
         busy = control.step()
+    scheduler.drain()
+    lost = scheduler.kv.close(ending.left_s)
+    if lost:
+        log.warning("%d tokens of cached prefixes were not on disk %g s after the end, and are lost", lost, FINISH_S)
+    ending.finish()
 
 
 def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None]) -> TypeDispatcher:
@@ -100,7 +114,11 @@ def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None]) -> TypeDis
     )
 
 
-def _finish(encoder: EncoderPool) -> None:
+def _finish(encoder: EncoderPool, ending: Ending, *, stores_kv: bool) -> None:
+    """In the thread that is told of the end, while the engine's writes its prefixes."""
+    ending.tell()
     lost = encoder.flush(FINISH_S)
     if lost:
         log.warning("%d embeddings were not on disk %g s after the end, and are lost", lost, FINISH_S)
+    if stores_kv and not ending.wait(_GRACE_S):
+        log.warning("a step was still being computed %g s after the end: cached prefixes are lost", FINISH_S)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
+
+from vlmserve_common.process.child import is_stopped_by_a_signal
 
 LOOK_S = 1.0
 """How often to look."""
@@ -107,11 +108,3 @@ class Watchdog:
         if seen.stopped_s >= self._timeout_s:
             return f"{one.title} was stopped for {self._timeout_s:g} s (setting --watchdog-timeout-s)"
         return f"{one.title} was at one step for {self._timeout_s:g} s (setting --watchdog-timeout-s)"
-
-
-def is_stopped_by_a_signal(pid: int) -> bool:
-    """Whether the kernel shows a process as stopped, by a signal or a debugger (Linux; elsewhere it never does)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):  # it is gone, which others notice
-        return False

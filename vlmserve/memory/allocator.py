@@ -13,6 +13,8 @@ run that holds what it needs and its room, else the longest one, else several.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from vlmserve.memory.page_extents import PageExtents
@@ -25,7 +27,8 @@ class TokenToKVPoolAllocator:
     Slots 0..page_size-1 are a dummy page that padded rows may write to; it is never handed out. The usable slots are
     page_size .. page_size + size - 1. A page belongs to one holder at a time; the allocator only knows that it is held.
 
-    size: usable slots (tokens), a multiple of page_size. ValueError otherwise.
+    size: usable slots (tokens), a multiple of page_size. ValueError otherwise. on_free: is told the pages (int64 [n])
+    that are going to be free, for who hangs something on them.
     """
 
     def __init__(self, size: int, page_size: int) -> None:
@@ -37,6 +40,7 @@ class TokenToKVPoolAllocator:
         self._rooms = PageExtents()
         self._open.add(1, size // page_size)
         self._held = np.zeros(1 + size // page_size, dtype=np.bool_)
+        self.on_free: Callable[[np.ndarray], None] | None = None
 
     def available_size(self) -> int:
         """Free tokens, in whole pages."""
@@ -104,6 +108,8 @@ class TokenToKVPoolAllocator:
         held = self._held[pages]
         if not held.all():
             raise EngineError(f"freed page {int(pages[~held][0])}, which nobody holds (freed twice?)")
+        if self.on_free is not None:
+            self.on_free(pages)
         self._held[pages] = False
         cuts = np.flatnonzero(np.diff(pages) != 1) + 1
         starts = pages[np.concatenate(([0], cuts))].tolist()

@@ -142,6 +142,31 @@ class HiRadixCache(RadixCache):
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
+    def unstored(self, most_tokens: int) -> Iterator[KVCopyJob]:
+        """What the disk lacks of what would be there if all were evicted now: the most recently used first, a prefix
+        before what follows it, in pieces of so many tokens at most (one page at the least). Nothing may change
+        meanwhile, and no other job may wait."""
+        assert self._storage is not None
+        pages_each = max(1, most_tokens // self.page_size)
+        seen: set[RadixNode] = set()
+        for leaf in sorted(self._tree.below(self._tree.root), key=lambda node: -node.last_access):
+            for node in reversed(self._tree.path(leaf)):
+                if node in seen or not (node.on_host or self._write_back):
+                    continue
+                seen.add(node)
+                with contextlib.suppress(KeyError):  # a medium that is not known any more
+                    pages = self._digests(node)
+                    if pages[0] in self._storage:
+                        continue
+                    for at in range(0, len(pages), pages_each):
+                        piece = slice(at * self.page_size, (at + pages_each) * self.page_size)
+                        yield KVCopyJob(
+                            direction="to_storage",
+                            host_slots=node.host_values[piece],
+                            device_slots=None if node.on_host else node.values[piece],
+                            pages=tuple(pages[at : at + pages_each]),
+                        )
+
     def host_cached_size(self) -> int:
         """Tokens that are kept on the host, whether on the device too or not; with the host's free ones, all of it."""
         return self._host.size - self._host.available_size()

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
 _DIGEST = 32
+_HEADER_BYTES = 512
 
 
 class KVStorage:
@@ -67,6 +68,15 @@ class KVStorage:
             return key in self._sizes
 
     @property
+    def limit_bytes(self) -> int:
+        """What all files together may take."""
+        return self._limit
+
+    def file_bytes(self, num_pages: int) -> int:
+        """What a file of so many pages takes, at the most."""
+        return num_pages * (self._page_size * self._width + _DIGEST) + _HEADER_BYTES
+
+    @property
     def size(self) -> int:
         """Bytes of all files."""
         with self._lock:
@@ -81,10 +91,20 @@ class KVStorage:
         bytes_per_token]."""
         return self._reader.submit(self._load, pages)
 
-    def close(self) -> None:
-        """Write what waits, and end the threads."""
-        self._reader.shutdown(cancel_futures=True)
-        self._writer.shutdown()
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all is written that waits to be, for so many seconds at most; whether it is."""
+        try:
+            self._writer.submit(lambda: None).result(None if timeout_s is None else max(0.0, timeout_s))
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """`flush`, and end the threads. What was not written in time is lost, but for what is being written."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        written = self.flush(timeout_s)
+        self._writer.shutdown(wait=written, cancel_futures=True)
+        return written
 
     def _look(self) -> None:
         found = []

@@ -15,15 +15,17 @@ from vlmserve.memory.kv_storage import KVStorage
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.attention import CacheLayer
 
-_STAGED_BYTES = 64 * 2**20
+STAGED_BYTES = 64 * 2**20
+"""Longer copies go in pieces, so that what they take beside the pools stays small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCopyJob:
     """Copy the KV of n tokens, over all layers. host_slots: int64 [n].
 
-    to_host, to_device: between these and device_slots, int64 [n]. to_storage: from these to the file of `pages`, their
-    digests. from_storage: `rows`, which were read, uint8 [n, bytes_per_token], to these.
+    to_host, to_device: between these and device_slots, int64 [n]. to_storage: from these, or from device_slots where
+    there are none, to the file of `pages`, their digests. from_storage: `rows`, which were read, uint8 [n,
+    bytes_per_token], to these.
     """
 
     direction: Literal["to_host", "to_device", "to_storage", "from_storage"]
@@ -56,15 +58,21 @@ class KVTransfer:
         self._parts = _parts(kv_cache.layers)
         self._device = self._parts[0].device
         self._rows = host.rows
-        self._staged = max(1, _STAGED_BYTES // host.bytes_per_token)
+        self._staged = max(1, STAGED_BYTES // host.bytes_per_token)
 
     @torch.inference_mode()
     def run(self, jobs: Iterable[KVCopyJob]) -> None:
         """Do jobs in their order. EngineError for one whose sides differ in length."""
         for job in jobs:
-            if job.device_slots is None:
-                self._host_only(job)
+            if job.direction == "to_storage":
+                self._store(job)
                 continue
+            if job.direction == "from_storage":
+                assert job.rows is not None
+                self._finish_copies()
+                self._rows.index_copy_(0, torch.from_numpy(job.host_slots.copy()), job.rows)
+                continue
+            assert job.device_slots is not None
             if len(job.device_slots) != len(job.host_slots):
                 raise EngineError(f"a copy of {len(job.device_slots)} KV slots to {len(job.host_slots)}")
             copy = self._to_host if job.direction == "to_host" else self._to_device
@@ -72,14 +80,20 @@ class KVTransfer:
                 piece = slice(start, start + self._staged)
                 copy(torch.tensor(job.device_slots[piece], device=self._device), job.host_slots[piece])
 
-    def _host_only(self, job: KVCopyJob) -> None:
+    def _store(self, job: KVCopyJob) -> None:
+        assert self._storage is not None
+        if job.device_slots is not None:
+            slots = torch.tensor(job.device_slots, device=self._device)
+            rows = torch.cat([part.index_select(0, slots) for part in self._parts], dim=1).cpu()
+        else:
+            self._finish_copies()
+            rows = self._rows.index_select(0, torch.from_numpy(job.host_slots.copy()))
+        self._storage.save(list(job.pages), rows)
+
+    def _finish_copies(self) -> None:
+        """What was copied before is there, or was read."""
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # what was copied before is there, or was read
-        slots = torch.from_numpy(job.host_slots.copy())
-        if job.rows is not None:
-            self._rows.index_copy_(0, slots, job.rows)
-        elif self._storage is not None:
-            self._storage.save(list(job.pages), self._rows.index_select(0, slots))
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _to_host(self, device_slots: torch.Tensor, host_slots: np.ndarray) -> None:
         staged = torch.cat([part.index_select(0, device_slots) for part in self._parts], dim=1)

@@ -48,6 +48,9 @@ class PrefixCache(Protocol):
     def match_len(self, key: np.ndarray, namespace: bytes = b"") -> int:
         """Length in tokens of what `match_prefix` would find, on the device and on the host; changes nothing."""
 
+    def match_slots(self, key: np.ndarray, namespace: bytes = b"") -> np.ndarray:
+        """int64: the slots on the device of what `match_prefix` would find; changes nothing."""
+
     def path_ids(self, key: np.ndarray, namespace: bytes = b"") -> list[int]:
         """The nodes along the cached prefix of `key`, from the root, by their numbers; changes nothing."""
 
@@ -128,6 +131,9 @@ class ChunkCache(DeviceOnly):
 
     def match_len(self, key: np.ndarray, namespace: bytes = b"") -> int:
         return 0
+
+    def match_slots(self, key: np.ndarray, namespace: bytes = b"") -> np.ndarray:
+        return NO_SLOTS
 
     def path_ids(self, key: np.ndarray, namespace: bytes = b"") -> list[int]:
         return []

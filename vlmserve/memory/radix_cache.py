@@ -46,6 +46,10 @@ class RadixCache(DeviceOnly):
     def match_len(self, key: np.ndarray, namespace: bytes = b"") -> int:
         return sum(common for _, common in self._tree.walk(key, namespace))
 
+    def match_slots(self, key: np.ndarray, namespace: bytes = b"") -> np.ndarray:
+        walk = self._tree.walk(key, namespace)
+        return np.concatenate([NO_SLOTS, *(node.values[:common] for node, common in walk)])
+
     def path_ids(self, key: np.ndarray, namespace: bytes = b"") -> list[int]:
         return [id(node) for node, common in self._tree.walk(key, namespace) if common]
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.groups.base import CacheGroup, CacheGroups
 from vlmserve.memory.prefix_cache import MatchResult, PrefixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.req import Req
@@ -32,11 +33,16 @@ class KVCacheManager:
         prefix_cache: PrefixCache,
         req_pool: ReqPoolAllocator,
         *,
-        close: Callable[[], None] = lambda: None,
+        groups: Sequence[CacheGroup] = (),
+        close: Callable[[float | None], int] = lambda _: 0,
     ) -> None:
-        """close: ends what the prefix cache uses."""
+        """groups: what the model keeps of its tokens beside KV of full attention. They let go of what hangs on pages
+        that are freed, and a prefix is matched as far as all of them can go on from it. close: see there."""
+        self.groups = CacheGroups(groups)
+        if groups:
+            allocator.on_free = self.groups.free_pages
         self.allocator = allocator
-        self.close = close
+        self._close = close
         self.prefix_cache = prefix_cache
         self.req_pool = req_pool
 
@@ -51,6 +57,8 @@ class KVCacheManager:
 
     def matched_len(self, req: Req) -> int:
         """How many tokens of a waiting request are cached, leaving at least one to compute."""
+        if self.groups:
+            return self.groups.common_prefix(self.prefix_cache.match_slots(self.key_of(req), req.namespace))
         return self.prefix_cache.match_len(self.key_of(req), req.namespace)
 
     def matched_path(self, req: Req) -> list[int]:
@@ -67,9 +75,16 @@ class KVCacheManager:
         if req_pool_idx is None:
             return None
         req.req_pool_idx = req_pool_idx
-        match = self.prefix_cache.match_prefix(self.key_of(req), req.namespace)
+        match = self._match(req)
         self._take_prefix(req, match)
         return match
+
+    def _match(self, req: Req) -> MatchResult:
+        """What every group can go on from. Groups keep nothing on the host, so with any nothing comes from there."""
+        key = self.key_of(req)
+        if self.groups:
+            key = key[: self.matched_len(req)]
+        return self.prefix_cache.match_prefix(key, req.namespace)
 
     def load_back(self, req: Req, match: MatchResult) -> None:
         """Of what `start` found on the host, as much as there is room for becomes part of the request's prefix."""
@@ -157,7 +172,10 @@ class KVCacheManager:
         match = cache.match_prefix(key, req.namespace, count_hit=False)
         assert len(match.indices) == full, (req.rid, len(match.indices), full)
         if already > req.protected_len:
-            self.allocator.free(slots[req.protected_len : already])  # ours, computed twice; the tree's replace them
+            ours, theirs = slots[req.protected_len : already], match.indices[req.protected_len : already]
+            if self.groups:
+                self.groups.replace_pages(*(part[:: self.page_size] // self.page_size for part in (ours, theirs)))
+            self.allocator.free(ours)  # computed twice
             self.req_pool.write(req.req_pool_idx, req.protected_len, match.indices[req.protected_len :])
             req.prefix_unsent = True
         self.prefix_cache.inc_lock_ref(match.last_node)
@@ -196,6 +214,10 @@ class KVCacheManager:
         self.req_pool.free(req.req_pool_idx)
         req.req_pool_idx, req.prefix_unsent = None, False
         req.kv_len = req.kv_allocated_len = req.kv_committed_len = req.protected_len = 0
+
+    def close(self, timeout_s: float | None = None) -> int:
+        """End what the prefix cache uses; see `KVWriteback.close`. Nothing is to be in flight."""
+        return self._close(timeout_s)
 
     def slots(self, req: Req, start: int, end: int) -> np.ndarray:
         """Slots of tokens [start, end) of a request, int64."""

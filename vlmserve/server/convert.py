@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vlmserve.messages import LogitsProcessorCall, ReturnOptions
-from vlmserve.server.protocol import ChatCompletionRequest, NamedToolChoice
+from vlmserve.server.protocol import ChatCompletionRequest, NamedRequest, NamedToolChoice
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.request_stats import RequestStats
@@ -63,12 +63,19 @@ def to_generate_request(
             LogitsProcessorCall(name=call.name, params=call.params or {}) for call in request.logits_processors or ()
         ),
         session_id="" if request.session_id is None else f"{owner} {request.session_id}",
-        cache_salt=request.cache_salt or "",
-        priority=request.priority or 0,
-        rid=request.rid,
-        timeout_s=request.timeout,
         ended=ended,
+        **named(request),
     )
+
+
+def named(request: NamedRequest) -> dict[str, Any]:
+    """The fields of a `GenerateReqInput` that all requests have."""
+    return {
+        "cache_salt": request.cache_salt or "",
+        "priority": request.priority or 0,
+        "rid": request.rid,
+        "timeout_s": request.timeout,
+    }
 
 
 def _returns(request: ChatCompletionRequest) -> ReturnOptions:

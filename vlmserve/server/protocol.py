@@ -393,7 +393,16 @@ Item = Annotated[
 ]
 
 
-class ScoreRequest(StrictModel):
+class NamedRequest(StrictModel):
+    """What all requests that are computed have in common: how they are called, scheduled and cached."""
+
+    rid: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$")] = None
+    timeout: Annotated[float | None, Field(gt=0, le=MOST_SECONDS)] = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+
+
+class ScoreRequest(NamedRequest):
     """POST /v1/score: SGLang's fields; then what is ours. A query may be a conversation, media and all."""
 
     model: str
@@ -408,7 +417,7 @@ class ScoreRequest(StrictModel):
     mm_processor_kwargs: dict[str, Any] | None = None
 
 
-class ChatCompletionRequest(StrictModel):
+class ChatCompletionRequest(NamedRequest):
     """POST /v1/chat/completions: OpenAI's fields, then the extensions that vLLM and SGLang users know."""
 
     model: str
@@ -454,8 +463,6 @@ class ChatCompletionRequest(StrictModel):
     function_call: str | dict[str, Any] | None = None
 
     # extensions
-    rid: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$")] = None
-    timeout: Annotated[float | None, Field(gt=0, le=MOST_SECONDS)] = None
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: list[int] | None = None
@@ -464,8 +471,6 @@ class ChatCompletionRequest(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
-    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
-    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -490,7 +495,7 @@ FIELDS_INSIDE = frozenset(
     name
     for model in StrictModel.__subclasses__()
     for cls in (model, *model.__subclasses__())
-    if cls not in (ChatCompletionRequest, ScoreRequest, WarmupRequest)
+    if cls not in (NamedRequest, ChatCompletionRequest, ScoreRequest, WarmupRequest)
     for name in cls.model_fields
 )
 """The fields of all that a request is made of, for guesses at misspelt ones."""

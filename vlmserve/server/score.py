@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from vlmserve.messages import ReturnOptions, TextOutput
 from vlmserve.server.auth import client_of, owner_of
 from vlmserve.server.body import read_body
+from vlmserve.server.convert import named
 from vlmserve.server.prompt_logprobs import finite
 from vlmserve.server.protocol import ScoreRequest
 from vlmserve.server.request_id import name_answer
@@ -33,7 +34,7 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
     """The answer: a row of scores for each item. Raises what `errors` describes."""
     body = await read_body(request, ScoreRequest, served.settings)
     served.check_name(body.model)
-    name = name_answer(request, "score")
+    name = name_answer(request, "score", body.rid)
     wanted = to_score_requests(
         body,
         name,
@@ -46,7 +47,7 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
     rows = [_logprobs(body, outputs[at : at + each]) for at in range(0, len(outputs), each)]
     prompt_tokens = sum(output.prompt_tokens for output in outputs)
     answer = {
-        "id": name,
+        "id": body.rid or name,
         "object": "scoring",
         "created": int(time.time()),
         "model": body.model,
@@ -85,6 +86,7 @@ def to_score_requests(
             ended=ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),
+            **named(body),
         )
         for index, item in enumerate(body.items or [None])
     ]

@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from vlmserve_common.errors import EngineError, VlmserveError
@@ -269,3 +270,11 @@ def die_with_parent(parent_pid: int | None, number: signal.Signals) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         if parent_pid not in (None, os.getppid()):  # it died before the call
             os._exit(1)
+
+
+def is_stopped_by_a_signal(pid: int) -> bool:
+    """Whether the kernel shows a process as stopped, by a signal or a debugger (Linux; elsewhere it never does)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):  # it is gone, which others notice
+        return False

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from vlmserve.ipc.heartbeat import Heartbeat
-from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched, is_stopped_by_a_signal
+from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
+from vlmserve_common.process.child import is_stopped_by_a_signal
 
 
 class House:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.groups.base import FullAttention, common_prefix
+from vlmserve.memory.groups.base import CacheGroups
 from vlmserve.memory.groups.recurrent import BLANK, RecurrentStates
 from vlmserve.memory.groups.sliding_window import SlidingWindow
 from vlmserve_common.errors import EngineError
@@ -118,6 +118,15 @@ class StatesMachine(RuleBasedStateMachine):
         for slot in slots:
             self.snapshots.pop(slot, None)
 
+    @rule(old=st.integers(1, PAGES), new=st.integers(1, PAGES))
+    def replace_page(self, old, new):
+        if old == new:
+            return
+        self.states.replace_pages(np.array([old]), np.array([new]))
+        slot, other = old * PAGE + PAGE - 1, new * PAGE + PAGE - 1
+        if slot in self.snapshots and slot not in self.locks and other not in self.snapshots:
+            self.snapshots[other] = self.snapshots.pop(slot)
+
     @rule(pages=st.permutations(range(1, PAGES + 1)), length=st.integers(0, PAGE * PAGES))
     def match(self, pages, length):
         slots = np.concatenate([np.arange(page * PAGE, page * PAGE + PAGE) for page in pages])
@@ -212,6 +221,19 @@ class WindowMachine(RuleBasedStateMachine):
         for page in pages:
             self.pins.pop(page, None)
 
+    @rule(old=st.integers(1, PAGES), new=st.integers(1, PAGES))
+    def replace_page(self, old, new):
+        if old == new:
+            return
+        before = {page: int(self.group.locate(self.slots([page]))[0]) for page in (old, new)}
+        self.group.replace_pages(np.array([old]), np.array([new]))
+        if old not in self.pins:
+            return
+        pins = self.pins.pop(old)
+        assert self.group.locate(self.slots([new]))[0] == before[new if new in self.pins else old]
+        if pins or new not in self.pins:
+            self.pins[new] = self.pins.pop(new, 0) + pins
+
     @rule(pages=st.permutations(range(1, PAGES + 1)), length=st.integers(0, PAGE * PAGES))
     def match(self, pages, length):
         slots = self.slots(pages)
@@ -247,10 +269,13 @@ class Positions:
     def free_pages(self, pages: np.ndarray) -> None:
         raise NotImplementedError
 
+    def replace_pages(self, old: np.ndarray, new: np.ndarray) -> None:
+        raise NotImplementedError
+
 
 @given(st.lists(st.sets(st.integers(0, 20)), max_size=3), st.integers(0, 20))
 @settings(derandomize=True, database=None)
 def test_a_match_is_what_all_can_resume(groups, length):
     expected = max(set(range(length + 1)).intersection(*({0, *positions} for positions in groups)))
     slots = np.arange(length)
-    assert common_prefix([FullAttention(), *map(Positions, groups)], slots) == expected
+    assert CacheGroups(list(map(Positions, groups))).common_prefix(slots) == expected

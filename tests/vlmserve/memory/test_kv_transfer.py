@@ -32,7 +32,7 @@ def snapshot(cache: KVCache) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("staged", [1, 150, 2**20], ids="staged {}".format)
 def test_bits_survive(dtype, staged, monkeypatch):
-    monkeypatch.setattr(kv_transfer, "_STAGED_BYTES", staged)
+    monkeypatch.setattr(kv_transfer, "STAGED_BYTES", staged)
     cache = make(dtype)
     assert HostKVPool(num_slots=1, kv_cache=cache).bytes_per_token == KVCache.bytes_per_token(3, 2, 8, dtype)
     transfer = KVTransfer(cache, HostKVPool(num_slots=16, kv_cache=cache))

@@ -1,14 +1,18 @@
 """All three tiers with real tensors: a prefix goes down to the disk and comes back, bit by bit, after a restart."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
+from vlmserve.memory import kv_writeback
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_storage import KVStorage
 from vlmserve.memory.kv_transfer import HostKVPool, KVTransfer
+from vlmserve.memory.kv_writeback import KVWriteback
 from vlmserve.memory.media_keys import MediaKeyTable
 
 PAGE = 2
@@ -18,19 +22,24 @@ CAT = (b"cat", "image", (1, 2, 2), 0.0)
 class Engine:
     """A process: its pools begin empty, and its ids of media are its own."""
 
-    def __init__(self, folder, *, media_before: int = 0) -> None:
+    def __init__(self, folder, *, media_before: int = 0, disk_bytes: int = 10**6, **settings) -> None:
         self.kv = KVCache(
             num_slots=34, num_layers=2, num_kv_heads=1, head_dim=4, dtype=torch.int8, device=torch.device("cpu")
         )
         host = HostKVPool(num_slots=10, kv_cache=self.kv)
-        self.storage = KVStorage(folder, limit_bytes=10**6, bytes_per_token=host.bytes_per_token, page_size=PAGE)
+        self.width = host.bytes_per_token
+        self.storage = KVStorage(folder, limit_bytes=disk_bytes, bytes_per_token=self.width, page_size=PAGE)
         self.transfer = KVTransfer(self.kv, host, self.storage)
         self.table = MediaKeyTable()
         for i in range(media_before):
             self.table.intern((bytes([i]), "image", (1, 2, 2), 0.0))
         self.allocator = TokenToKVPoolAllocator(32, PAGE)
         self.cache = HiRadixCache(
-            self.allocator, TokenToKVPoolAllocator(8, PAGE), storage=self.storage, identity=self.table.identity
+            self.allocator,
+            TokenToKVPoolAllocator(8, PAGE),
+            storage=self.storage,
+            identity=self.table.identity,
+            **settings,
         )
 
     def key(self, *tokens) -> np.ndarray:
@@ -52,6 +61,10 @@ class Engine:
 
     def step(self) -> None:
         self.transfer.run(self.cache.take_copy_jobs())
+
+    def end(self, timeout_s: float | None = None) -> int:
+        writeback = KVWriteback(self.cache, self.transfer, self.storage, bytes_per_token=self.width)
+        return writeback.close(timeout_s)
 
     def fetch(self, key: np.ndarray, namespace: bytes = b"tenant") -> int:
         """Tokens that come from the disk."""
@@ -117,3 +130,60 @@ def test_media_that_are_forgotten_stay_off_the_disk(tmp_path, forgotten):
     engine.step()
     engine.storage.close()
     assert bool(list(tmp_path.iterdir())) is not forgotten
+
+
+@pytest.mark.parametrize("piece", [2, 1000], ids="pieces of {} tokens at most".format)
+def test_at_the_end_all_that_is_cached_goes_to_disk(tmp_path, monkeypatch, piece):
+    engine = Engine(tmp_path)
+    monkeypatch.setattr(kv_writeback, "STAGED_BYTES", piece * engine.width)
+    keys = [engine.key(*[i] * 3, "cat", "cat", i) for i in range(1, 5)]
+    parts = [engine.compute(key, seed=i) for i, key in enumerate(keys)]
+    engine.cache.match_prefix(keys[3][:2], b"tenant")  # splits it
+    engine.cache.evict(18)  # one goes to the disk, whose job waits, one stays on the host, two on the device
+    assert engine.end() == 0
+
+    later = Engine(tmp_path)
+    for key, before in zip(keys, parts, strict=True):
+        key = later.key(*["cat" if token < 0 else token for token in key])
+        assert later.fetch(key) == 6
+        match = later.cache.load_back(later.cache.match_prefix(key, b"tenant"))
+        later.step()
+        for was, now in zip(before, later.read(match.indices), strict=True):
+            assert torch.equal(was, now)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert later.end() == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
+
+
+def test_what_was_used_last_is_written_as_far_as_the_disk_has_room(tmp_path):
+    keys = [[token] * 8 for token in (1, 2, 3)]
+    engine = Engine(tmp_path, disk_bytes=2000)  # two files
+    for seed, key in enumerate(keys):
+        engine.compute(engine.key(*key), seed=seed)
+    engine.cache.match_prefix(engine.key(*keys[0]), b"tenant")
+    assert engine.end() == 0
+    later = Engine(tmp_path)
+    assert [later.fetch(later.key(*key)) for key in keys] == [8, 0, 8]
+    later.end()
+
+
+def test_what_there_is_no_time_for_is_counted(tmp_path):
+    engine = Engine(tmp_path)
+    engine.compute(engine.key(1, 2, 3, 4), seed=0)
+    engine.compute(engine.key(5, 6), seed=1)
+    go = threading.Event()
+    engine.storage._writer.submit(go.wait)
+    assert engine.end(timeout_s=0.0) == 6
+    go.set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_worth_the_host_is_not_worth_the_disk_either(tmp_path):
+    engine = Engine(tmp_path, write_policy="write_through_selective")
+    hit, other = engine.key(1, 2), engine.key(5, 6)
+    for seed, key in enumerate((hit, other)):
+        engine.compute(key, seed=seed)
+    for _ in range(2):
+        engine.cache.match_prefix(hit, b"tenant")
+    assert engine.end() == 0
+    assert [Engine(tmp_path).fetch(key) for key in (hit, other)] == [2, 0]

@@ -13,7 +13,7 @@ from tests.vision.fake_backend import EMBED_SHAPE, ROW_BYTES, rows_of
 from tests.vlmserve.scheduler.fake_worker import VOCAB, FakeWorker
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EncoderPool, PoolLimits
-from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
+from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
@@ -179,9 +179,6 @@ class SlicedBackend:
                 rows = tuple(rows_of(patch) for patch in batch.patches)
                 self._results.append(EncodeResult(number=batch.number, embeds=rows))
         return worked
-
-    def estimate_s(self, patch: TemporalPatch) -> float | None:
-        return patch.num_patches * self._costs.patch_s
 
     def wait_handles(self) -> list[int]:
         return []

@@ -28,12 +28,25 @@ def test_the_clients_own_is_kept_and_the_engines_are_different(client: TestClien
     assert [reply.json()["id"] + "-0" for reply in replies] == rids
 
 
-@pytest.mark.parametrize("status", [400, 404, 429])
-def test_errors_have_it_too(client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    body = {400: {**BODY, "temperature": 9}, 404: {**BODY, "model": "other"}, 429: {**BODY, "n": 128}}[status]
-    monkeypatch.setattr(served.frontend.manager._live, "_admission", Admission(max_pending=1, setting="--x"))
-    reply = client.post(URL, json=body, headers={"X-Request-Id": "mine"})
+@pytest.mark.parametrize("status", [400, 401, 404, 405, 413, 429, 500, 503])
+def test_errors_have_it_too(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    served = make_served(checkpoint_folder, api_key="key", max_body_mib=0.001)
+    manager = served.frontend.manager
+    monkeypatch.setattr(manager._live, "_admission", Admission(max_pending=1, setting="--x"))
+    if status == 500:
+        monkeypatch.delattr(manager.builder, "limits")
+    if status == 503:
+        manager.fail("it is gone")
+    body = {400: {"temperature": 9}, 404: {"model": "other"}, 413: {"stop": "x" * 2000}, 429: {"n": 128}}.get(status)
+    headers = {"X-Request-Id": "mine", "Authorization": "Bearer wrong" if status == 401 else "Bearer key"}
+    try:
+        with TestClient(served.app, raise_server_exceptions=False) as client:
+            method = "DELETE" if status == 405 else "POST"
+            reply = client.request(method, URL, json={**BODY, **(body or {})}, headers=headers)
+    finally:
+        asyncio.run(served.frontend.close())
     assert reply.status_code == status
+    assert reply.json()["error"]["message"]
     assert reply.headers["X-Request-Id"] == "mine"
 
 

@@ -116,15 +116,26 @@ class RecurrentStates:
         kept = np.flatnonzero(self._state_at[slots[:length]])
         return int(kept[-1]) + 1 if len(kept) else 0
 
+    def replace_pages(self, old: np.ndarray, new: np.ndarray) -> None:
+        """See `CacheGroup`. What goes to another slot counts as used; what is locked stays."""
+        for slot, other in zip(self._ends(old).tolist(), self._ends(new).tolist(), strict=True):
+            if slot in self._unlocked and self._state_at[other] == BLANK:
+                del self._unlocked[slot]
+                self._unlocked[other] = None
+                self._state_at[other], self._state_at[slot] = self._state_at[slot], BLANK
+
     def free_pages(self, pages: np.ndarray) -> None:
         """EngineError, and nothing changed, for a snapshot that is locked."""
-        ends = (pages + 1) * self._page_size - 1
+        ends = self._ends(pages)
         slots = ends[self._state_at[ends] != BLANK].tolist()
         locked = [slot for slot in slots if slot in self._locks]
         if locked:
             raise EngineError(f"slot {locked[0]} was freed while the snapshot behind it is locked")
         for slot in slots:
             self._drop(slot)
+
+    def _ends(self, pages: np.ndarray) -> np.ndarray:
+        return (pages + 1) * self._page_size - 1
 
     def _drop(self, slot: int) -> None:
         del self._unlocked[slot]

@@ -82,6 +82,23 @@ class SlidingWindow:
         whole = np.flatnonzero((gap_ends == 0) | (gap_ends <= ends - self.window))
         return int(ends[whole[-1]]) if len(whole) else 0
 
+    def replace_pages(self, old: np.ndarray, new: np.ndarray) -> None:
+        """See `CacheGroup`. Who pins `old` pins `new` from here on."""
+        for page, other in zip(old.tolist(), new.tolist(), strict=True):
+            if not self._page_of[page]:
+                continue
+            pins, self._pins[page] = self._pins[page], 0
+            if self._page_of[other]:
+                self._drop(page)
+            else:
+                self._loose.pop(page, None)
+                self._page_of[other], self._page_of[page] = self._page_of[page], 0
+            self._pins[other] += pins
+            if self._pins[other]:
+                self._loose.pop(other, None)
+            else:
+                self._loose.setdefault(other)
+
     def free_pages(self, pages: np.ndarray) -> None:
         """Also those that their only request still pins."""
         there = pages[self._page_of[pages] != 0]

@@ -1,0 +1,34 @@
+"""The table of request fields in docs/flags-of-others.md is what the server takes."""
+
+from __future__ import annotations
+
+import re
+
+from tests.vlmserve.server_process import ROOT
+from vlmserve.server.protocol import ChatCompletionRequest, NamedRequest
+
+FIELDS = set(ChatCompletionRequest.model_fields)
+PAGE = (ROOT / "docs" / "flags-of-others.md").read_text(encoding="utf-8")
+ROWS = [
+    [set(re.findall(r"`([a-z_]+)`", cell)) | ({"-"} if "not there" in cell else set()) for cell in line.split("|")[1:4]]
+    for line in PAGE.partition("## Fields of requests")[2].splitlines()
+    if line.startswith("| ")
+][1:]
+
+
+def test_what_is_said_to_be_there_is() -> None:
+    there = [here for _, _, here in ROWS if "-" not in here]
+    assert len(there) > 10
+    assert set().union(*there) <= FIELDS
+
+
+def test_what_is_said_not_to_be_there_is_not() -> None:
+    missing = [vllm | sglang for vllm, sglang, here in ROWS if "-" in here]
+    assert missing
+    assert not set().union(*missing) & FIELDS
+
+
+def test_all_that_is_not_openai_s_is_in_the_table() -> None:
+    names = list(ChatCompletionRequest.model_fields)
+    ours = {*NamedRequest.model_fields, *names[names.index("function_call") + 1 :]}
+    assert ours - set().union(*(here for _, _, here in ROWS)) == set()
