@@ -50,7 +50,8 @@ class CompileProcess:
         self._closed = False
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """BadRequestError for one that cannot be compiled, or takes too long."""
+        """BadRequestError for one that cannot be compiled, or takes too long. It is for all requests that have this
+        grammar, whatever field it came in: its message goes on from the field's name."""
         import xgrammar  # takes most of a second, and only servers of structured output need it
 
         pipe = self._started()
@@ -59,18 +60,18 @@ class CompileProcess:
             if not pipe.poll(self._settings.timeout_s):
                 self._end()
                 limit = f"{self._settings.timeout_s:g} s (setting --grammar-timeout-s)"
-                raise refusal(spec, f"takes longer than {limit} to compile: it is too large, or explodes")
+                raise _refusal(f"takes longer than {limit} to compile: it is too large, or explodes")
             answer = pipe.recv_bytes()
         except (EOFError, OSError):  # the kernel ended it, most likely
             self._end()
             if self._closed:
                 raise EngineError("the engine is being stopped") from None
             limit = f"{self._settings.memory_bytes >> 20} MiB"
-            raise refusal(spec, f"cannot be compiled: it takes more than {limit}, or breaks the compiler") from None
+            raise _refusal(f"cannot be compiled: it takes more than {limit}, or breaks the compiler") from None
         if answer[:1] == compiling.REFUSED:
-            raise refusal(spec, f"cannot be compiled: {answer[1:].decode()}")
+            raise _refusal(f"cannot be compiled: {answer[1:].decode()}")
         if len(answer) > _MOST_COMPILED_BYTES:
-            raise refusal(spec, f"compiles to {len(answer)} bytes; the limit is {_MOST_COMPILED_BYTES}")
+            raise _refusal(f"compiles to {len(answer)} bytes; the limit is {_MOST_COMPILED_BYTES}")
         return CompiledGrammar(xgrammar.CompiledGrammar.deserialize_json(answer[1:].decode(), self._tokens))
 
     def close(self) -> None:
@@ -119,6 +120,5 @@ class CompileProcess:
         self._pipe = self._process = None
 
 
-def refusal(spec: GrammarSpec, what: str) -> BadRequestError:
-    """What is said of a grammar that cannot be had."""
-    return BadRequestError(f"{spec.param} {what}", param=spec.param, code="invalid_grammar")
+def _refusal(why: str) -> BadRequestError:
+    return BadRequestError(why, code="invalid_grammar")

@@ -21,7 +21,7 @@ class GrammarCompiler(Protocol):
     """Used by one thread."""
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """BadRequestError for what cannot be compiled."""
+        """BadRequestError for what cannot be compiled: what there is to say of it, without the field's name."""
         ...
 
     def close(self) -> None:
@@ -54,7 +54,8 @@ class GrammarQueue:
         """It compiled, or BadRequestError; one future for all who want it. To be released."""
         entry = self._entries.get(spec)
         if entry is None or (entry.future.done() and _is_accident(entry.future)):
-            entry = self._entries[spec] = _Entry(self._threads.submit(self._compile, spec))
+            holders = entry.holders if entry else 0  # who saw the accident releases, too
+            entry = self._entries[spec] = _Entry(self._threads.submit(self._compile, spec), holders)
         entry.holders += 1
         self._entries.move_to_end(spec)
         return entry.future

@@ -137,13 +137,15 @@ class Intake:
         if done:
             self._compiling = [pair for pair in self._compiling if not pair[1].done()]
         for req, future in done:
-            if req.is_finished:
+            spec = req.sampling_params.grammar
+            if req.is_finished or spec is None:
                 continue
             try:
                 req.grammar = future.result().matcher()
                 req.grammar_compiles = False
             except BadRequestError as refused:
-                failed.append((req, error(refused.status, refused.message, param=refused.param)))
+                param = spec.param
+                failed.append((req, error(refused.status, f"{param} {refused.message}", param=param)))
             except Exception as failure:
                 log.exception("the grammar of %s could not be compiled", req.rid)
                 failed.append((req, error(500, f"its grammar could not be compiled: {type(failure).__name__}")))

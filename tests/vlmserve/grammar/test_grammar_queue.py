@@ -104,6 +104,20 @@ def test_refusals_are_kept_and_accidents_are_not(grammars, compiler):
     assert compiled(grammars, compiler, "a").result()
 
 
+def test_who_saw_an_accident_lets_go_of_nothing_that_others_wait_for(grammars, compiler):
+    compiler.broken = True
+    first = grammars.get(spec("a"))
+    compiler.may_go_on.release()
+    assert isinstance(first.exception(WAIT_S), EngineError)
+    compiler.broken = False
+    grammars.get(spec("b"))
+    second = grammars.get(spec("a"))
+    grammars.release(spec("a"))
+    assert not second.cancelled()
+    compiler.may_go_on.release(2)
+    assert second.result(WAIT_S)
+
+
 def test_what_nobody_waits_for_any_more_is_not_begun(grammars, compiler):
     grammars.get(spec("a"))
     for _ in range(2):

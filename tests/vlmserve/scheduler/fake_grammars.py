@@ -15,8 +15,8 @@ LENGTH = 5
 ENDS = f"7 {LENGTH}"
 
 
-def spec(text: str) -> GrammarSpec:
-    return GrammarSpec(kind="regex", text=text)
+def spec(text: str, **more: str) -> GrammarSpec:
+    return GrammarSpec(kind="regex", text=text, **more)
 
 
 class FakeMatcher:
@@ -78,7 +78,7 @@ class FakeGrammars:
             return False
         grammar, future = self.waiting.pop()
         if grammar.text == BAD:
-            future.set_exception(BadRequestError("cannot be compiled", param=grammar.param))
+            future.set_exception(BadRequestError("cannot be compiled"))
         else:
             future.set_result(_Compiled(grammar))
         return True

@@ -305,6 +305,16 @@ def test_grammars_that_take_long_hold_nobody_up():
     assert rig.grammars.held == 0
 
 
+def test_a_grammar_that_several_have_is_refused_by_the_name_of_each_one_s_field():
+    rig = Rig(Knobs())
+    for param in ("regex", "guided_regex"):
+        rig.scheduler.handle(request(param, [1] * 6, grammar=spec(BAD, param=param)))
+    rig.run()
+    for param in ("regex", "guided_regex"):
+        assert (rig.finish[param].status, rig.finish[param].param) == (400, param)
+        assert rig.finish[param].message == f"{param} cannot be compiled"
+
+
 def test_an_engine_without_grammars_refuses_them():
     rig = Rig(Knobs(), has_grammars=False)
     rig.scheduler.handle(request("a", [1] * 6, grammar=spec("3")))
