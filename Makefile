@@ -15,7 +15,8 @@ TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
 # The quick tests run in several processes, a file in one of them, so that what a file sets up is set up once. Files come
-# in their order: files of few tests, which would come last otherwise, are long.
+# in their order: files of few tests, which would come last otherwise, are long. Each computes with one thread: more would
+# wait for one another.
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 DEVICE ?= cuda
 
@@ -51,7 +52,7 @@ lint: setup-test
 	@$(BIN)/lint-imports
 
 test: lint
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PARALLEL) $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PARALLEL) $(PYTEST_ARGS)
 
 test-full: setup-test
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)

@@ -1,12 +1,14 @@
 """Property tests try the same examples in every run: a failure is the change's doing, not the dice's."""
 
 import contextlib
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.kernels import library as kernels
 from vlmserve_common.kernels.build import CannotBuild, best_level, cache_folder, cpu_words, library
 
@@ -15,10 +17,19 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Build the operators, where they are not there, before test processes and servers all wait for them."""
+    """What test processes inherit; and the operators, built before they and servers all wait for them."""
     if not hasattr(config, "workerinput"):
+        # A shell has its background jobs ignore Ctrl-C. The commands under test would inherit that, and wait for ever.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(CannotBuild):
             library(best_level(cpu_words()), cache_folder())[1].close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of -n auto: more than there are cores, since many tests wait for servers and other processes."""
+    cores = available_cpus()
+    return cores + cores // 2
 
 
 def _operators_as_before() -> Iterator[None]:

@@ -31,12 +31,9 @@ def test_the_package_itself_is_light() -> None:
     assert _loaded_by("import vlmserve", {"torch", "numpy", "transformers", "pydantic", "zmq"}) == set()
 
 
-@pytest.mark.parametrize(
-    "statement", ["import vlmserve.offline.llm", "from vlmserve import *", "import vlmserve.engine.build"]
-)
-def test_the_offline_engine_needs_nothing_of_the_service(statement: str) -> None:
+def test_the_offline_engine_needs_nothing_of_the_service() -> None:
     blocked = {"av", "fastapi", "flashinfer", "gradio", "msgspec", "ray", "starlette", "uvicorn", "zmq"}
-    _run(BLOCK.format(blocked=blocked) + statement)
+    _run(BLOCK.format(blocked=blocked) + "import vlmserve.engine.build, vlmserve.offline.llm\nfrom vlmserve import *")
 
 
 def test_the_blocker_blocks() -> None:
@@ -50,18 +47,11 @@ def test_the_detokenizer_process_needs_no_torch() -> None:
     )
 
 
-def test_no_transformers_model_class_is_imported_to_serve() -> None:
+def test_serving_needs_no_torchvision_and_no_model_class_of_transformers() -> None:
     statement = "import vlmserve.engine.build, vlmserve.server.frontend, vlmserve.ipc.detokenizer"
-    loaded = _run(f"{statement}\nimport sys; print(*(m for m in sys.modules if m.startswith('transformers.models')))")
+    told = "import sys; print(*(m for m in sys.modules if m.startswith('transformers.models')))"
+    loaded = _run(BLOCK.format(blocked={"torchvision"}) + f"{statement}\n{told}")
     assert [name for name in loaded.split() if ".modeling_" in name] == []
-
-
-def test_nothing_asks_for_torchvision() -> None:
-    blocked = {"torchvision"}
-    _run(
-        BLOCK.format(blocked=blocked)
-        + "import vlmserve.engine.build, vlmserve.server.frontend, vlmserve.ipc.detokenizer"
-    )
 
 
 def test_the_api_process_leaves_torch_to_its_media_processes() -> None:

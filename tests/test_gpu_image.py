@@ -33,6 +33,7 @@ _BENCH = "from vlmserve import cli; sys.exit(cli.main({words!r}))"
 
 def run(code: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("VLMSERVE_TEST_DEVICE", "cpu")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of packages that are only here
     command = [sys.executable, "-c", BLOCK.format(blocked=ABSENT) + code.format(words=words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

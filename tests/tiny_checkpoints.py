@@ -22,7 +22,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 VOCAB_SIZE = 448
 BPE_SIZE = 400
-MAX_POSITIONS = 4096
+MAX_POSITIONS = 1024
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",

@@ -60,13 +60,15 @@ _STACKS_S = 1.0
 class Frontend(Protocol):
     """The API process's half of the engine, as the launcher needs it.
 
-    app: the ASGI application. handle: takes a message from the detokenizer. fail_all: answers every pending request,
-    and every later one, with 503 and the message; /health too; may be called again. suspend: while the engine can do
-    nothing, later requests and /health are answered so, but pending ones go on waiting; None ends that. close: frees
-    threads and connections.
+    app: the ASGI application. start: work that no request asks for may begin. handle: takes a message from the
+    detokenizer. fail_all: answers every pending request, and every later one, with 503 and the message; /health too;
+    may be called again. suspend: while the engine can do nothing, later requests and /health are answered so, but
+    pending ones go on waiting; None ends that. close: frees threads and connections.
     """
 
     app: Any
+
+    def start(self) -> None: ...
 
     def handle(self, message: TokenizerManagerInput) -> None: ...
 
@@ -217,6 +219,7 @@ class _Serving:
                 broken=lambda error: self._fail(f"the socket from the engine broke: {error}", frontend, server),
             )
             watching = loop.create_task(self._watch(frontend, server))
+            frontend.start()
             try:
                 await server.serve(sockets=[self.listener])
             finally:

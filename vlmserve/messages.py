@@ -39,6 +39,7 @@ class SamplingParams:
     stop: strings that end the answer and are not part of it (found by the detokenizer).
     stop_token_ids: ids that end the answer, besides the model's own (unless ignore_eos).
     grammar: what the answer must look like; it goes before all other fields, and ends where the grammar does.
+    min_tokens: until the answer has so many, ids that would end it are not sampled, and stop strings not looked for.
     """
 
     max_new_tokens: int | None = None
@@ -56,6 +57,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,9 +231,9 @@ class TokenOutput(NamedTuple):
 
     token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
-    stop, skip_special_tokens: repeated from the sampling parameters in a request's first output only; prompt_logprobs
-    come with that, too. hidden_states: float32 [n, hidden], those of the prompt's last token, or of the new tokens.
-    stages: in a request's first and last output.
+    stop, skip_special_tokens, min_tokens: repeated from the sampling parameters in a request's first output only;
+    prompt_logprobs come with that, too. hidden_states: float32 [n, hidden], those of the prompt's last token, or of the
+    new tokens. stages: in a request's first and last output.
     """
 
     rid: str
@@ -247,6 +249,7 @@ class TokenOutput(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states: np.ndarray | None = None
     stages: StageTimes | None = None
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,8 +57,31 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0].role == 'system' -%}{{- show(messages[0].content) + '\\n\\n' -}}{%- endif -%}
+{{- '# Tools\\n\\nYou may call these functions:\\n<tools>' -}}
+{%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
+{{- '\\n</tools>\\n\\nA call is a JSON object within tags:\\n' -}}
+{{- '<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' -}}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' -}}
+{%- if message.role == 'tool' -%}
+{%- if loop.first or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + show(message.content) + '\\n</tool_response>' -}}
+{%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- elif not (tools and loop.first and message.role == 'system') -%}
+{{- '<|im_start|>' + message.role + '\\n' + show(message.content) -}}
+{%- for call in message.tool_calls or [] -%}
+{%- if message.content or not loop.first -%}{{- '\\n' -}}{%- endif -%}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{%- set arguments = call.function.arguments -%}
+{{- arguments if arguments is string else (arguments | tojson) -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """

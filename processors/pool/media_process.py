@@ -25,7 +25,7 @@ from processors.pool.messages import (
 )
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.child import ChildProcess, is_stopped_by_a_signal
-from vlmserve_common.process.keeper import ProcessKeeper, ProcessPlan
+from vlmserve_common.process.keeper import EndedInOrderError, ProcessKeeper, ProcessPlan
 from vlmserve_common.process.wake_up import WakeUp
 from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
@@ -69,6 +69,7 @@ class MediaProcess:
         self._job: MediaJob | None = None
         self._child: ChildProcess | None = None
         self._killed = False
+        self._left = False
         self._trouble = ""
         self._shared = shared
         self._wake_up = WakeUp()
@@ -95,6 +96,7 @@ class MediaProcess:
             with self._lock:
                 job.made.cancel()
                 if self._job is job and self._child is not None:
+                    self._left = self.useful = True  # it is not its fault that nothing came of it
                     self._kill(self._child)
             raise
 
@@ -107,7 +109,7 @@ class MediaProcess:
     def begin(self, child: ChildProcess, report: dict[str, Any]) -> None:
         """See `Life`."""
         with self._lock:
-            self._child, self._killed, self._trouble = child, False, ""
+            self._child, self._killed, self._left, self._trouble = child, False, False, ""
 
     def live(self, child: ChildProcess) -> None:
         """See `Life`."""
@@ -126,6 +128,8 @@ class MediaProcess:
                 break  # nothing is due from it: it is gone
             else:
                 self._wake_up.take()
+        if self._left:
+            raise EndedInOrderError(f"{child.title} was ended with a task that nobody waits for any more")
         raise EOFError
 
     def let_go(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
+from collections.abc import Callable
 from fractions import Fraction
 
 import av
@@ -23,6 +25,21 @@ def frame(number: int, width: int, height: int) -> np.ndarray:
     return picture
 
 
+def _remembered(make: Callable[..., bytes]) -> Callable[..., bytes]:
+    """The same clips are asked for again and again, for each family; to encode one takes longer than most tests."""
+    made: dict[str, bytes] = {}
+
+    @functools.wraps(make)
+    def ask(*args: object, **options: object) -> bytes:
+        key = repr((args, sorted(options.items())))
+        if key not in made:
+            made[key] = make(*args, **options)
+        return made[key]
+
+    return ask
+
+
+@_remembered
 def make_clip(
     frames: int = 12,
     *,

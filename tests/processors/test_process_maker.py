@@ -272,7 +272,7 @@ def test_a_worker_has_more_time_than_the_limit_where_it_knows_that_itself(fakes)
         run(fake.maker.clip(GOOD, VideoKnobs()))
 
 
-def test_work_whose_client_has_gone_is_ended_and_what_waits_is_never_begun(fakes):
+def test_work_whose_client_has_gone_is_ended_and_what_waits_is_never_begun(fakes, caplog):
     async def play() -> None:
         calls = [asyncio.create_task(fake.maker.picture(PAUSE, KNOBS)) for _ in range(2)]
         await fake.tried(1)
@@ -286,6 +286,7 @@ def test_work_whose_client_has_gone_is_ended_and_what_waits_is_never_begun(fakes
     run(play())
     assert fake.notes("tried") == ["PAUSE"]
     assert len(fake.pids()) == 2
+    assert "starting it again" not in caplog.text, "clients that leave are no trouble of the server's"
 
 
 def test_clips_leave_a_worker_to_pictures(fakes):

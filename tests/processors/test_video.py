@@ -574,14 +574,11 @@ class Picked(Clip):
     """A clip some of whose frames cannot be had."""
 
     bad: tuple[int, ...] = ()
-    waits_for: threading.Event | None = None
 
     def read(self, indices, threads=1):
         for index, got in zip(indices, super().read(indices, threads), strict=True):
             if index in self.bad:
                 raise BadRequestError(f"frame {index} is bad")
-            if indices[0] > 0 and self.waits_for is not None:
-                assert self.waits_for.wait(20)
             yield got
 
 
@@ -617,19 +614,31 @@ def test_the_first_frame_that_cannot_be_decoded_is_named_whoever_meets_it(folder
 
 
 def test_what_comes_after_a_failure_is_called_off(folder, picked):
-    called_off = threading.Event()
+    """The first stretch fails while the second is read, which does not come to an end by itself."""
+    second_begun, called_off, waited = threading.Event(), threading.Event(), []
+
+    def read(self, indices, threads=1):
+        for index, got in zip(indices, Clip.read(self, indices, threads), strict=True):
+            if index == 20:
+                assert second_begun.wait(20)
+                raise BadRequestError("frame 20 is bad")
+            if indices[0] > 0:
+                second_begun.set()
+                waited.append(called_off.wait(20))
+                assert waited[-1]
+            yield got
 
     def call_off(self):
         Clip.call_off(self)
         called_off.set()
 
-    picked.setattr(Picked, "bad", (20,))
-    picked.setattr(Picked, "waits_for", called_off)  # the second stretch does not come to an end by itself
+    picked.setattr(Picked, "read", read)
     picked.setattr(Picked, "call_off", call_off)
     processor, _ = ours(folder, limits=VideoLimits(decode_threads=2))
     with pytest.raises(BadRequestError, match="frame 20 is bad"):
-        processor.process_video(make_clip(300, gop=30, fps=10), VideoKnobs(fps=10.0))
-    assert called_off.is_set()
+        processor.process_video(make_clip(304, gop=76, fps=10), VideoKnobs(fps=10.0))  # four stretches of one length
+    assert len(waited) == 1, "the second is read no further, and the others are not begun"
+    assert waited == [True]
 
 
 def test_a_clip_that_was_called_off_is_not_read_any_more():

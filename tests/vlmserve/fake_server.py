@@ -131,6 +131,9 @@ class FakeFrontend:
         self.requests = 0
         self.app = self._answer
 
+    def start(self) -> None:
+        pass
+
     def handle(self, message: Any) -> None:
         for output in message.outputs:
             self.waiting.pop(output.rid).set_result(output.text)

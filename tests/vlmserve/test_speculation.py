@@ -36,3 +36,11 @@ def test_answers_are_the_same_in_fewer_steps(engines, temperature):
     assert stats.steps.accepted_tokens_total > 0
     if temperature == 0:
         assert fewer < steps
+
+
+def test_answers_that_may_not_end_early_are_the_same(engines):
+    options = SamplingOverrides(temperature=0, max_new_tokens=48, min_tokens=30)
+    plain, guessed = ([llm.chat(text, options).token_ids for text in PROMPTS] for llm in engines)
+    assert plain == guessed
+    assert min(map(len, plain)) >= 30
+    assert min(len(engines[0].chat(text, SamplingOverrides(temperature=0)).token_ids) for text in PROMPTS) < 30

@@ -2,7 +2,9 @@
 
 import io
 import json
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -115,23 +117,28 @@ def test_sources_of_a_video(family, tmp_path):
 def test_settings_and_fields_reach_the_frames(family):
     folder, _, _ = family
     data = make_clip(80, fps=10)
+    with ExitStack() as llms:
 
-    def tokens(settings, **knobs):
-        with LLM(str(folder), num_threads=1, **settings) as llm:
-            return llm.chat(ask(video(data, **knobs), "?"), replace(GREEDY, max_new_tokens=1)).prompt_tokens
+        @cache
+        def llm_of(**settings):
+            return llms.enter_context(LLM(str(folder), num_threads=1, **settings))
 
-    default = tokens({})
-    assert tokens({"video_fps": 1.0}) < default
-    assert tokens({}, fps=1) == tokens({"video_fps": 1.0})
-    assert tokens({"max_video_frames": 4}) < tokens({"video_fps": 1.0})
-    assert tokens({}, nframes=4) == tokens({"max_video_frames": 4})
-    small = tokens({}, max_pixels=4 * 32 * 32)
-    assert small < default
-    assert tokens({"max_pixels": 4 * 32 * 32}) == small
-    assert tokens({"max_video_frames": 4}, max_frames=5) == tokens({"max_video_frames": 4})
-    with pytest.raises(BadRequestError, match="max_frames is 0; it must be a positive integer") as caught:
-        tokens({}, max_frames=0)
-    assert caught.value.param == "messages[0].content[0]"
+        def tokens(settings, **knobs):
+            asked = ask(video(data, **knobs), "?")
+            return llm_of(**settings).chat(asked, replace(GREEDY, max_new_tokens=1)).prompt_tokens
+
+        default = tokens({})
+        assert tokens({"video_fps": 1.0}) < default
+        assert tokens({}, fps=1) == tokens({"video_fps": 1.0})
+        assert tokens({"max_video_frames": 4}) < tokens({"video_fps": 1.0})
+        assert tokens({}, nframes=4) == tokens({"max_video_frames": 4})
+        small = tokens({}, max_pixels=4 * 32 * 32)
+        assert small < default
+        assert tokens({"max_pixels": 4 * 32 * 32}) == small
+        assert tokens({"max_video_frames": 4}, max_frames=5) == tokens({"max_video_frames": 4})
+        with pytest.raises(BadRequestError, match="max_frames is 0; it must be a positive integer") as caught:
+            tokens({}, max_frames=0)
+        assert caught.value.param == "messages[0].content[0]"
 
 
 def test_limits_of_a_request(family):

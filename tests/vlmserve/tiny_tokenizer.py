@@ -61,7 +61,9 @@ def make_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "é plain")])
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>", "é plain")]
+    )
     return tokenizer
 
 

@@ -33,13 +33,14 @@ def make_questions(count: int, *, pictures: int = 1, side: int, seed: int) -> li
     """Questions about pictures of side x side pixels that differ in every pixel, so that no cache helps."""
     made = []
     for number in range(count):
-        shown = tuple(_picture(side, [seed, number * pictures + place]) for place in range(pictures))
+        shown = tuple(draw_picture(side, [seed, number * pictures + place]) for place in range(pictures))
         text = f"What is shown? Answer in a few words. ({seed}-{number})"  # texts differ, too
         made.append(Question(pictures=shown, text=text))
     return made
 
 
-def _picture(side: int, seed: list[int]) -> bytes:
+def draw_picture(side: int, seed: list[int]) -> bytes:
+    """A PNG file of side x side pixels, soft colours drawn from the seed."""
     small = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC).save(file, "PNG")

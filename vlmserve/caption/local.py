@@ -17,6 +17,7 @@ from vlmserve.caption.item import ChatRequest
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.offline.async_llm import AsyncLLM
+from vlmserve.parsers.answer import AnswerReading, choose_formats
 from vlmserve.server.answers import AnswerHead, AnswerWriter
 from vlmserve.server.body import checked
 from vlmserve.server.convert import to_generate_request
@@ -53,6 +54,9 @@ class LocalCaptioner:
             max_pending=concurrency * MOST_CHOICES,
             log_level=settings.log_level,
         )
+        self._formats = choose_formats(
+            settings.tool_call_parser, settings.reasoning_parser, self.llm.builder.template.text
+        )
         how = f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}"
         self.identity = f"{weights} {blake3.blake3(how.encode()).hexdigest(16)}"
 
@@ -72,6 +76,7 @@ class LocalCaptioner:
             n=wanted.n,
             logprobs=bool(chat.logprobs),
             mm_report=bool(chat.return_mm_report),
+            reading=AnswerReading(reasoning=self._formats.reasoning),
         )
         try:
             async with contextlib.aclosing(self.llm.generate(wanted)) as outputs:

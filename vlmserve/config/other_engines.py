@@ -158,6 +158,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         switch=True,
     ),
     _answered("no code of a checkpoint is ever run", both="trust_remote_code", fine=ANY, switch=True),
+    _answered("requests with tools always may have calls", "enable_auto_tool_choice", switch=True, fine=ANY),
     _answered("GET /metrics is always there", sglang="enable_metrics", fine=ANY, switch=True),
     _answered("that is what is served", sglang="enable_multimodal", fine=ANY, switch=True),
     _answered(_NO_GRAPHS, "enforce_eager", "disable_cuda_graph", fine=ANY, switch=True),
@@ -212,9 +213,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(
         "LoRA adapters are not supported yet", "lora_modules max_loras max_lora_rank", "lora_paths max_loras_per_batch"
     ),
-    _answered("tool calls are not parsed yet", both="tool_call_parser"),
-    _answered("tool calls are not parsed yet", "enable_auto_tool_choice", switch=True, fine="false"),
-    _answered("reasoning is not parsed yet: it is part of the answer", both="reasoning_parser"),
     _answered(
         "structured output is always there, by xgrammar",
         "guided_decoding_backend structured_outputs_config",
@@ -240,6 +238,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "quantization": dict.fromkeys(
         ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto", "null"), "none"
     ),
+    "tool_call_parser": {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder"},
+    "reasoning_parser": {"qwen3-thinking": "qwen3", "deepseek_r1": "qwen3", "deepseek-r1": "qwen3"},
     "log_level": {"warn": "warning", "critical": "error", "trace": "debug"},
 }
 """Of settings that are called the same: their words for values -> ours. Capitals do not matter."""

@@ -89,6 +89,14 @@ class ServerSettings:
         "key that clients must send (Authorization: Bearer KEY); set it by its variable, which others cannot read",
         _KEY,
     )
+    tool_call_parser: Literal["auto", "hermes", "qwen3_coder"] = _http(
+        "auto", "how the model writes calls of tools; auto: as its chat template does"
+    )
+    reasoning_parser: Literal["auto", "qwen3", "none"] = _http(
+        "auto",
+        "how the model writes its thoughts, which come as reasoning_content: qwen3 is <think>...</think>; none: they "
+        "stay in the answer; auto: qwen3 if its chat template has <think>",
+    )
     max_body_mib: float = _http(64.0, "largest request body, in MiB (inline pictures included)", ABOVE_0)
     body_timeout_s: float = _http(
         60.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS
@@ -177,6 +185,15 @@ class ServerSettings:
     file_expire_after_s: float | None = _files(
         None, "seconds after which uploaded files are deleted, unless the upload says; default: never", ABOVE_0
     )
+    max_stored_responses: int = _files(
+        1000, "most responses that are kept for those that go on from them, beside the files; 0 keeps none", AT_LEAST_0
+    )
+    max_stored_response_bytes: int = _files(2**28, "all kept responses together, in bytes of JSON", AT_LEAST_0)
+    batch_concurrency: int = _files(
+        8, "most lines of batches answered at a time; they wait while requests fill the engine", AT_LEAST_1
+    )
+    max_batch_lines: int = _files(50_000, "most lines of a batch's input file", AT_LEAST_1)
+    max_batches: int = _files(100, "most batches that are not over; 0 takes none", AT_LEAST_0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,7 @@ class SamplingOptions(TypedDict, total=False):
     grammar: GrammarSpec | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    min_tokens: int | None
 
 
 def read_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[EngineArgs, MediaCounts]:

@@ -226,34 +226,38 @@ class LLM(AbstractContextManager["LLM"]):
     def _run(self, requests: Sequence[GenerateReqInput]) -> list[list[Completion]]:
         """The choices of each request."""
         reports: dict[str, tuple[MediumReport, ...]] = {}
+        warnings: dict[str, tuple[str, ...]] = {}
         choices: list[list[str]] = []
         try:
             for request in requests:
-                messages, media = self._build(request)
+                messages, media, said = self._build(request)
                 choices.append([message.rid for message in messages])
                 for message in messages:
                     # only so many wait at a time, pictures and all
                     while len(self._scheduler.waiting_queue) >= self._max_waiting:
                         self._scheduler.step_or_wait()
-                    reports[message.rid], self._answers[message.rid] = media, None
+                    reports[message.rid], warnings[message.rid] = media, said
+                    self._answers[message.rid] = None
                     self._scheduler.handle(message)
             while not self._scheduler.is_idle():
                 self._scheduler.step_or_wait()
             self._scheduler.step()  # the checks of an idle engine
-            return [[_completion(self._answers[rid], reports[rid]) for rid in rids] for rids in choices]
+            return [[_completion(self._answers[rid], reports[rid], warnings[rid]) for rid in rids] for rids in choices]
         finally:
             for rid in reports:
                 answer = self._answers.pop(rid)
                 if answer is None or answer.finish_reason is None:  # an exception came first
                     self._scheduler.handle(AbortReq(rid=rid))
 
-    def _build(self, request: GenerateReqInput) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...]]:
+    def _build(
+        self, request: GenerateReqInput
+    ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...], tuple[str, ...]]:
         request = replace(request, request_id=f"offline-{self._requests}")
         tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
         self._requests += 1
         media = self._loop.run(self._media.load(tokenized.media))
         messages = self.builder.build(request, tokenized, self.builder.expand(tokenized, media))
-        return messages, self._media.report(tokenized.media, media)
+        return messages, self._media.report(tokenized.media, media), tokenized.notes.warnings
 
     def _take(self, batch: SchedulerOutput) -> None:
         assert isinstance(batch, BatchTokenOutput)
@@ -265,7 +269,7 @@ class LLM(AbstractContextManager["LLM"]):
                 self._answers[output.rid] = join_outputs(self._answers[output.rid], output)
 
 
-def _completion(answer: TextOutput | None, media: tuple[MediumReport, ...]) -> Completion:
+def _completion(answer: TextOutput | None, media: tuple[MediumReport, ...], warnings: tuple[str, ...]) -> Completion:
     if answer is None or answer.finish_reason is None:
         raise EngineError("a request ended without an answer")
     reason = answer.finish_reason
@@ -281,7 +285,7 @@ def _completion(answer: TextOutput | None, media: tuple[MediumReport, ...]) -> C
         cached_tokens=answer.cached_tokens,
         logprobs=answer.logprobs,
         mm_report=report_json(media),
-        warnings=tuple(warning for medium in media for warning in medium.warnings()),
+        warnings=(*warnings, *(warning for medium in media for warning in medium.warnings())),
         prompt_logprobs=answer.prompt_logprobs,
         hidden_states=answer.hidden_states,
     )

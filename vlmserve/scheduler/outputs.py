@@ -38,6 +38,7 @@ def token_output(
         prompt_logprobs=None if scores is None else scores.message(len(req.returns.token_ids_logprob)),
         hidden_states=hidden_states,
         stages=req.times.so_far() if first or req.finish_reason is not None else None,
+        min_tokens=req.sampling_params.min_tokens if first else 0,
     )
 
 

@@ -12,6 +12,7 @@ from vlmserve.grammar.matcher import Matcher, masks_of
 from vlmserve.scheduler.logprob_rows import output_rows
 from vlmserve.scheduler.req import Req
 
+_NEVER = -1e9  # added to logits of tokens that are not to be sampled, unless nothing else may be
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
 _NO_IDS = np.zeros(0, dtype=np.int64)
 
@@ -26,6 +27,7 @@ class SamplingArrays:
         self._by_history: list[int] = []
         self._masked_rows = _NO_IDS
         self._matchers: list[Matcher] = []
+        self._by_length: list[int] = []
 
     def info(
         self, batch_indices: list[int], token_indices: np.ndarray, reqs: list[Req], output_indices: list[int]
@@ -39,6 +41,7 @@ class SamplingArrays:
         if reqs != self._reqs:
             self._reqs, self._arrays = reqs, _arrays_of(reqs)
             self._by_history = [i for i, req in enumerate(reqs) if req.is_penalised]
+            self._by_length = [i for i, req in enumerate(reqs) if req.sampling_params.min_tokens]
             self._masked_rows = _ints([i for i, req in enumerate(reqs) if req.grammar is not None])
             self._matchers = [req.grammar for req in reqs if req.grammar is not None]
         counts: list[tuple[int, int, int]] = []
@@ -60,8 +63,12 @@ class SamplingArrays:
                 )
                 for call in req.logits_processors
             ]
+        arrays = self._arrays
+        short = [i for i in self._by_length if output_indices[i] < reqs[i].sampling_params.min_tokens]
+        if short:
+            arrays = _with_bias(arrays, [(i, token, _NEVER) for i in short for token in sorted(reqs[i].stop_ids)])
         return SamplingBatchInfo(
-            **self._arrays,
+            **arrays,
             batch_indices=_ints(batch_indices),
             token_indices=token_indices,
             output_indices=_ints(output_indices),
@@ -97,7 +104,17 @@ def _arrays_of(reqs: Sequence[Req]) -> dict[str, Any]:
     }
 
 
-def _floats(values: list[float]) -> np.ndarray:
+def _with_bias(arrays: dict[str, Any], more: Sequence[tuple[int, int, float]]) -> dict[str, Any]:
+    rows, ids, values = zip(*more, strict=True) if more else ((), (), ())
+    return {
+        **arrays,
+        "bias_rows": np.concatenate([arrays["bias_rows"], _ints(rows)]),
+        "bias_ids": np.concatenate([arrays["bias_ids"], _ints(ids)]),
+        "bias_values": np.concatenate([arrays["bias_values"], _floats(values)]),
+    }
+
+
+def _floats(values: Sequence[float]) -> np.ndarray:
     return np.array(values, dtype=np.float32) if values else _NO_FLOATS
 
 

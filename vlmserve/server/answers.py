@@ -11,8 +11,14 @@ import numpy as np
 
 from processors.families.report import MediumReport, report_json
 from vlmserve.messages import FinishReason, PromptLogprobs, TextOutput, TokenLogprobs
+from vlmserve.parsers.answer import PLAIN_TEXT, AnswerReading
+from vlmserve.parsers.pieces import Text
+from vlmserve.parsers.reasoning import CLOSE as THOUGHT
+from vlmserve.parsers.reasoning import OPEN as THINK
+from vlmserve.server.answer_message import ChoiceText, ThoughtTokens, delta_of, message_of
 from vlmserve.server.prompt_logprobs import finite, prompt_json
 from vlmserve.server.streaming import json_text, sse_event
+from vlmserve.tokenizer.prompt_notes import NO_NOTES
 from vlmserve.tokenizer.text_tokenizer import TextTokenizer
 from vlmserve.tokenizer.timings import Timings
 from vlmserve.tokenizer.tokenizer_manager import ChoiceOutput
@@ -33,7 +39,8 @@ class AnswerHead:
 
 class AnswerWriter:
     """Writes one request's answer of n choices. logprobs, mm_report, include_usage: whether they were asked for;
-    timings, those of choice 0, come with mm_report.
+    timings, those of choice 0, come with mm_report. usage_details: whether usage tells what the prompt's tokens are of,
+    and where the time went. reading: what is to be found in its text.
 
     Where something could not be done as the request has it, the answer has `warnings`, asked for or not.
     """
@@ -47,6 +54,8 @@ class AnswerWriter:
         logprobs: bool,
         mm_report: bool = False,
         include_usage: bool = False,
+        usage_details: bool = False,
+        reading: AnswerReading = PLAIN_TEXT,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
@@ -54,11 +63,16 @@ class AnswerWriter:
         self._logprobs = logprobs
         self._mm_report = mm_report
         self._include_usage = include_usage
+        self._usage_details = usage_details
+        self._reading = reading
         # what the outputs so far say of the whole request
         self._prompt = self._cached = 0
         self._completions = [0] * n
         self._left = n
         self._frames: list[tuple[bytes, bytes] | None] = [None] * n  # of choices that have begun
+        self._texts: list[ChoiceText | None] = [None] * n
+        self._notes = NO_NOTES
+        self._thoughts: list[ThoughtTokens] | None = None
         self._media: tuple[MediumReport, ...] = ()
         self._timings: Timings | None = None
 
@@ -81,9 +95,9 @@ class AnswerWriter:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
+                "message": message_of(self._text(index).feed("".join(texts[index]), final=True)),
                 "logprobs": {"content": logprobs[index], "refusal": None} if self._logprobs else None,
-                "finish_reason": _finish_type(finishes[index]),
+                "finish_reason": self._finish_type(index, finishes[index]),
                 "stop_reason": _stop_reason(finishes[index]),
                 **({"hidden_states": np.concatenate(hidden[index]).tolist()} if hidden[index] else {}),
             }
@@ -115,14 +129,25 @@ class AnswerWriter:
             frame = self._frames[item.index] = self._text_frame(item.index)
             yield sse_event(self._chunk(item.index, {"role": "assistant", "content": ""}))
         tokens = self._tokens(output) if self._logprobs else None
-        if tokens is not None and (output.text or tokens):
-            yield sse_event(self._chunk(item.index, {"content": output.text}, tokens=tokens))
-        elif output.text:
-            yield frame[0] + json_text(output.text) + frame[1]
+        for piece in self._text(item.index).feed(output.text, final=output.finish_reason is not None):
+            if tokens is None and isinstance(piece, Text):
+                yield frame[0] + json_text(piece.text) + frame[1]
+            else:
+                yield sse_event(self._chunk(item.index, delta_of(piece), tokens=tokens))
+                tokens = tokens and []  # they come once
+        if tokens:  # their text is held back
+            yield sse_event(self._chunk(item.index, {"content": ""}, tokens=tokens))
         if output.finish_reason is not None:
             self._left -= 1
             chunk = self._chunk(item.index, {}, finish=output.finish_reason)
             yield sse_event(chunk if self._left or self._include_usage else chunk | self._about())
+
+    def _text(self, index: int) -> ChoiceText:
+        """What reads the choice's text; asked for when its first output has come."""
+        text = self._texts[index]
+        if text is None:
+            text = self._texts[index] = ChoiceText(self._reading, thinking=self._notes.thinking)
+        return text
 
     def _text_frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands around the text in a choice's chunks: all of them repeat it, so it is written once.
@@ -139,22 +164,36 @@ class AnswerWriter:
             self._cached = item.output.cached_tokens
             self._timings = item.timings
         self._media = item.media
+        self._notes = item.notes
+        if self._reading.reasoning:
+            if self._thoughts is None:
+                tags = [self._tokenizer.id_of(tag) for tag in (THINK, THOUGHT)]
+                self._thoughts = [ThoughtTokens(*tags, thinking=item.notes.thinking) for _ in range(self._n)]
+            self._thoughts[item.index].add(item.output.token_ids)
 
     def _usage(self) -> dict[str, Any]:
         """Tokens of the whole request: the prompt once, the answers of all choices."""
         completion = sum(self._completions)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._prompt,
             "completion_tokens": completion,
             "total_tokens": self._prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
+        if self._usage_details:
+            usage["prompt_tokens_details"] |= prompt_details(self._prompt, self._media)
+            usage["timings"] = self._timings and asdict(self._timings)
+        if self._thoughts is not None:
+            thoughts = sum(choice.count for choice in self._thoughts)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return usage
 
     def _about(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self._mm_report:
             fields = {"mm_report": report_json(self._media), "timings": self._timings and asdict(self._timings)}
-        warnings = [warning for medium in self._media for warning in medium.warnings()]
+        warnings = [*self._notes.warnings, *(text.warning for text in self._texts if text and text.warning)]
+        warnings += [warning for medium in self._media for warning in medium.warnings()]
         return fields | ({"warnings": warnings} if warnings else {})
 
     def _chunk(
@@ -169,13 +208,18 @@ class AnswerWriter:
             "index": index,
             "delta": delta,
             "logprobs": None if tokens is None else {"content": tokens, "refusal": None},
-            "finish_reason": _finish_type(finish),
+            "finish_reason": self._finish_type(index, finish),
         }
         if finish is not None:
             choice["stop_reason"] = _stop_reason(finish)
         # With include_usage every chunk has the field, null but in the last one.
         extra = {"usage": None} if self._include_usage else {}
         return self._head.object("chat.completion.chunk", choices=[choice], **extra)
+
+    def _finish_type(self, index: int, finish: FinishReason | None) -> str | None:
+        if finish is None:
+            return None
+        return "tool_calls" if finish.type == "stop" and self._text(index).called else finish.type
 
     def _tokens(self, output: TextOutput) -> list[dict[str, Any]]:
         """Log-probabilities of an output's tokens; the token that ended the answer is not part of it."""
@@ -206,8 +250,14 @@ class AnswerWriter:
         }
 
 
-def _finish_type(finish: FinishReason | None) -> str | None:
-    return None if finish is None else finish.type
+def prompt_details(tokens: int, media: Sequence[MediumReport]) -> dict[str, int]:
+    """What a prompt's tokens are of."""
+    of = {kind: sum(medium.tokens for medium in media if medium.kind == kind) for kind in ("image", "video")}
+    return {
+        "text_tokens": tokens - sum(of.values()),
+        "image_tokens": of["image"],
+        "video_tokens": of["video"],
+    }
 
 
 def _stop_reason(finish: FinishReason | None) -> str | None:

@@ -10,8 +10,14 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.config.settings import ServerSettings
+from vlmserve.parsers.answer import choose_formats
 from vlmserve.server.auth import ApiKeyMiddleware
+from vlmserve.server.batches.api import BatchesApi
+from vlmserve.server.batches.endpoints import batch_endpoints
+from vlmserve.server.batches.runner import make_runner
 from vlmserve.server.chat import complete_chat
+from vlmserve.server.completion_protocol import CompletionRequest
+from vlmserve.server.completions import complete
 from vlmserve.server.control import AskEngine, ControlApi, no_engine
 from vlmserve.server.errors import error_body, install_error_handlers
 from vlmserve.server.file_store import FileStore
@@ -20,8 +26,11 @@ from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.server.outermost import OutermostMiddleware
 from vlmserve.server.protocol import ChatCompletionRequest, ScoreRequest, WarmupRequest
 from vlmserve.server.request_log import log_request
+from vlmserve.server.responses.api import ResponsesApi
 from vlmserve.server.score import score_labels
 from vlmserve.server.served_model import ServedModel
+from vlmserve.server.stores import Stores
+from vlmserve.server.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
 from vlmserve.tokenizer.request_stats import RequestStats
@@ -38,9 +47,11 @@ def build_app(
     files: FileStore,
     control: AskEngine | None = None,
     tracer: RequestTracer | None = None,
+    stores: Stores | None = None,
 ) -> FastAPI:
     """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
-    gets ended chat requests."""
+    gets ended chat requests. stores: of responses and batches, whose endpoints are not there without;
+    app.state.batches is what answers the latter."""
     app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
     install_error_handlers(app, manager.retry_after_s)
     prefixes = settings.metrics_prefixes
@@ -48,7 +59,8 @@ def build_app(
     manager.observe = _observer(metrics, settings)
     manager.observe_tokens = metrics.observe_tokens
     operators = ControlApi(manager, control or no_engine, settings, model_name)
-    served = ServedModel(name=model_name, manager=manager, files=files, settings=settings)
+    formats = choose_formats(settings.tool_call_parser, settings.reasoning_parser, manager.builder.template.text)
+    served = ServedModel(name=model_name, manager=manager, files=files, settings=settings, formats=formats)
     model = {
         "id": model_name,
         "object": "model",
@@ -60,8 +72,17 @@ def build_app(
     async def chat_completions(request: Request) -> Response:
         return await complete_chat(served, request)
 
+    async def completions(request: Request) -> Response:
+        return await complete(served, request)
+
     async def score(request: Request) -> Response:
         return await score_labels(served, request)
+
+    async def tokenize_prompt(request: Request) -> Response:
+        return await tokenize(served, request)
+
+    async def detokenize_ids(request: Request) -> Response:
+        return await detokenize(served, request)
 
     async def warmup(request: Request) -> Response:
         return await warm_up(served, request)
@@ -87,14 +108,22 @@ def build_app(
 
     for path, endpoint, shape in (
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
+        ("/v1/completions", completions, CompletionRequest),
         ("/v1/score", score, ScoreRequest),
         ("/v1/warmup", warmup, WarmupRequest),
+        ("/tokenize", tokenize_prompt, TokenizeRequest),
+        ("/detokenize", detokenize_ids, DetokenizeRequest),
     ):
         body = {"required": True, "content": {"application/json": {"schema": shape.model_json_schema()}}}
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": body})
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
     FilesApi(files, stall_s=settings.body_timeout_s).add_routes(app)
+    if stores is not None:
+        responses = ResponsesApi(served, stores.responses)
+        responses.add_routes(app)
+        app.state.batches = make_runner(served, stores.batches, batch_endpoints(served, responses))
+        BatchesApi(stores.batches, app.state.batches, files, settings).add_routes(app)
     operators.add_routes(app)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])

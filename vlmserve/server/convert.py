@@ -8,16 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from vlmserve.messages import LogitsProcessorCall, ReturnOptions
-from vlmserve.server.protocol import ChatCompletionRequest, NamedRequest, NamedToolChoice
+from vlmserve.parsers.answer import NO_FORMATS, AnswerFormats
+from vlmserve.server.completion_protocol import CompletionRequest
+from vlmserve.server.protocol import ChatCompletionRequest, NamedRequest
+from vlmserve.server.tools import check_tools, tool_use
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import SamplingOverrides
-from vlmserve.tokenizer.structured_output import FIELDS, grammar_of
+from vlmserve.tokenizer.structured_output import FORM_FIELDS, grammar_of
 from vlmserve_common.errors import BadRequestError
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingOverrides))
-_FORMS = ("response_format", "structured_outputs", *FIELDS)
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -25,6 +27,7 @@ def to_generate_request(
     request: ChatCompletionRequest,
     request_id: str,
     *,
+    formats: AnswerFormats = NO_FORMATS,
     max_n: int = 128,
     find_file: FindFile,
     client: str = "",
@@ -33,8 +36,8 @@ def to_generate_request(
 ) -> GenerateReqInput:
     """Raises BadRequestError for fields that contradict each other or are not supported yet.
 
-    max_n: most choices of a request. find_file: finds the uploaded files that the client may use. client, owner:
-    who it is, and whose sessions are its own. ended: is told what became of each choice.
+    formats: how the model writes. max_n: most choices of a request. find_file: finds the uploaded files that the client
+    may use. client, owner: who it is, and whose sessions are its own. ended: is told what became of each choice.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -47,13 +50,14 @@ def to_generate_request(
         request_id=request_id,
         prompt=ChatPrompt(
             messages=request.messages,  # type: ignore[arg-type]  # kept as the client wrote them
-            tools=request.tools or None,  # type: ignore[arg-type]
+            tool_use=tool_use(request, formats),
+            reasoning_effort=request.reasoning_effort,
             add_generation_prompt=not continue_final if add_generation_prompt is None else add_generation_prompt,
             continue_final_message=continue_final,
             template_kwargs=request.chat_template_kwargs or {},
             find_file=find_file,
         ),
-        sampling=_sampling(request),
+        sampling=sampling_of(request),
         mm_processor_kwargs=request.mm_processor_kwargs or {},
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -90,13 +94,15 @@ def _returns(request: ChatCompletionRequest) -> ReturnOptions:
     )
 
 
-def _sampling(request: ChatCompletionRequest) -> SamplingOverrides:
-    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingOverrides:
+    """What a request says about sampling. Raises BadRequestError."""
+    limit = getattr(request, "max_completion_tokens", None)
+    limit = request.max_tokens if limit is None else limit
     given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}
     given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if given[name] is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
-    given["grammar"] = grammar_of({name: getattr(request, name) for name in _FORMS})
+    given["grammar"] = grammar_of({name: getattr(request, name) for name in FORM_FIELDS})
     return SamplingOverrides(**{**given, "max_new_tokens": limit})
 
 
@@ -117,23 +123,20 @@ def _check_combinations(request: ChatCompletionRequest) -> None:
             raise _invalid(name, f"{name} comes with a whole answer only: leave stream out")
     if request.stream_options is not None and not request.stream:
         raise _invalid("stream_options", "stream_options needs stream: true")
-    names = [tool["function"]["name"] for tool in request.tools or []]  # type: ignore[index]
-    choice = request.tool_choice
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        what = f"tool_choice names the function {choice.function.name!r}, which is not among the tools {names}"
-        raise _invalid("tool_choice", what)
-    if choice == "required" and not names:
-        raise _invalid("tool_choice", "tool_choice required needs tools")
+    check_tools(request)
 
 
 def _refuse_unsupported(request: ChatCompletionRequest) -> None:
-    if request.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "tool_choice other than none and auto")
     if request.audio is not None or "audio" in (request.modalities or ()):
         raise _unsupported("modalities", "audio output")
-    for name in ("prediction", "web_search_options", "functions", "function_call"):
+    for name in ("prediction", "web_search_options"):
         if getattr(request, name) is not None:
             raise _unsupported(name, name)
+    for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, name) is not None:
+            raise BadRequestError(
+                f"{name} is not taken: send {newer}, its later name", param=name, code="unsupported_parameter"
+            )
 
 
 def _invalid(param: str, what: str) -> BadRequestError:

@@ -67,6 +67,11 @@ class FileStore:
         self._load()
 
     @property
+    def folder(self) -> Path:
+        """Where the files are: this store's alone."""
+        return self._folder
+
+    @property
     def bytes(self) -> int:
         """Taken by files and uploads under way."""
         return self._bytes

@@ -16,7 +16,7 @@ from vlmserve.server.file_store import FileRecord, FileStore, Upload
 from vlmserve.server.upload_form import UploadForm
 from vlmserve_common.errors import BadRequestError, EngineError
 
-PURPOSES = ("vision", "user_data")
+PURPOSES = ("vision", "user_data", "batch")
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _CHUNK_BYTES = 2**18
 # What a form may have around its file.

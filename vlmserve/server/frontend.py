@@ -20,6 +20,7 @@ from vlmserve.server.control import AskEngine
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.outermost import access
 from vlmserve.server.request_log import requests
+from vlmserve.server.stores import open_stores
 from vlmserve.server.tracing import RequestTracer, otlp_processor
 from vlmserve.tokenizer.media import RequestMedia
 from vlmserve.tokenizer.stage import make_tokenizer_stage, stage_limits
@@ -35,6 +36,10 @@ class ApiFrontend:
         self._media = media
         self._stack = stack
 
+    def start(self) -> None:
+        """Go on with the batches of the last server."""
+        self.app.state.batches.start()
+
     def handle(self, message: TokenizerManagerInput) -> None:
         """Take a message from the detokenizer."""
         self.manager.handle(message)
@@ -49,6 +54,7 @@ class ApiFrontend:
 
     async def close(self) -> None:
         """Free threads and connections."""
+        await self.app.state.batches.stop()
         self.manager.close()
         await self._media.close()
         await asyncio.to_thread(self._stack.close)
@@ -98,7 +104,7 @@ def make_frontend(
         if settings.otlp_traces_endpoint is not None:
             tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
             stack.callback(tracer.close)
-        app = build_app(manager, model_name, settings, files, control, tracer)
+        app = build_app(manager, model_name, settings, files, control, tracer, open_stores(files, settings, stack))
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 

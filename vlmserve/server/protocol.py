@@ -402,6 +402,21 @@ class NamedRequest(StrictModel):
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
 
 
+class FormedRequest(NamedRequest):
+    """What says of which form answers must be: OpenAI's field, then vLLM's and SGLang's. One of them (see
+    `tokenizer.structured_output`)."""
+
+    response_format: Annotated[ResponseFormat | None, WrapValidator(_keep_raw)] = None
+    structured_outputs: Annotated[StructuredOutputs | None, WrapValidator(_keep_raw)] = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
 class ScoreRequest(NamedRequest):
     """POST /v1/score: SGLang's fields; then what is ours. A query may be a conversation, media and all."""
 
@@ -417,7 +432,7 @@ class ScoreRequest(NamedRequest):
     mm_processor_kwargs: dict[str, Any] | None = None
 
 
-class ChatCompletionRequest(NamedRequest):
+class ChatCompletionRequest(FormedRequest):
     """POST /v1/chat/completions: OpenAI's fields, then the extensions that vLLM and SGLang users know."""
 
     model: str
@@ -440,15 +455,14 @@ class ChatCompletionRequest(NamedRequest):
     top_p: float | None = None
     tools: list[Annotated[Tool, WrapValidator(_keep_raw)]] | None = None
     tool_choice: ToolChoice | None = None
-    response_format: Annotated[ResponseFormat | None, WrapValidator(_keep_raw)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: list[Literal["text", "audio"]] | None = None
 
     # accepted, without an effect on the answer
     metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     store: bool | None = None
@@ -466,11 +480,13 @@ class ChatCompletionRequest(NamedRequest):
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
+    return_usage_details: bool | None = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -481,21 +497,13 @@ class ChatCompletionRequest(NamedRequest):
     top_p_normalized_logprobs: bool | None = None
     return_hidden_states: bool | Literal["last", "all"] | None = None
     logits_processors: list[Annotated[LogitsProcessorName, BeforeValidator(_named_object)]] | None = None
-    structured_outputs: Annotated[StructuredOutputs | None, WrapValidator(_keep_raw)] = None
-    guided_json: str | dict[str, Any] | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    json_schema: str | dict[str, Any] | bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 FIELDS_INSIDE = frozenset(
     name
     for model in StrictModel.__subclasses__()
     for cls in (model, *model.__subclasses__())
-    if cls not in (NamedRequest, ChatCompletionRequest, ScoreRequest, WarmupRequest)
+    if cls not in (NamedRequest, FormedRequest, ChatCompletionRequest, ScoreRequest, WarmupRequest)
     for name in cls.model_fields
 )
 """The fields of all that a request is made of, for guesses at misspelt ones."""

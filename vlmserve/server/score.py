@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.messages import ReturnOptions, TextOutput
-from vlmserve.server.auth import client_of, owner_of
 from vlmserve.server.body import read_body
+from vlmserve.server.caller import Caller, caller_of
 from vlmserve.server.convert import named
 from vlmserve.server.prompt_logprobs import finite
 from vlmserve.server.protocol import ScoreRequest
@@ -35,18 +36,19 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
     body = await read_body(request, ScoreRequest, served.settings)
     served.check_name(body.model)
     name = name_answer(request, "score", body.rid)
-    wanted = to_score_requests(
-        body,
-        name,
-        find_file=served.files.for_owner(owner_of(request)),
-        client=client_of(request),
-        ended=request.state.answers.add,
-    )
-    outputs = await while_connected(request.receive, _whole(served, wanted))
+    return JSONResponse(await while_connected(request.receive, whole_scores(served, body, name, caller_of(request))))
+
+
+async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> dict[str, Any]:
+    """The answer's body. name: its id, unlike that of any other. Raises what `errors` describes."""
+    find_file = served.files.for_owner(caller.owner)
+    wanted = to_score_requests(body, name, find_file=find_file, client=caller.client, ended=caller.ended)
+    wanted = [replace(one, priority=one.priority or caller.priority) for one in wanted]
+    outputs = await _whole(served, wanted)
     each = wanted[0].num_choices
     rows = [_logprobs(body, outputs[at : at + each]) for at in range(0, len(outputs), each)]
     prompt_tokens = sum(output.prompt_tokens for output in outputs)
-    answer = {
+    return {
         "id": body.rid or name,
         "object": "scoring",
         "created": int(time.time()),
@@ -59,7 +61,6 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
             "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
         },
     }
-    return JSONResponse(answer)
 
 
 def to_score_requests(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmserve.config.settings import ServerSettings
+from vlmserve.parsers.answer import AnswerFormats
 from vlmserve.server.file_store import FileStore
 from vlmserve.tokenizer.tokenizer_manager import TokenizerManager
 from vlmserve_common.errors import BadRequestError
@@ -12,12 +13,13 @@ from vlmserve_common.errors import BadRequestError
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """name: what clients call it. files: those that requests may bring."""
+    """name: what clients call it. files: those that requests may bring. formats: how it writes its answers."""
 
     name: str
     manager: TokenizerManager
     files: FileStore
     settings: ServerSettings
+    formats: AnswerFormats
 
     def check_name(self, name: str) -> None:
         """Raises BadRequestError (404) for a model that is not served here."""

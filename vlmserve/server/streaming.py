@@ -50,18 +50,28 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 
 
 class EventStream(Response):
-    """A text/event-stream of ready-made events, of which several may come at once; `source` is closed at the end,
+    """A text/event-stream of ready-made events, of which several may come at once; `events` is closed at the end,
     whatever the end is."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         self.status_code = 200
         self.background = None
         # Proxies must neither keep events nor collect them (the second header is nginx's).
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._first = first
         self._events = events
-        self._source = source
+
+    @classmethod
+    async def begin(cls, receive: Receive, events: AsyncGenerator[bytes, None]) -> EventStream:
+        """The stream, when its first event is there. What is wrong until then is raised: a status can still be sent."""
+        try:
+            first = await while_connected(receive, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return cls(first, events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -69,11 +79,12 @@ class EventStream(Response):
                 await while_connected(receive, self._write(send))
         finally:
             await self._events.aclose()
-            await self._source.aclose()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         with contextlib.suppress(OSError):  # the client is gone
+            if self._first:
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for events in self._events:
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})

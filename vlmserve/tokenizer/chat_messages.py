@@ -164,6 +164,8 @@ def _convert_message(message: Message, param: str, media: list[MediaRef], reserv
         )
     result: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     result |= {key: message[key] for key in _PASSED_ON if message.get(key) is not None}
+    if "reasoning" in result:  # the newer name of what templates look for
+        result.setdefault("reasoning_content", result["reasoning"])
     if message.get("tool_calls"):
         result["tool_calls"] = [_convert_tool_call(call) for call in message["tool_calls"]]
     return result

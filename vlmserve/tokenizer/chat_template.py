@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -30,6 +31,8 @@ class ChatTemplate:
 
     source: Jinja text. tool_source: another template for requests with tools, as a few checkpoints have.
     special_tokens: what the template may know as bos_token, eos_token ... Raises CheckpointError for broken Jinja.
+
+    text: the source, of both. variables: names that it looks at; what goes by another name has no effect.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template is broken in line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens or {})
+        self.text = source + (tool_source or "")
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(self.text)))
 
     def render(
         self,

@@ -19,11 +19,15 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(slots=True)
 class _Answer:
-    """One request's text so far: the bytes of an incomplete character and a possible stop string are inside."""
+    """One request's text so far: the bytes of an incomplete character and a possible stop string are inside.
+
+    unmatched: in so many tokens to come no stop string is looked for.
+    """
 
     decoder: codecs.IncrementalDecoder
     matcher: StopMatcher
     skip_special_tokens: bool
+    unmatched: int = 0
 
 
 class DetokenizerManager:
@@ -75,6 +79,7 @@ class DetokenizerManager:
                 decoder=_Utf8Decoder("replace"),
                 matcher=StopMatcher(output.stop),
                 skip_special_tokens=output.skip_special_tokens,
+                unmatched=output.min_tokens,
             )
         return self._answers.get(output.rid)
 
@@ -86,10 +91,15 @@ class DetokenizerManager:
         shown = len(ids) - stop_token
         parts: list[str] = []
         for index in range(shown):
+            matching = answer.unmatched == 0
+            answer.unmatched -= not matching
             if ids[index] in hidden:
                 continue
             chars = answer.decoder.decode(self._tokenizer.token_bytes(ids[index]))
             if not chars:
+                continue
+            if not matching:
+                parts.append(chars)
                 continue
             text, matched = answer.matcher.feed(chars)
             parts.append(text)

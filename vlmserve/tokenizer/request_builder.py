@@ -22,16 +22,21 @@ from vlmserve.messages import (
     SamplingParams,
     TokenizedGenerateReqInput,
 )
+from vlmserve.parsers.call_grammar import call_grammar
+from vlmserve.parsers.reasoning import opened_in_prompt
+from vlmserve.parsers.tool_use import ToolUse
 from vlmserve.tokenizer.chat_messages import MediaCounts, MediaRef, settle_media, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
 from vlmserve.tokenizer.input_embeds import check_input_embeds
 from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.tokenizer.prompt_notes import NO_NOTES, PromptNotes, check_tool_use, template_kwargs
 from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.returns import verify_logits_processors, verify_returns, verify_start
 from vlmserve.tokenizer.sampling import (
     SamplingDefaults,
     SamplingOverrides,
+    check_min_tokens,
     check_token,
     choice_seed,
     refusal,
@@ -46,11 +51,13 @@ from vlmserve_common.errors import BadRequestError
 class ChatPrompt:
     """A conversation in OpenAI's form (plain dicts), to be rendered by the chat template.
 
-    find_file: finds the uploaded files that it names; None where there are none.
+    find_file: finds the uploaded files that it names; None where there are none. tool_use: None where there are no
+    tools. reasoning_effort: how much the model is to think; None: as much as it does.
     """
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_use: ToolUse | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +99,8 @@ class GenerateReqInput:
     client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
     the first answer); "" is none. cache_salt, priority: see `TokenizedGenerateReqInput`. request_id: of its own among
     all requests ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s:
-    seconds that it may take; None: as long as it takes. ended: is told what became of each choice.
+    seconds that it may take; None: as long as it takes. ended: is told what became of each choice. warnings: what will
+    not be done as it asks, a sentence each, for its answer.
     """
 
     request_id: str
@@ -111,6 +119,7 @@ class GenerateReqInput:
     rid: str | None = None
     timeout_s: float | None = None
     ended: Callable[[RequestStats], None] | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def num_choices(self) -> int:
@@ -120,11 +129,15 @@ class GenerateReqInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedPrompt:
-    """A prompt's ids before media are expanded, its media, and the verified sampling parameters."""
+    """A prompt's ids before media are expanded, its media, and the verified sampling parameters.
+
+    notes: what its answers are to be read with.
+    """
 
     ids: list[int]
     media: list[MediaRef]
     params: SamplingParams
+    notes: PromptNotes = NO_NOTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +153,20 @@ class RequestLimits:
     hidden_size: int = 0
     counts: MediaCounts = field(default_factory=MediaCounts)
     hidden_states: bool = False
+
+
+def _held_to_calls(params: SamplingParams, use: ToolUse, *, thinking: bool) -> SamplingParams:
+    """Parameters of answers that use the tools as they may."""
+    grammar = call_grammar(use, thinking=thinking)
+    # JOIN WITH GRAMMARS: a GrammarSpec(kind="structural_tag", text=json.dumps(grammar), param="tools") goes into
+    # `params`, and the refusal below away
+    if grammar is not None and use.required:
+        raise BadRequestError(
+            "tool_choice other than none and auto is not supported yet",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    return params
 
 
 def followed_by_text(media: MultimodalInputs, length: int) -> MultimodalInputs:
@@ -169,7 +196,7 @@ class RequestBuilder:
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
-        self._template = template
+        self.template = template
         self._expander = expander
         self._defaults = defaults or SamplingDefaults()
         self._logits_processors = logits_processors or LogitsProcessors({})
@@ -191,16 +218,19 @@ class RequestBuilder:
             params = replace(params, seed=default_seed)
         if isinstance(request.prompt, TokensPrompt | EmbedsPrompt):
             return self._tokenized(request.prompt, returns, params)
-        text, media = self._render(request.prompt)
-        given = request.mm_processor_kwargs
-        knobs = self._expander.parse_kwargs(given) if given else None
-        media = settle_media(media, knobs, self.limits.counts)
-        # A token has at most so many bytes (and normalisation composes at most 4 characters to one), so an endless
-        # text is refused before it is tokenised.
-        self._check_prompt_length(len(text) // (4 * self.tokenizer.longest_token_bytes()), at_least=True)
-        ids = self.tokenizer.encode(text)
+        ids, media, notes = self._ids(request, request.prompt)
         self._check_prompt_length(len(ids), at_least=bool(media))
-        return TokenizedPrompt(ids=ids, media=media, params=params)
+        if isinstance(request.prompt, ChatPrompt) and request.prompt.tool_use is not None:
+            params = _held_to_calls(params, request.prompt.tool_use, thinking=notes.thinking)
+        notes = replace(notes, warnings=(*request.warnings, *notes.warnings))
+        return TokenizedPrompt(ids=ids, media=media, params=params, notes=notes)
+
+    def tokenize_alone(self, request: GenerateReqInput) -> TokenizedPrompt:
+        """As `tokenize`, of a text or a conversation that shall not be answered, so it may be longer than the context.
+        Raises BadRequestError (messages)."""
+        assert isinstance(request.prompt, ChatPrompt | TextPrompt)
+        ids, media, _ = self._ids(request, request.prompt)
+        return TokenizedPrompt(ids=ids, media=media, params=SamplingParams())
 
     def expand(self, prompt: TokenizedPrompt, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put processed media, in the order of `prompt.media`, at their placeholders. Takes milliseconds."""
@@ -220,7 +250,9 @@ class RequestBuilder:
         self._check_prompt_length(length)
         verify_start(request.returns, length)
         embeds = request.prompt.embeds if isinstance(request.prompt, EmbedsPrompt) else None
-        params = replace(prompt.params, max_new_tokens=self._new_tokens(length, prompt.params.max_new_tokens))
+        new_tokens = self._new_tokens(length, prompt.params.max_new_tokens)
+        check_min_tokens(prompt.params.min_tokens, new_tokens)
+        params = replace(prompt.params, max_new_tokens=new_tokens)
         return [
             TokenizedGenerateReqInput(
                 rid=f"{request.request_id}-{index}",
@@ -275,6 +307,18 @@ class RequestBuilder:
             )
         return made
 
+    def _ids(
+        self, request: GenerateReqInput, prompt: ChatPrompt | TextPrompt
+    ) -> tuple[list[int], list[MediaRef], PromptNotes]:
+        text, media, notes = self._render(prompt)
+        given = request.mm_processor_kwargs
+        knobs = self._expander.parse_kwargs(given) if given else None
+        media = settle_media(media, knobs, self.limits.counts)
+        # A token has at most so many bytes (and normalisation composes at most 4 characters to one), so an endless
+        # text is refused before it is tokenised.
+        self._check_prompt_length(len(text) // (4 * self.tokenizer.longest_token_bytes()), at_least=True)
+        return self.tokenizer.encode(text), media, notes
+
     def _tokenized(
         self, prompt: TokensPrompt | EmbedsPrompt, returns: ReturnOptions, params: SamplingParams
     ) -> TokenizedPrompt:
@@ -296,19 +340,26 @@ class RequestBuilder:
         self._check_prompt_length(len(ids))
         return TokenizedPrompt(ids=ids, media=[], params=params)
 
-    def _render(self, prompt: ChatPrompt | TextPrompt) -> tuple[str, list[MediaRef]]:
+    def _render(self, prompt: ChatPrompt | TextPrompt) -> tuple[str, list[MediaRef], PromptNotes]:
         if isinstance(prompt, TextPrompt):
-            return prompt.text, list(prompt.media)
+            return prompt.text, list(prompt.media), NO_NOTES
+        use = prompt.tool_use
+        warnings = check_tool_use(self.template, use)
+        kwargs, without_effect = template_kwargs(self.template, prompt.template_kwargs, prompt.reasoning_effort)
         messages = with_files(prompt.messages, prompt.find_file)
         converted = to_template_messages(messages, reserved=self._placeholders)
-        text = self._template.render(
+        text = self.template.render(
             converted.messages,
-            tools=prompt.tools,
+            tools=None if use is None else use.tools,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
-            kwargs=prompt.template_kwargs,
+            kwargs=kwargs,
         )
-        return text, converted.media
+        return (
+            text,
+            converted.media,
+            PromptNotes(thinking=opened_in_prompt(text), warnings=(*warnings, *without_effect)),
+        )
 
     def _check_prompt_length(self, length: int, *, at_least: bool = False) -> None:
         limit = self.limits.max_model_len

@@ -40,6 +40,7 @@ class SamplingOverrides:
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool | None = None
     grammar: GrammarSpec | None = None
+    min_tokens: int | None = None
     max_tokens: InitVar[int | None] = None
 
     def __post_init__(self, max_tokens: int | None) -> None:
@@ -96,6 +97,10 @@ def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tok
         if params.max_new_tokens == 0:
             allowed += ", or 0 with prompt_logprobs or return_hidden_states"
         raise refusal("max_tokens", params.max_new_tokens, allowed)
+    if params.min_tokens < 0:
+        raise refusal("min_tokens", params.min_tokens, "0 or more")
+    if params.max_new_tokens is not None:
+        check_min_tokens(params.min_tokens, params.max_new_tokens)
     if len(params.stop) > MAX_STOP_STRINGS:
         raise refusal("stop", f"a list of {len(params.stop)}", f"at most {MAX_STOP_STRINGS} strings")
     for stop in params.stop:
@@ -111,6 +116,12 @@ def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tok
     if params.grammar is not None:
         verify_grammar(params.grammar)
     return params
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    """BadRequestError where the shortest answer is longer than the longest."""
+    if min_tokens > max_tokens:
+        raise refusal("min_tokens", min_tokens, f"at most {max_tokens}, the tokens that the answer may have")
 
 
 def verify_num_logprobs(num_logprobs: int | None) -> None:

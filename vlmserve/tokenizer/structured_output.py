@@ -11,7 +11,7 @@ from vlmserve_common.errors import BadRequestError
 
 Kind: TypeAlias = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
 
-FIELDS: dict[str, Kind] = {
+_FIELDS: dict[str, Kind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -20,7 +20,8 @@ FIELDS: dict[str, Kind] = {
     "regex": "regex",
     "ebnf": "ebnf",
 }
-"""Fields of requests besides response_format and structured_outputs: vLLM's older ones, and SGLang's."""
+"""vLLM's older fields, and SGLang's."""
+FORM_FIELDS = ("response_format", "structured_outputs", *_FIELDS)
 
 _STRUCTURED_OUTPUTS: dict[str, Kind] = {
     "json": "json_schema",
@@ -45,7 +46,7 @@ def grammar_of(given: Mapping[str, Any]) -> GrammarSpec | None:
 def _specs(given: Mapping[str, Any]) -> Iterator[GrammarSpec | None]:
     yield _of_response_format(given.get("response_format"))
     yield from _of_structured_outputs(given.get("structured_outputs"))
-    for name, kind in FIELDS.items():
+    for name, kind in _FIELDS.items():
         if given.get(name) is not None:
             yield make_spec(kind, given[name], param=name)
 

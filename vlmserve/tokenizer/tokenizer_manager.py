@@ -17,6 +17,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
 from vlmserve.messages import (
@@ -40,6 +42,7 @@ from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
 from vlmserve.tokenizer.media import RequestMedia, same_media
 from vlmserve.tokenizer.outbox import Outbox
+from vlmserve.tokenizer.prompt_notes import NO_NOTES, PromptNotes
 from vlmserve.tokenizer.request_builder import GenerateReqInput, RequestBuilder, TokenizedPrompt
 from vlmserve.tokenizer.request_stats import MediaTotals, RequestStats, count_media
 from vlmserve.tokenizer.timings import AnswerTimes, Moments, Timings
@@ -96,12 +99,13 @@ class _Plain:
 class ChoiceOutput:
     """New text of choice `index` of a request. media: what became of the request's media, in prompt order.
 
-    timings: as of the choice's first output; of all of it in its last.
+    timings: as of the choice's first output; of all of it in its last. notes: of its prompt.
     """
 
     index: int
     output: TextOutput
     media: tuple[MediumReport, ...] = ()
+    notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
 
 
@@ -115,6 +119,7 @@ class _Choice:
     times: AnswerTimes
     ended: Callable[[RequestStats], None] | None = None
     media: tuple[MediumReport, ...] = ()
+    notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
     last: TextOutput | None = None
 
@@ -174,6 +179,11 @@ class TokenizerManager:
     def unavailable(self) -> str | None:
         """Why the engine cannot answer now, or None when it can."""
         return self._unavailable or self._suspended
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the engine will never answer again."""
+        return self._unavailable is not None
 
     def retry_after_s(self) -> int:
         """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
@@ -241,6 +251,20 @@ class TokenizerManager:
         finally:
             self._live.leave(state)
             self._take_back(state, "abort")
+
+    async def prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
+        """Ids of a prompt that shall not be answered, int64 [L]; its media are loaded. Raises as `generate` does."""
+        self._check_available()
+        state = self._live.enter(request.request_id, 1)
+        try:
+            return await state.interruptible(self._prompt_ids(request))
+        finally:
+            self._live.leave(state)
+
+    async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
+        prompt = await self._in_thread(self.builder.tokenize_alone, request)
+        media = await self._media.load(prompt.media, client=request.client) if prompt.media else []
+        return (await self._in_thread(self.builder.expand, prompt, media)).input_ids
 
     async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         """What became of each medium, when all of them are encoded and, where there is a disk, saved.
@@ -338,6 +362,9 @@ class TokenizerManager:
             for prompt, loaded, request in zip(prompts, media, requests, strict=True)
             for _ in range(request.num_choices)
         ]
+        notes = [
+            prompt.notes for prompt, request in zip(prompts, requests, strict=True) for _ in range(request.num_choices)
+        ]
 
         def make() -> SchedulerInput:
             messages = [
@@ -357,6 +384,7 @@ class TokenizerManager:
                     times=AnswerTimes(moments),
                     ended=requests[0].ended,
                     media=reports[index],
+                    notes=notes[index],
                 )
                 state.rids.append(rid)
 
@@ -423,7 +451,9 @@ class TokenizerManager:
             choice.outputs.put(EngineError(finish.message or "the engine aborted this request"))
         else:
             choice.outputs.put(
-                ChoiceOutput(index=choice.index, output=output, media=choice.media, timings=choice.timings)
+                ChoiceOutput(
+                    index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
+                )
             )
 
     def _lose(self, rid: str, reason: str) -> None:

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 30.0
 
 
+class EndedInOrderError(EngineError):
+    """A process was ended because that is the way to end what it does: nothing to warn of."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessPlan:
     """What is kept running. name, title, main, args, log_level, forked: see `ChildProcess`.
@@ -54,7 +58,8 @@ class Life(Protocol):
         """It is ready, and says so much of itself. EngineError: it cannot be used."""
 
     def live(self, child: ChildProcess) -> None:
-        """Use it until it is gone, which EOFError and OSError say, or EngineError with another reason than its own."""
+        """Use it until it is gone, which EOFError and OSError say, or EngineError with another reason than its own
+        (EndedInOrderError: and nobody need be told)."""
 
     def let_go(self) -> None:
         """It is being ended: no other thread may use it when this returns."""
@@ -80,6 +85,7 @@ class ProcessKeeper:
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
         self._closing = threading.Event()
+        self._in_order = False
         self._thread = threading.Thread(target=self._keep, name=plan.name, daemon=True)
 
     def start(self) -> None:
@@ -111,7 +117,7 @@ class ProcessKeeper:
             down = deaths >= plan.most_deaths
             if not self.first_start.done():
                 self.first_start.set_exception(EngineError(reason))
-            if not self._closing.is_set():
+            if not self._closing.is_set() and not self._in_order:
                 self._log(reason, deaths, pause_s if down else 0.0)
             self._life.ended(reason, down=down)
             if not down:
@@ -133,7 +139,7 @@ class ProcessKeeper:
 
     def _run_once(self) -> str:
         """One life of the process. Returns how it ended; nothing is left of it."""
-        plan = self._plan
+        plan, self._in_order = self._plan, False
         with stop_signals_held():
             child = ChildProcess(
                 plan.name, plan.main, plan.args, title=plan.title, log_level=plan.log_level, forked=plan.forked
@@ -152,6 +158,7 @@ class ProcessKeeper:
         except (EOFError, OSError):
             return f"{plan.title} was stopped" if self._closing.is_set() else child.how_it_died()
         except EngineError as error:
+            self._in_order = isinstance(error, EndedInOrderError)
             return str(error)
         except Exception as error:
             logger.exception("%s does not make sense", plan.title)

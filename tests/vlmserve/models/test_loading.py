@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
+from tests.tiny_checkpoints import FAMILIES, MAX_POSITIONS, make_checkpoint, write_safetensors
 from vlmserve.models.config import ModelDefaults, read_model_config
 from vlmserve.models.registry import load_config, load_model
 from vlmserve.models.rotary import contiguous_axes, interleaved_axes
@@ -212,7 +212,7 @@ def test_published_configurations_are_read(tmp_path):
     config = load_config(make_checkpoint("qwen2_5_vl", tmp_path, dtype="bfloat16"))
     assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == ("qwen2_5_vl", 3, 4, 2)
     assert (config.hidden_size, config.head_dim, config.vocab_size) == (64, 16, 448)
-    assert config.max_position_embeddings == 4096
+    assert config.max_position_embeddings == MAX_POSITIONS
     assert config.dtype == torch.bfloat16
     assert config.eos_token_ids == (402, 400)
     assert config.mrope_section == (2, 3, 3)

@@ -101,7 +101,12 @@ class Rig:
             drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
         )
         handle = self.scheduler.handle
-        self.scheduler.handle = lambda message: (self.messages.update({message.rid: message}), handle(message))
+
+        def remember(message, **others):
+            self.messages[message.rid] = message
+            handle(message, **others)
+
+        self.scheduler.handle = remember
 
     def take(self, message) -> None:
         for out in message.outputs:

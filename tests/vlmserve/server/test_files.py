@@ -83,7 +83,7 @@ def test_the_official_client(ai, store):
     assert [found.id for found in ai.files.list()] == [file.id]
     assert ai.files.delete(file.id).deleted
     assert list(ai.files.list()) == []
-    assert list(store.iterdir()) == []
+    assert list(store.glob("file-*")) == []
     with pytest.raises(openai.NotFoundError) as caught:
         ai.files.retrieve(file.id)
     assert caught.value.code == "file_not_found"
@@ -116,7 +116,7 @@ def test_the_official_client_learns_that_a_file_is_too_large(ai, store):
             ai.files.create(file=("x", bytes(size)), purpose="vision")
         assert (caught.value.status_code, caught.value.code) == (413, "file_too_large")
         assert "larger than 300000 bytes (setting --max-file-bytes)" in caught.value.message
-    assert list(store.iterdir()) == []
+    assert list(store.glob("file-*")) == []
     assert ai.files.create(file=("x", bytes(300_000)), purpose="vision").bytes == 300_000
 
 
@@ -142,7 +142,7 @@ def test_no_files_at_all(checkpoint_folder, store):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"purpose": "batch"}, "purpose"),
+        ({"purpose": "batch_output"}, "purpose"),
         ({"purpose": "x" * 2000}, "purpose"),
         ({"extra": "1"}, "extra"),
         ({"purpose": ["vision", "vision"]}, "purpose"),
@@ -155,7 +155,7 @@ def test_no_files_at_all(checkpoint_folder, store):
 )
 def test_fields_that_are_refused(client, store, fields, param):
     refused(upload(client, **fields), 400, "invalid_value", param)
-    assert list(store.iterdir()) == []
+    assert list(store.glob("file-*")) == []
 
 
 def test_forms_that_are_refused(client, store):
@@ -180,7 +180,7 @@ def test_forms_that_are_refused(client, store):
         b'--b\r\nContent-Disposition: form-data; name="file"; filename="' + b"x" * 1500 + b'"\r\n\r\nabc\r\n--b--\r\n'
     )
     refused(post("/v1/files", content=head + long, headers=kind), 400, "invalid_value", "file")
-    assert list(store.iterdir()) == []
+    assert list(store.glob("file-*")) == []
     whole = post("/v1/files", content=file + b"\r\n" + head + b"--b--\r\n", headers=kind)
     assert whole.status_code == 200, "a file may come before its purpose"
     assert client.get(f"/v1/files/{whole.json()['id']}/content").content == b"abc"
@@ -206,7 +206,7 @@ def test_a_body_that_never_ends(client, store):
     rest = (bytes(50_000) for _ in range(1000))
     headers = {"Content-Type": "multipart/form-data; boundary=b"}
     refused(client.post("/v1/files", content=chain([head], rest), headers=headers), 413, "file_too_large", "file")
-    assert list(store.iterdir()) == []
+    assert list(store.glob("file-*")) == []
 
 
 def test_a_client_that_leaves_within_an_upload_leaves_nothing(port, store):
@@ -222,9 +222,9 @@ def test_a_client_that_leaves_within_an_upload_leaves_nothing(port, store):
         again.request("GET", "/v1/files")
         assert again.getresponse().read()
         again.close()
-        if not list(store.iterdir()):
+        if not list(store.glob("file-*")):
             break
-    assert list(store.iterdir()) == []
+    assert list(store.glob("file-*")) == []
 
 
 def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
@@ -241,7 +241,7 @@ def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
             assert b"connection: close\r\n" in answer.lower()
             assert b"nothing more of the request's body came for 0.5 s (setting --body-timeout-s)" in answer
             assert b'"code":"body_timeout"' in answer
-            assert {path.stem for path in store.iterdir()} == {kept.id}
+            assert {path.stem for path in store.glob("file-*")} == {kept.id}
             assert ai.files.content(kept.id).read() == PNG
             assert ai.files.create(file=("z", PNG), purpose="vision").bytes == len(PNG), "its place is free again"
     served.assert_idle()

@@ -173,6 +173,7 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
@@ -282,7 +283,7 @@ def test_videos_and_pictures_in_each_others_place(client):
     [
         ("POST", "/chat/completions", 404, "did you mean /v1/chat/completions?"),
         ("POST", "/v1/v1/chat/completions", 404, "did you mean /v1/chat/completions?"),
-        ("POST", "/v1/completions", 404, "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/completion", 404, "did you mean /v1/completions?"),
         ("GET", "/", 404, "there is nothing at / that takes GET; the API begins at /v1, and /docs shows it"),
         ("GET", URL, 405, f"there is nothing at {URL} that takes GET; it takes POST"),
     ],
@@ -298,7 +299,6 @@ UNSUPPORTED = [
     ({"audio": {"voice": "x", "format": "wav"}}, "modalities"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
-    ({"functions": [{"name": "f"}]}, "functions"),
     (part({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0].content[0]"),
 ]
 
@@ -308,6 +308,13 @@ def test_what_is_not_supported_yet_says_so(client, fields, param):
     error = error_of(client.post(URL, json=body(**fields)), 400)
     assert "not supported yet" in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize("fields", [{"functions": [{"name": "f"}]}, {"function_call": "auto"}])
+def test_former_names_of_tools(client, fields):
+    error = error_of(client.post(URL, json=body(**fields)), 400)
+    assert error["message"].endswith(("send tools, its later name", "send tool_choice, its later name"))
+    assert error["param"] in fields
 
 
 ACCEPTED = [

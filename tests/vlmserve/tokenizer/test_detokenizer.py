@@ -164,6 +164,16 @@ def test_text_that_may_begin_a_stop_string_is_held_back():
     assert aborts == [AbortReq(rid="r", finished=True)]
 
 
+def test_no_stop_string_is_looked_for_in_the_first_tokens():
+    ids = [byte_id(b) for b in b"abcxabcz"]
+    texts, _, _ = run(ids, range(len(ids)), stop=("abc",), min_tokens=3)
+    assert [t.text for t in texts[:4]] == ["a", "b", "c", "x"]  # nor is any text held back for one
+    assert (joined(texts), texts[-1].completion_tokens) == ("abcx", 7)
+    for cuts in ((), (2, 5)):
+        assert joined(run(ids, cuts, stop=("abc",), min_tokens=3)[0]) == "abcx"
+    assert joined(run(ids, (), stop=("cx",), min_tokens=3)[0]) == "abcxabcz"
+
+
 def test_held_text_comes_out_when_the_answer_ends_otherwise():
     ids = [byte_id(b) for b in b"xab"]
     assert [t.text for t in run(ids, range(3), stop=("abc",))[0]] == ["x", "", "ab"]

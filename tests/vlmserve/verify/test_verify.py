@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from tests.processors.clips import frame, make_clip, with_rotation
 from vlmserve import cli
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.verify import command, reference
-from vlmserve.verify.cases import made_cases, own_case
-from vlmserve.verify.comparison import Finding, Verdict
+from vlmserve.verify.cases import Case, made_cases, own_case
+from vlmserve.verify.comparison import Answer, Finding, Verdict
 from vlmserve.verify.ours import RunSettings
 from vlmserve.verify.plain_clip import length_of, read_frames
 from vlmserve_common.errors import EngineError
@@ -43,6 +44,22 @@ def different(findings: list[Finding]) -> set[str]:
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    """What transformers answers about a checkpoint is computed once: most tests break our side."""
+    compute, found = command.reference_answers, dict[str, list[Answer]]()
+
+    def answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> list[Answer]:
+        asked = repr((folder, cases, settings))
+        if asked not in found:
+            found[asked] = compute(folder, cases, settings)
+        return found[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "reference_answers", answers)
+        yield
 
 
 def test_every_family_agrees(folder: Path) -> None:

@@ -1,0 +1,63 @@
+"""What an answer's text is made of, in the order that it comes: text, thoughts and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model thought before it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call of a function. index: 0 for the answer's first."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of a call's arguments, which together are a JSON object (cut where the answer was)."""
+
+    index: int
+    text: str
+
+
+Piece: TypeAlias = Text | Reasoning | CallBegin | CallArguments
+
+
+class Parser(Protocol):
+    """Splits a text that comes bit by bit. The pieces, joined, do not depend on where the bits begin and end."""
+
+    def feed(self, text: str, *, final: bool = False) -> list[Piece]:
+        """The pieces that are certain by now. final: nothing comes after this text."""
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, with neighbours of a kind as one, and without empty ones."""
+    out: list[Piece] = []
+    for piece in pieces:
+        last = out[-1] if out else None
+        if isinstance(piece, CallBegin):
+            out.append(piece)
+        elif not piece.text:
+            continue
+        elif isinstance(last, Text | Reasoning | CallArguments) and replace(piece, text=last.text) == last:
+            out[-1] = replace(piece, text=last.text + piece.text)
+        else:
+            out.append(piece)
+    return out

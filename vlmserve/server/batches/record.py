@@ -1,0 +1,73 @@
+"""What is known of a batch, and how OpenAI's API shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# of the states that are OpenAI's, those that a batch does not leave any more
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """owner, client: as of a `Caller`. Times are Unix seconds. outcome: what its status will be when its files are
+    written; None while lines are answered. total, completed, failed: lines; the latter two and usage are told when it
+    has ended. output_expires_after_s: of its files; None: as files do. problem: (code, message) of what stopped it.
+    """
+
+    id: str
+    owner: str
+    client: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, str]
+    created_at: int
+    expires_at: int
+    output_expires_after_s: int | None = None
+    status: str = "validating"
+    outcome: str | None = None
+    problem: tuple[str, str] | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    usage: dict[str, Any] | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    cancelling_at: int | None = None
+    ended_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over: its files are there."""
+        return self.status in ENDED
+
+    def as_json(self, *, completed: int, failed: int) -> dict[str, Any]:
+        """OpenAI's object. completed, failed: lines until now."""
+        errors = None
+        if self.problem is not None:
+            code, message = self.problem
+            errors = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": errors,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "in_progress_at": self.in_progress_at,
+            "expires_at": self.expires_at,
+            "finalizing_at": self.finalizing_at,
+            "cancelling_at": self.cancelling_at,
+            **{f"{name}_at": self.ended_at if self.status == name else None for name in ENDED},
+            "request_counts": {"total": self.total, "completed": completed, "failed": failed},
+            "usage": self.usage,
+            "metadata": self.metadata or None,
+        }
