@@ -19,12 +19,16 @@ class GrammarSpec:
     """What an answer must look like. text: a JSON schema, a regular expression that the whole answer matches, a grammar
     in EBNF, a JSON list of texts to choose from, or a structural tag in JSON.
 
-    strict: objects of a JSON schema have the properties that it names, and no others. param: the request's field
-    that it comes from, for errors.
+    calls: the answer may be calls of functions in place of that: a structural tag in JSON.
+    thinking: the prompt has begun the model's thoughts; their rest comes before all that.
+    strict: objects of a JSON schema have the properties that it names, and no others; a structural tag is followed to
+    the letter or refused. param: the request's field that it comes from, for errors.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
     text: str
+    calls: str = ""
+    thinking: bool = False
     strict: bool = True
     param: str = field(default="response_format", compare=False)
 

@@ -21,7 +21,8 @@ from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 
 FLAGS = "--port 0 --num-threads 1 --max-total-tokens 16384 --served-model-name tiny --grammar-timeout-s 3"
-OWN = ("n", "stream", "logprobs", "stop", "max_tokens", "response_format", "logit_bias")
+OWN = ("n", "stream", "logprobs", "stop", "max_tokens", "response_format", "logit_bias", "tools", "tool_choice")
+THINKS = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}"
 TOKENIZER = load_text_tokenizer(DEFAULT_MODEL)
 QUESTION = [{"role": "user", "content": "What is a red circle?"}]
 
@@ -41,6 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("serve")
     (folder / "model").mkdir()
     copy_default_model(folder / "model")
+    template = folder / "model" / "chat_template.jinja"
+    template.write_text(template.read_text() + THINKS)
     words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder / "model"), *FLAGS.split()]
     server = ServerProcess(words, folder / "run")
     yield server
@@ -124,6 +127,56 @@ def test_stop_strings_bias_and_ignore_eos(client):
     assert text_of(answer) == "abc"
     first = answer.choices[0].logprobs.content[0]
     assert first.logprob < -0.01, "of the model's own distribution"
+
+
+def test_completions(client):
+    fields: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "temperature": 1.0, "seed": 1}
+    for form, fits in (
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA}}}, None),
+        ({"guided_choice": ["yes", "no"]}, ["yes", "no"].index),
+    ):
+        answer = client.completions.create(prompt=["A red circle:", "A star:"], extra_body=form, **fields)
+        assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+        assert all((fits or Shape.model_validate_json)(choice.text) is not None for choice in answer.choices)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt="a", extra_body={"guided_regex": "(a"}, **fields)
+    assert caught.value.param == "guided_regex"
+
+
+def test_responses(client):
+    fields: dict[str, Any] = {"model": "tiny", "input": "What is it?", "max_output_tokens": 200, "temperature": 0.0}
+    assert isinstance(client.responses.parse(text_format=Shape, **fields).output_parsed, Shape)
+    for schema, words in (({"not": {}}, "not at #"), ({"type": "integer", "minimum": 9, "maximum": 1}, "minimum")):
+        form: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
+            client.responses.create(text=form, **fields)
+        assert caught.value.param == "text.format.schema"
+
+
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "turn", "strict": True, "parameters": NOTHING}}]
+
+
+def test_thoughts_come_before_the_form(client):
+    [end] = [token for token in TOKENIZER.encode("</think>") if TOKENIZER.token_bytes(token) == b"</think>"]
+    thinking: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+    choices = ["yes", "no"]
+    answer = ask(client, logit_bias={str(end): 100}, guided_choice=choices, **thinking)
+    assert text_of(answer) in ("yes", "no")
+    cut = ask(client, max_tokens=20, logit_bias={str(end): -100}, guided_choice=choices, **thinking).choices[0]
+    assert (cut.finish_reason, cut.message.content) == ("length", "")
+    assert cut.message.model_extra["reasoning_content"]
+    calling = ask(client, logit_bias={str(end): 100}, tools=TOOLS, tool_choice="required", **thinking)
+    [call, *_] = calling.choices[0].message.tool_calls
+    assert call.function.name == "turn"
+
+
+def test_an_answer_is_of_the_form_or_calls(client):
+    begin = {str(TOKENIZER.encode("<tool_call>")[0]): 100}
+    assert text_of(ask(client, tools=TOOLS, guided_choice=["yes", "no"])) in ("yes", "no")
+    called = ask(client, tools=TOOLS, guided_choice=["yes", "no"], logit_bias=begin, parallel_tool_calls=False)
+    assert called.choices[0].finish_reason == "tool_calls"
+    assert called.choices[0].message.content is None
 
 
 class Anything(BaseModel):

@@ -56,7 +56,7 @@ class CompileProcess:
 
         pipe = self._started()
         try:
-            pipe.send_bytes(json.dumps({"kind": spec.kind, "text": spec.text, "strict": spec.strict}).encode())
+            pipe.send_bytes(json.dumps(asdict(spec)).encode())
             if not pipe.poll(self._settings.timeout_s):
                 self._end()
                 limit = f"{self._settings.timeout_s:g} s (setting --grammar-timeout-s)"

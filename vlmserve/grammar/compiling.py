@@ -21,6 +21,7 @@ import numpy as np
 
 from vlmserve.grammar.matcher import Matcher, masks_of
 from vlmserve.messages import GrammarSpec
+from vlmserve.parsers.reasoning import CLOSE
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 from vlmserve_common.process.child import die_with_parent
 from vlmserve_common.process.limits import ProcessLimits, confine
@@ -30,6 +31,17 @@ COMPILED, REFUSED = b"C", b"R"
 
 MAX_TRIED_STEP_S = 0.25
 """CPU time that a token may take when a grammar is tried out."""
+
+_THOUGHTS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": CLOSE},
+            {"type": "const_string", "value": "\n\n"},
+        ],
+    },
+}
 
 _WHERE_IN_SOURCE = re.compile(r"^\[[\d:]+\] \S+: ", re.MULTILINE)
 # A request may say oneOf for anyOf, as pydantic does for unions: an answer fits one of them at least.
@@ -73,23 +85,36 @@ def make_compiler(folder: str, vocab_size: int, stop_token_ids: list[int]) -> tu
 
 def compile_grammar(compiler: Any, spec: GrammarSpec) -> Any:
     """RuntimeError for what is none."""
+    from xgrammar import Grammar
+
+    grammar = _form(spec)
+    if spec.calls:
+        grammar = Grammar.union(grammar, Grammar.from_structural_tag(spec.calls))
+    if spec.thinking:
+        grammar = Grammar.concat(Grammar.from_structural_tag(_THOUGHTS), grammar)
+    return compiler.compile_grammar(grammar)
+
+
+def _form(spec: GrammarSpec) -> Any:
+    from xgrammar import Grammar
+
     match spec.kind:
         case "json_schema":
             # On one line: where whitespace is free, a small model may write nothing else from there on.
-            return compiler.compile_json_schema(spec.text, any_whitespace=False, strict_mode=spec.strict)
+            return Grammar.from_json_schema(spec.text, any_whitespace=False, strict_mode=spec.strict)
         case "regex":
-            return compiler.compile_regex(spec.text)
+            return Grammar.from_regex(spec.text)
         case "ebnf":
-            return compiler.compile_grammar(spec.text)
+            return Grammar.from_ebnf(spec.text)
         case "choice":
             texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
-            return compiler.compile_grammar(f"root ::= {texts}")
+            return Grammar.from_ebnf(f"root ::= {texts}")
         case "structural_tag":
-            return compiler.compile_structural_tag(spec.text)
+            return Grammar.from_structural_tag(spec.text)
 
 
 def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:
-    """xgrammar warns, on stderr, of what it leaves out; nothing may be left out."""
+    """xgrammar warns, on stderr, of what it leaves out; nothing may be left out, but of tools that are not strict."""
     kept, file = os.dup(2), os.memfd_create("warnings")
     os.dup2(file, 2)
     try:
@@ -100,7 +125,7 @@ def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:
         said = os.pread(file, 1 << 16, 0).decode("utf-8", "replace")
         os.close(file)
     warnings = [line for line in said.splitlines() if "Warning: " in line and not _HARMLESS.search(line)]
-    if warnings:
+    if warnings and (spec.strict or spec.kind != "structural_tag"):
         raise RuntimeError(warnings[0].partition("Warning: ")[2])
     return compiled
 

@@ -89,6 +89,33 @@ def test_properties_that_are_not_named(process):
     assert fits(process.compile(spec("json_schema", OBJECT, strict=False)), text)
 
 
+CALL = json.dumps({"type": "structural_tag", "format": TAG})
+
+
+@pytest.mark.parametrize(
+    ("more", "good", "bad"),
+    [
+        ({"calls": CALL}, ["yes", "<a>12</a>"], ["<a>x</a>", "yes<a>12</a>", "text"]),
+        ({"thinking": True}, ["hm </thi\n</think>\n\nyes", "</think>\n\nno"], ["yes", "hm", "a</think>\n\nb"]),
+        ({"calls": CALL, "thinking": True}, ["a</think>\n\n<a>1</a>", "a</think>\n\nno"], ["<a>1</a>", "no"]),
+    ],
+)
+def test_calls_in_its_place_and_thoughts_before_it(process, more, good, bad):
+    compiled = process.compile(spec("choice", ["yes", "no"], **more))
+    assert [one for one in good if not fits(compiled, one)] == []
+    assert [one for one in bad if fits(compiled, one)] == []
+
+
+def test_what_is_left_out_of_calls_is_refused_of_strict_ones_only(process):
+    number = {"type": "json_schema", "json_schema": {"type": "number", "multipleOf": 0.5}}
+    tag = {"type": "structural_tag", "format": number}
+    assert fits(process.compile(spec("structural_tag", tag, strict=False)), "0.7")
+    with pytest.raises(BadRequestError, match="ignoring multipleOf"):
+        process.compile(spec("structural_tag", tag))
+    with pytest.raises(BadRequestError, match="ignoring multipleOf"):
+        process.compile(spec("json_schema", number["json_schema"], strict=False))
+
+
 def test_special_tokens_are_no_text_and_an_answer_ends_where_it_may(process):
     compiled = process.compile(spec("regex", "(.|\n)*"))
     matcher = compiled.matcher()

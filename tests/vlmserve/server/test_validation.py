@@ -293,8 +293,6 @@ def test_a_wrong_path(client, method, path, status, message):
 
 
 UNSUPPORTED = [
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x", "format": "wav"}}, "modalities"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
