@@ -195,6 +195,7 @@ def test_langchain(server):
     assert isinstance(model.with_structured_output(Shape, method="json_schema").invoke("What is it?"), Shape)
     parsed = model.with_structured_output(SCHEMA, method="json_schema", strict=True).invoke("What is it?")
     assert Shape.model_validate(parsed)
+    assert isinstance(model.with_structured_output(Shape, method="function_calling").invoke("What is it?"), Shape)
     model = model.model_copy(update={"model_kwargs": {"logit_bias": EMPTY_OBJECT}})
     assert model.with_structured_output(Anything, method="json_mode").invoke("What is it?") == Anything()
 
@@ -203,6 +204,8 @@ def test_instructor(client):
     fields: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 0.0, "max_retries": 0}
     schema = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     assert isinstance(schema.create(response_model=Shape, max_tokens=200, **fields), Shape)
+    calls = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
+    assert isinstance(calls.create(response_model=Shape, max_tokens=200, **fields), Shape)
     plain = instructor.from_openai(client, mode=instructor.Mode.JSON)
     assert plain.create(response_model=Anything, logit_bias=EMPTY_OBJECT, **fields).color == "red"
 

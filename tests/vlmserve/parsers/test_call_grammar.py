@@ -64,6 +64,7 @@ def test_one_call_or_more(compiler):
         (call("h", "{}"), True),
         (call("f", '{"x": "z"}'), False),
         (call("f", "{}"), False),
+        (call("f", '{"x":  "p"}'), False),
         (call("h", "[]"), False),
         (call("other", "{}"), False),
         (GOOD + " and text", False),
