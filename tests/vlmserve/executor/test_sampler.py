@@ -6,7 +6,7 @@ import torch
 
 from tests import hf_env  # noqa: F401
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
-from vlmserve.executor.sampler import _adjust, sample
+from vlmserve.executor.sampler import _adjust, _unpacked_zeros, sample
 
 VOCAB = 40
 
@@ -194,3 +194,9 @@ def test_where_all_that_a_grammar_allows_is_ruled_out_it_is_taken_nevertheless(t
     row[0, [3, 5]] = -torch.inf
     given = {"temperatures": np.full(1, temperature, np.float32)}
     assert int(sample(row, info(masked_rows=[0], bitmasks=[bitmask(3, 5)], **given)).next_token_ids[0]) in (3, 5)
+
+
+def test_masks_are_unpacked_alike_on_every_device():
+    words = np.random.default_rng(3).integers(-(2**31), 2**31, (4, 7), dtype=np.int32)
+    wanted = np.unpackbits(words.view(np.uint8), axis=1, count=220, bitorder="little") == 0
+    assert np.array_equal(_unpacked_zeros(torch.from_numpy(words), 220).numpy(), wanted)
