@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from vlmserve.bench.processes import MIB, children_of
 
@@ -94,11 +94,12 @@ class Growth:
 def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growth]:
     """What grows from the first sample (after the warm-up) to the last.
 
-    Memory, of each process and of those that last: the slope of a straight line through the last three quarters of the
-    samples. Media processes are replaced at any time, and begin small again: in a sum they would hide others' growth.
+    Memory, of each process and of those that last: the median slope between any two samples of the last half. A step
+    that comes once, such as a pool's page that is written to for the first time, does not count; what goes on does.
+    Media processes are replaced at any time, and begin small again: in a sum they would hide others' growth.
     Everything else: the last sample, which may not be above the most of the first quarter.
     """
-    late = samples[len(samples) // 4 :]
+    late = samples[len(samples) // 2 :]
     memory = {f"of {name}": [one.pss.get(name, 0) for one in late] for name in samples[-1].pss}
     lasting = [values for name, values in memory.items() if not name.startswith("of media-")]
     memory = {"memory": list(map(sum, zip(*lasting, strict=True)))} | memory
@@ -114,7 +115,10 @@ def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growt
 
 
 def _slope(samples: Sequence[Sample], values: Sequence[int]) -> float:
-    return float(np.polyfit([one.requests for one in samples], values, 1)[0])
+    points = [(one.requests, value) for one, value in zip(samples, values, strict=True)]
+    return statistics.median(
+        (after[1] - one[1]) / (after[0] - one[0]) for one, after in itertools.combinations(points, 2)
+    )
 
 
 def table(samples: Sequence[Sample]) -> str:

@@ -27,7 +27,8 @@ class OwnServer:
 
     A context manager. Make it in a thread that outlives it: the server ends with that thread, also when this process is
     killed. words: of the command line, a MODEL too. environment: variables beside those of this process.
-    startup_timeout_s: the server has a limit of its own, too. Raises EngineError if it does not start.
+    startup_timeout_s: the server has a limit of its own, too. command: the module and first words that `words` follow.
+    Raises EngineError if it does not start.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class OwnServer:
         environment: Mapping[str, str] | None = None,
         *,
         startup_timeout_s: float = float("inf"),
+        command: Sequence[str] = ("vlmserve.cli", "serve"),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="vlmserve-own-")
         port_file = Path(self._folder.name) / "port"
-        command = [sys.executable, "-m", "vlmserve.cli", "serve", *words]
-        command += ["--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)]
+        whole = [sys.executable, "-m", *command, *words]
+        whole += ["--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)]
         self._process = subprocess.Popen(
-            command,
+            whole,
             env={**os.environ, **(environment or {})},
             preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
             process_group=0,  # a terminal's Ctrl-C is its owner's affair, who need not want to end
