@@ -24,6 +24,7 @@ _BENCHES = {
     "processors": ("throughput of picture and video files", "vlmserve.bench.processors"),
     "vision": ("the vision encoder and its embedding cache", "vlmserve.bench.vision"),
     "sched": ("what the scheduler itself costs", "vlmserve.bench.sched"),
+    "grammar": ("what a JSON schema costs", "vlmserve.bench.grammar"),
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.bench.api"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.bench.soak"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.bench.gpu"),
@@ -111,7 +112,7 @@ def _main(words: list[str]) -> int:
     if args.command is None:
         parser.error("name a command; vlmserve --help lists them")
     if args.command == "bench":
-        parser.error("name a benchmark: serve, peers, caption, processors, vision, sched, api, soak or gpu")
+        parser.error("name a benchmark: serve, peers, caption, processors, vision, sched, grammar, api, soak or gpu")
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0

@@ -15,6 +15,25 @@ from vision.cache.stats import PoolStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GrammarSpec:
+    """What an answer must look like. text: a JSON schema, a regular expression that the whole answer matches, a grammar
+    in EBNF, a JSON list of texts to choose from, or a structural tag in JSON.
+
+    calls: the answer may be calls of functions in place of that: a structural tag in JSON.
+    thinking: the prompt has begun the model's thoughts; their rest comes before all that.
+    strict: objects of a JSON schema have the properties that it names, and no others; a structural tag is followed to
+    the letter or refused. param: the request's field that it comes from, for errors.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+    text: str
+    calls: str = ""
+    thinking: bool = False
+    strict: bool = True
+    param: str = field(default="response_format", compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one answer is sampled. Values are validated by whoever makes one (see `verify`).
 
@@ -23,6 +42,7 @@ class SamplingParams:
     repetition_penalty: logits of all tokens of prompt and answer so far are divided by it (negative ones multiplied).
     stop: strings that end the answer and are not part of it (found by the detokenizer).
     stop_token_ids: ids that end the answer, besides the model's own (unless ignore_eos).
+    grammar: what the answer must look like; it goes before all other fields, and ends where the grammar does.
     min_tokens: until the answer has so many, ids that would end it are not sampled, and stop strings not looked for.
     """
 
@@ -40,6 +60,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
     min_tokens: int = 0
 
 
@@ -147,12 +168,14 @@ class GetStatsReq:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishReason:
-    """type: "stop" (matched = the stop token id or stop string), "length", "abort" or "error" (message, status)."""
+    """type: "stop" (matched = the stop token id or stop string), "length", "abort" or "error" (message, status, and the
+    field of the request that is at fault)."""
 
     type: str
     matched: int | str | None = None
     message: str = ""
     status: int = 500
+    param: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +18,10 @@ from vlmserve.config.engine_args import AUTO, CHECKPOINT
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
 from vlmserve.config.model_path import is_model
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
+from vlmserve.grammar.checks import verify_grammar
+from vlmserve.tokenizer.structured_output import make_spec
 from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.errors import BadRequestError
 
 DEFAULT_PROMPT = "Describe the picture."
 _INPUT_SUFFIXES = (*PICTURES, *VIDEOS, ".txt", ".jsonl", ".ndjson", ".parquet", ".pq", ".tar", ".tgz", ".gz")
@@ -96,6 +100,7 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
         **_SAMPLING,
         "stop": ("TEXT", "end captions before this; may be given several times", _SEVERAL),
         "seed": ("N", "of sampling", {"default": 0}),
+        "json_schema": ("FILE", "make each caption JSON of the JSON schema in FILE"),
         "min_pixels": ("N", "smallest area that pictures and frames are resized to"),
         "max_pixels": ("N", "largest area that pictures and frames are resized to"),
         "fps": ("X", "frames a second taken of videos"),
@@ -272,7 +277,21 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     options |= _named(given, *_SAMPLING)
     if count > 1:
         options["n"] = count
+    if given["json_schema"] is not None:
+        options["response_format"] = _json_format(given["json_schema"])
     return options | _named(given, "stop")
+
+
+def _json_format(file: Path) -> dict[str, Any]:
+    """The request's response_format for the JSON schema in a file."""
+    try:
+        schema = json.loads(file.read_text(encoding="utf-8-sig"))
+        verify_grammar(make_spec("json_schema", schema, param=f"--json-schema {file}"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"--json-schema {file}: cannot be read: {error}") from None
+    except BadRequestError as error:
+        raise SettingsError(error.message) from None
+    return {"type": "json_schema", "json_schema": {"name": "caption", "schema": schema}}
 
 
 def _named(given: dict[str, Any], *names: str) -> dict[str, Any]:

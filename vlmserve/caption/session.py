@@ -32,9 +32,13 @@ from vlmserve.caption.progress import Progress, describe, summary
 from vlmserve.caption.prompts import Prompts
 from vlmserve.caption.result import Tally
 from vlmserve.caption.run import CaptionRun
+from vlmserve.config.fields import flag
 from vlmserve.config.model_path import resolve_model
 from vlmserve.tokenizer.stage import stage_limits
 from vlmserve_common.errors import VlmserveError
+
+_FLAGS = {"response_format": "--json-schema"}
+"""Of options that have another name there."""
 
 
 class Ended(enum.Enum):
@@ -209,8 +213,8 @@ class _Session:
             "--seed": command.run.seed,
             "--output": None if command.output.output is None else Path(command.output.output).name,
             "--caption-suffix": command.output.suffix,
-            **{f"--{name.replace('_', '-')}": value for name, value in command.run.options.items()},
-            **{f"--{name.replace('_', '-')}": value for name, value in command.run.video_knobs.items()},
+            **{_FLAGS.get(name, flag(name)): value for name, value in command.run.options.items()},
+            **{flag(name): value for name, value in command.run.video_knobs.items()},
         }
 
 

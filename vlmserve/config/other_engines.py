@@ -212,7 +212,10 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         "LoRA adapters are not supported yet", "lora_modules max_loras max_lora_rank", "lora_paths max_loras_per_batch"
     ),
     _answered(
-        "structured output is not supported yet", "guided_decoding_backend structured_outputs_config", "grammar_backend"
+        "structured output is always there, by xgrammar",
+        "guided_decoding_backend structured_outputs_config",
+        "grammar_backend",
+        fine="auto xgrammar",
     ),
     _answered("the checkpoint's own template is used; another is not supported yet", both="chat_template"),
     _answered("requests say it themselves; defaults for all are not supported yet", "override_generation_config"),

@@ -26,6 +26,8 @@ from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
 from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.grammar.compile_process import CompileProcess, CompilerSettings
+from vlmserve.grammar.grammar_queue import GrammarQueue
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
@@ -235,6 +237,18 @@ def build_scheduler(
         sessions=Sessions(
             cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=time.monotonic
         ),
+        grammars=_grammars(args, runner),
         send=send,
         drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
     )
+
+
+def _grammars(args: EngineArgs, runner: ModelRunner) -> GrammarQueue:
+    config = runner.model.config
+    settings = CompilerSettings(
+        folder=args.model,
+        vocab_size=config.vocab_size,
+        stop_token_ids=sorted(config.eos_token_ids),
+        timeout_s=args.grammar_timeout_s,
+    )
+    return GrammarQueue(partial(CompileProcess, settings), cache_bytes=args.grammar_cache_mib << 20)

@@ -77,6 +77,9 @@ class LogitsProcessing:
     output_ids: np.ndarray
 
 
+NO_MASKS = np.zeros((0, 0), dtype=np.int32)
+
+
 def _no_ids() -> np.ndarray:
     return np.zeros(0, dtype=np.int64)
 
@@ -94,6 +97,8 @@ class SamplingBatchInfo:
     seen_*: [K] pairs (index among the S, token id) of the tokens of prompt and answer, of those with a
     repetition penalty. repetition: float32, 1 is none.
     logprobs: of these, where anything is asked beyond `num_logprobs`. processing: in the order of application.
+    masked_rows: int64 [G], indices among the S of those with a grammar. bitmasks: int32 [G, ceil(vocab / 32)], a bit
+    for each token, the lowest first: 1 where it may come next.
     """
 
     batch_indices: np.ndarray
@@ -118,6 +123,8 @@ class SamplingBatchInfo:
     repetition: np.ndarray
     logprobs: LogprobRows | None = None
     processing: tuple[LogitsProcessing, ...] = ()
+    masked_rows: np.ndarray = field(default_factory=_no_ids)
+    bitmasks: np.ndarray = field(default_factory=lambda: NO_MASKS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,8 @@ class SamplerOutput:
 
 
 def sample(logits: torch.Tensor, info: SamplingBatchInfo, processors: LogitsProcessors | None = None) -> SamplerOutput:
-    """logits float32 [S, vocab] -> one token each. Reported logprobs are of the logits as the model gave them.
+    """logits float32 [S, vocab], which may be written to -> one token each. Reported logprobs are of the logits as the
+    model gave them. Grammars come last: what they forbid nothing can allow.
 
     processors: applied behind penalties and bias.
     """
@@ -47,7 +48,12 @@ def sample(logits: torch.Tensor, info: SamplingBatchInfo, processors: LogitsProc
     if info.processing:
         assert processors is not None
         logits, failures = processors.apply(logits.clone() if logits is raw else logits, info.processing)
-    tokens = argmax(logits)
+    if len(info.masked_rows):
+        # most requests want no logprobs, and a copy takes as long as masking and choosing together
+        logits = logits.clone() if logits is raw and (info.num_logprobs >= 0).any() else logits
+        tokens = _mask(logits, info)
+    else:
+        tokens = argmax(logits)
     random_rows = np.flatnonzero(info.temperatures >= MIN_TEMPERATURE)
     if len(random_rows):
         index = torch.from_numpy(random_rows).to(logits.device)
@@ -75,6 +81,42 @@ def _adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     if len(info.bias_rows):
         logits.index_put_((to(info.bias_rows), to(info.bias_ids)), to(info.bias_values), accumulate=True)
     return logits
+
+
+def _mask(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """Set logits to -inf, in place, of tokens that a grammar does not allow; returns the likeliest token of each row.
+
+    Where all that a grammar allows was ruled out before (the end of an answer, by `min_tokens`), its tokens are alike.
+    """
+    rows = torch.from_numpy(info.masked_rows).to(logits.device)
+    forbidden = _forbidden(info.bitmasks, logits)
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+    tokens = argmax(logits)
+    ruled_out = logits[rows, tokens[rows]] == -torch.inf
+    if ruled_out.any():
+        alike = torch.zeros_like(forbidden[ruled_out], dtype=logits.dtype)
+        logits[rows[ruled_out]] = alike.masked_fill_(forbidden[ruled_out], -torch.inf)
+        tokens = argmax(logits)
+    return tokens
+
+
+def _forbidden(bitmasks: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+    """bool [G, vocab]: where a bit is 0. On a CPU by numpy: torch takes ten times as long there, as does xgrammar's own
+    operator, which starts threads."""
+    vocab = logits.shape[1]
+    if logits.device.type == "cpu":
+        allowed = np.unpackbits(bitmasks.view(np.uint8), axis=1, count=vocab, bitorder="little")
+        return torch.from_numpy(allowed == 0)
+    return _unpacked_zeros(torch.from_numpy(bitmasks).to(logits.device, non_blocking=True), vocab)
+
+
+def _unpacked_zeros(words: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Of int32 [G, words], on their device, to which the bits themselves would take eight times as long."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :vocab]
 
 
 def _sample_random(logits: torch.Tensor, info: SamplingBatchInfo, rows: np.ndarray) -> torch.Tensor:

@@ -19,9 +19,11 @@ from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.spelling import did_you_mean
+from vlmserve.messages import GrammarSpec
 from vlmserve.tokenizer.chat_messages import MediaCounts
 from vlmserve.tokenizer.message_parts import map_parts
 from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve.tokenizer.structured_output import grammar_of
 
 Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
 """OpenAI's messages, or the text of one message of the user's."""
@@ -31,7 +33,8 @@ _COUNTS = {"max_images_per_request": "images", "max_videos_per_request": "videos
 
 
 class SamplingOptions(TypedDict, total=False):
-    """`SamplingOverrides` as keywords; max_tokens is max_new_tokens."""
+    """`SamplingOverrides` as keywords; max_tokens is max_new_tokens. response_format and structured_outputs (one of
+    json, regex, choice, grammar, structural_tag, json_object) are the API's, in place of a grammar."""
 
     max_tokens: int | None
     max_new_tokens: int | None
@@ -48,6 +51,9 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     logit_bias: dict[int, float] | None
     skip_special_tokens: bool | None
+    grammar: GrammarSpec | None
+    response_format: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
     min_tokens: int | None
 
 
@@ -98,6 +104,11 @@ def sampling_of(sampling: SamplingOverrides | None, options: Mapping[str, Any]) 
             raise TypeError(f"there is no option {name!r}{did_you_mean(name, SamplingOptions.__annotations__)}")
     if "max_tokens" in given:
         given["max_new_tokens"] = given.pop("max_tokens")
+    forms = {name: given.pop(name, None) for name in ("response_format", "structured_outputs")}
+    if any(form is not None for form in forms.values()):
+        if given.get("grammar") is not None:
+            raise TypeError("grammar, response_format and structured_outputs all say what answers look like: give one")
+        given["grammar"] = grammar_of(forms)
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
     for name in ("stop", "stop_token_ids"):

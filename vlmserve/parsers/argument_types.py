@@ -10,18 +10,20 @@ from vlmserve.parsers.calls import Tool
 
 STRING = frozenset(("string",))
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _DEEPEST = 16  # references and alternatives within each other
 
 
 def types_of(tools: Sequence[Tool], function: str, parameter: str) -> frozenset[str]:
     """JSON Schema's names of the types that a parameter may have; a string where nothing is said."""
-    for tool in tools:
-        if tool["function"]["name"] == function:
-            schema = tool["function"].get("parameters") or {}
-            properties = schema.get("properties")
-            if isinstance(properties, Mapping) and parameter in properties:
-                return _types(properties[parameter], schema, _DEEPEST) or STRING
-    return STRING
+    schema, root = _schema_of(tools, function, parameter)
+    return _types(schema, root, _DEEPEST) or STRING
+
+
+def is_picked(tools: Sequence[Tool], function: str, parameter: str) -> bool:
+    """Whether a parameter is one of some values, or of a pattern: blanks around it are no part of it then."""
+    schema, root = _schema_of(tools, function, parameter)
+    return _is_picked(schema, root, _DEEPEST)
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
@@ -39,6 +41,27 @@ def to_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _schema_of(tools: Sequence[Tool], function: str, parameter: str) -> tuple[Any, Mapping[str, Any]]:
+    """With the one that it stands in."""
+    for tool in tools:
+        if tool["function"]["name"] == function:
+            root = tool["function"].get("parameters") or {}
+            properties = root.get("properties")
+            return properties.get(parameter) if isinstance(properties, Mapping) else None, root
+    return None, {}
+
+
+def _is_picked(schema: Any, root: Mapping[str, Any], depth: int) -> bool:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return False
+    if any(word in schema for word in ("enum", "const", "pattern", "format")):
+        return True
+    parts = [_resolve(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
+    for word in _ALTERNATIVES:
+        parts += schema[word] if isinstance(schema.get(word), list) else []
+    return any(_is_picked(part, root, depth - 1) for part in parts)
+
+
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return frozenset()
@@ -51,7 +74,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     found = {name for value in values for name in _type_names(value)} if isinstance(values, list) else set()
     if isinstance(schema.get("$ref"), str):
         found |= _types(_resolve(schema["$ref"], root), root, depth - 1)
-    for word in ("anyOf", "oneOf", "allOf"):
+    for word in _ALTERNATIVES:
         if isinstance(schema.get(word), list):
             found |= {name for part in schema[word] for name in _types(part, root, depth - 1)}
     if "properties" in schema:

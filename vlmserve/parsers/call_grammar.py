@@ -7,63 +7,67 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmserve.parsers.calls import CallFormat, Tool
-from vlmserve.parsers.reasoning import CLOSE as THOUGHT
+from vlmserve.parsers.calls import Tool
 from vlmserve.parsers.tool_use import ToolUse
 
-_MAX_WHITESPACE = 32  # between two tokens of JSON: a small model might go on with it
+_MAX_WHITESPACE = 1  # between two tokens of JSON: a small model might go on with it
 
 
-def call_grammar(use: ToolUse, *, thinking: bool) -> dict[str, Any] | None:
+def call_grammar(use: ToolUse) -> dict[str, Any] | None:
     """The structural tag that answers must match; None where any text will do.
 
     Required calls are all that the answer has. Otherwise there may be text, and calls in it are held to the schemas of
-    strict tools. thinking: the prompt has begun the model's thoughts, which come before all that.
+    strict tools.
     """
-    tag = _calls(use)
-    if tag is None:
+    if use.required:
+        return only_calls(use)
+    if use.parallel and not any(map(_is_strict, use.tools)):
         return None
-    return {"type": "structural_tag", "format": after_thoughts(tag) if thinking else tag}
+    return _tag(
+        {
+            "type": "triggered_tags",
+            "triggers": [use.call_format.tags[0]],
+            "tags": [_call(tool, use) for tool in use.tools],
+            "stop_after_first": not use.parallel,
+        }
+    )
 
 
-def after_thoughts(tag: dict[str, Any]) -> dict[str, Any]:
-    """What an answer is made of whose prompt has begun the model's thoughts: their rest, then what `tag` allows."""
-    thoughts = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THOUGHT}
-    return {"type": "sequence", "elements": [thoughts, {"type": "const_string", "value": "\n\n"}, tag]}
-
-
-def _calls(use: ToolUse) -> dict[str, Any] | None:
+def only_calls(use: ToolUse) -> dict[str, Any]:
+    """The structural tag of an answer that is nothing but a call, or several of them."""
     if use.name is not None:
         [tool] = [tool for tool in use.tools if tool["function"]["name"] == use.name]
-        return _call(tool, use.call_format, held=True)
-    if use.choice == "required":
-        return {
+        return _tag(_call(tool, use))
+    return _tag(
+        {
             "type": "tags_with_separator",
-            "tags": [_call(tool, use.call_format, held=True) for tool in use.tools],
+            "tags": [_call(tool, use) for tool in use.tools],
             "separator": "\n",
             "at_least_one": True,
             "stop_after_first": not use.parallel,
         }
-    strict = [bool(tool["function"].get("strict")) for tool in use.tools]
-    if any(strict) or not use.parallel:
-        return {
-            "type": "triggered_tags",
-            "triggers": [use.call_format.tags[0]],
-            "tags": [_call(tool, use.call_format, held=held) for tool, held in zip(use.tools, strict, strict=True)],
-            "stop_after_first": not use.parallel,
-        }
-    return None
+    )
 
 
-def _call(tool: Tool, call_format: CallFormat, *, held: bool) -> dict[str, Any]:
-    """One call. held: to the schema of its arguments, unless the tool says that it need not be."""
+def _is_strict(tool: Tool) -> bool:
+    return bool(tool["function"].get("strict"))
+
+
+def _tag(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": form}
+
+
+def _call(tool: Tool, use: ToolUse) -> dict[str, Any]:
+    """One call. Its arguments are held to their schema if the tool is strict; if it says nothing of that, where calls
+    are required."""
     function = tool["function"]
-    begin, end = call_format.wrap(function["name"])
-    schema = function.get("parameters") if held and function.get("strict") is not False else None
+    begin, end = use.call_format.wrap(function["name"])
+    held = _is_strict(tool) or (use.required and function.get("strict") is None)
+    schema = function.get("parameters") if held else None
     content = {
         "type": "json_schema",
         "json_schema": {"type": "object"} if schema is None else schema,
-        "style": call_format.style,
+        "style": use.call_format.style,
         "max_whitespace_cnt": _MAX_WHITESPACE,
     }
     return {"type": "tag", "begin": begin, "content": content, "end": end}

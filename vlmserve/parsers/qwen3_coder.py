@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from vlmserve.parsers.argument_types import STRING, to_json, types_of
+from vlmserve.parsers.argument_types import STRING, is_picked, to_json, types_of
 from vlmserve.parsers.calls import CallFormat, State, Tool
 from vlmserve.parsers.pieces import CallArguments, CallBegin, Piece
 from vlmserve.parsers.tags import begun_tag, could_begin
@@ -32,6 +32,7 @@ class _Qwen3CoderReader:
         self._name = ""
         self._parameters = 0
         self._types = STRING
+        self._is_picked = False
         self._value_begun = False
 
     def read(self, text: str, pieces: list[Piece], *, final: bool) -> int:
@@ -90,9 +91,11 @@ class _Qwen3CoderReader:
         name = key.group(1).strip()
         self._types = types_of(self._tools, self._name, name)
         self._value_begun = False
-        self._read = self._string if self._types == STRING else self._value
+        self._is_picked = is_picked(self._tools, self._name, name)
+        is_text = self._types == STRING and not self._is_picked
+        self._read = self._string if is_text else self._value
         before = ", " if self._parameters else "{"
-        quote = '"' if self._types == STRING else ""
+        quote = '"' if is_text else ""
         self._say(f"{before}{json.dumps(name, ensure_ascii=False)}: {quote}", pieces)
         self._parameters += 1
         return key.end()
@@ -115,10 +118,12 @@ class _Qwen3CoderReader:
 
     def _value(self, text: str, pieces: list[Piece], final: bool) -> int | None:
         value, close, _ = text.partition(PARAMETER_CLOSE)
+        length = len(value)
         if close:
-            self._say(to_json(value.removeprefix("\n").removesuffix("\n"), self._types), pieces)
+            value = value.strip() if self._is_picked else value.removeprefix("\n").removesuffix("\n")
+            self._say(to_json(value, self._types), pieces)
             self._read = self._between
-            return len(value) + len(close)
+            return length + len(close)
         if final:
             self.state = State.CLOSED
             self._say(value.strip(), pieces)

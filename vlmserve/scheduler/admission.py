@@ -168,4 +168,6 @@ class Admission:
 
 def may_be_tried(req: Req) -> bool:
     """Whether what a blocked request waits for is there, as far as is known."""
+    if req.status is ReqStatus.WAITING_FOR_GRAMMAR:
+        return not req.grammar_compiles
     return req.prefetch.done() if req.prefetch is not None else PrefillAdder.is_ready(req)

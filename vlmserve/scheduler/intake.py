@@ -1,7 +1,8 @@
-"""From messages to requests, with what is begun for them at once: encoding, and reading of prefixes from disk."""
+"""From messages to requests, with what is begun for them at once: encoding, reading of prefixes from disk, grammars."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
@@ -11,6 +12,8 @@ import numpy as np
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.grammar.grammar_queue import GrammarQueue
+from vlmserve.grammar.matcher import CompiledGrammar
 from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
 from vlmserve.messages import FinishReason, TokenizedGenerateReqInput
 from vlmserve.scheduler.fair_order import FairOrder
@@ -20,7 +23,10 @@ from vlmserve.scheduler.policy import SchedulePolicy
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia, num_patches
 from vlmserve.scheduler.req_times import ReqTimes
+from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.wake_up import WakeUp
+
+log = logging.getLogger(__name__)
 
 
 class Intake:
@@ -36,6 +42,7 @@ class Intake:
         encoder: EncoderPool,
         policy: SchedulePolicy,
         media_keys: MediaKeyTable,
+        grammars: GrammarQueue | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.encoder_order = FairOrder()
@@ -50,6 +57,8 @@ class Intake:
         self._clock = clock
         self._fetches: list[Future[Any]] = []
         self._wake_up = WakeUp()  # when one of them is done
+        self._grammars = grammars
+        self._compiling: list[tuple[Req, Future[CompiledGrammar]]] = []
 
     def refusal(self, message: TokenizedGenerateReqInput, known: Container[str]) -> FinishReason | None:
         """Why a request can never run; None if it may. known: the ids of those that are here."""
@@ -70,6 +79,8 @@ class Intake:
                 f"priority is {message.priority}, and priorities are for servers with --schedule-policy priority; this "
                 f"one has {self._args.schedule_policy}",
             )
+        if message.sampling_params.grammar is not None and self._grammars is None:
+            return error(400, "this engine has no structured output", param=message.sampling_params.grammar.param)
         return None
 
     def make(self, message: TokenizedGenerateReqInput, others: Iterable[Req]) -> Req:
@@ -94,6 +105,7 @@ class Intake:
         self.arrivals += 1
         if self._media_keys.is_large:
             self._trim_media_keys([req, *others])
+        self._begin_grammar(req)
         req.prefetch = self._begin_prefetch(req)
         if message.mm_inputs is not None and req.prefetch is None:
             req.media.hold_from(self._kv.matched_len(req))
@@ -107,17 +119,55 @@ class Intake:
             future.add_done_callback(lambda _: self._wake_up.call())
         return future
 
+    def _begin_grammar(self, req: Req) -> None:
+        """It compiles while the request waits, unless that was done."""
+        spec = req.sampling_params.grammar
+        if spec is None:
+            return
+        assert self._grammars is not None, req.rid
+        future = self._grammars.get(spec)
+        req.grammar_compiles = True
+        self._compiling.append((req, future))
+        future.add_done_callback(lambda _: self._wake_up.call())
+
+    def take_grammars(self) -> list[tuple[Req, FinishReason]]:
+        """Give requests the grammars that were compiled since; those whose grammar cannot be had, and why."""
+        failed = []
+        done = [pair for pair in self._compiling if pair[1].done()]
+        if done:
+            self._compiling = [pair for pair in self._compiling if not pair[1].done()]
+        for req, future in done:
+            spec = req.sampling_params.grammar
+            if req.is_finished or spec is None:
+                continue
+            try:
+                req.grammar = future.result().matcher()
+                req.grammar_compiles = False
+            except BadRequestError as refused:
+                param = spec.param
+                failed.append((req, error(refused.status, f"{param} {refused.message}", param=param)))
+            except Exception as failure:
+                log.exception("the grammar of %s could not be compiled", req.rid)
+                failed.append((req, error(500, f"its grammar could not be compiled: {type(failure).__name__}")))
+        return failed
+
+    def release(self, req: Req) -> None:
+        """A request has ended: let go of its grammar."""
+        if req.sampling_params.grammar is not None and self._grammars is not None:
+            self._grammars.release(req.sampling_params.grammar)
+
     def take_fetched(self) -> None:
-        """Let the prefix cache know what was read since."""
-        if self._fetches:
+        """Let the prefix cache know what was read since. To be called before `take_grammars`."""
+        if self.is_fetching:
             self._wake_up.take()
+        if self._fetches:
             self._fetches = [future for future in self._fetches if not future.done()]
             self._kv.prefix_cache.take_fetched()
 
     @property
     def is_fetching(self) -> bool:
-        """Whether prefixes are being read."""
-        return bool(self._fetches)
+        """Whether prefixes are being read, or grammars compiled."""
+        return bool(self._fetches or self._compiling)
 
     @property
     def wait_handle(self) -> int:
@@ -126,6 +176,8 @@ class Intake:
 
     def close(self) -> None:
         """Let go of that."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._wake_up.close()
 
     def _trim_media_keys(self, reqs: Iterable[Req]) -> None:

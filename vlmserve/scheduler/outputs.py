@@ -10,9 +10,9 @@ from vlmserve.messages import FinishReason, TokenizedGenerateReqInput, TokenLogp
 from vlmserve.scheduler.req import Req
 
 
-def error(status: int, message: str) -> FinishReason:
-    """Why a request ends without its whole answer, with an HTTP status."""
-    return FinishReason(type="error", status=status, message=message)
+def error(status: int, message: str, *, param: str | None = None) -> FinishReason:
+    """Why a request ends without its whole answer, with an HTTP status. param: its field that is at fault."""
+    return FinishReason(type="error", status=status, message=message, param=param)
 
 
 def token_output(

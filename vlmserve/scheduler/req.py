@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vlmserve.grammar.matcher import Matcher
 from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.scheduler.prompt_scores import PromptScores
@@ -35,7 +36,8 @@ class Req:
     The first `protected_len` of its KV slots belong to the prefix cache and are locked by this request (`last_node`
     is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does not know
     yet which slots hold its first kv_len tokens. flow: whose requests it takes turns with (see `WaitingQueue`).
-    prefetch: under way while more of its prefix is read from disk.
+    prefetch: under way while more of its prefix is read from disk. grammar_compiles: it waits for its `grammar`, which
+    has taken all of `output_ids`.
     arrival counts requests as they come; turn is that, and more for the later of several answers to one prompt.
     """
 
@@ -67,6 +69,8 @@ class Req:
         self.client = message.client
         self.namespace = message.cache_salt.encode()
         self.prefetch: Future[Any] | None = None
+        self.grammar_compiles = False
+        self.grammar: Matcher | None = None
         self.session_id = message.session_id
         self.group = message.group or message.rid
         self.key_ids = key_ids
@@ -76,12 +80,13 @@ class Req:
         self.arrival = arrival
         self.turn = arrival + TURNS_PER_CHOICE * message.choice
         # of other than the newest token, when it samples: see `Scheduler.run_batch`
-        self.samples_by_history = bool(
+        self.is_penalised = bool(
             params.presence_penalty
             or params.frequency_penalty
             or params.repetition_penalty != 1
             or message.logits_processors
         )
+        self.samples_by_history = self.is_penalised or params.grammar is not None
         self.times = times or ReqTimes()
 
         self.status = ReqStatus.WAITING
@@ -200,9 +205,21 @@ class Req:
         self.output_ids.append(token_id)
         if token_id in self.stop_ids:
             return FinishReason(type="stop", matched=token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+            if self.grammar.failure:
+                return self._ungrammatical(self.grammar.failure)
+            if self.grammar.is_over:  # by a token that ends answers, though not this one (ignore_eos)
+                return FinishReason(type="stop", matched=token_id)
         if len(self.output_ids) >= self.max_new_tokens:
             return FinishReason(type="length")
         return None
+
+    def _ungrammatical(self, why: str) -> FinishReason:
+        spec = self.sampling_params.grammar
+        assert spec is not None, self.rid
+        message = f"{spec.param} cannot be followed beyond {len(self.output_ids)} tokens of the answer: {why}"
+        return FinishReason(type="error", status=400, message=message, param=spec.param)
 
     def logprobs_of(
         self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray, asked: np.ndarray

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vlmserve.executor.model_worker_batch import LogitsProcessing, SamplingBatchInfo
+from vlmserve.grammar.matcher import Matcher, masks_of
 from vlmserve.scheduler.logprob_rows import output_rows
 from vlmserve.scheduler.req import Req
 
@@ -24,6 +25,8 @@ class SamplingArrays:
         self._reqs: list[Req] = []
         self._arrays = _arrays_of([])
         self._by_history: list[int] = []
+        self._masked_rows = _NO_IDS
+        self._matchers: list[Matcher] = []
         self._by_length: list[int] = []
 
     def info(
@@ -32,13 +35,15 @@ class SamplingArrays:
         """batch_indices: which requests of the step get a token. token_indices: the batch token it follows. reqs:
         these. output_indices: of that token in its answer.
 
-        Penalties and logits processors are of the tokens that are known now: those in flight must have come, for
-        requests that have any.
+        Penalties, logits processors and grammars are of the tokens that are known now: those in flight must have come,
+        for requests that have any.
         """
         if reqs != self._reqs:
             self._reqs, self._arrays = reqs, _arrays_of(reqs)
-            self._by_history = [i for i, req in enumerate(reqs) if req.samples_by_history]
+            self._by_history = [i for i, req in enumerate(reqs) if req.is_penalised]
             self._by_length = [i for i, req in enumerate(reqs) if req.sampling_params.min_tokens]
+            self._masked_rows = _ints([i for i, req in enumerate(reqs) if req.grammar is not None])
+            self._matchers = [req.grammar for req in reqs if req.grammar is not None]
         counts: list[tuple[int, int, int]] = []
         seen: list[np.ndarray] = []
         seen_of: list[int] = []
@@ -73,6 +78,8 @@ class SamplingArrays:
             seen_rows=np.repeat(_ints(seen_of), [len(ids) for ids in seen]) if seen else _NO_IDS,
             seen_ids=np.concatenate(seen) if seen else _NO_IDS,
             processing=tuple(processing),
+            masked_rows=self._masked_rows,
+            bitmasks=masks_of(self._matchers),
         )
 
 

@@ -26,6 +26,7 @@ from vlmserve.attention.base import ForwardMode
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import DeviceQueue, Work
 from vlmserve.executor.model_worker_batch import ModelWorkerResult
+from vlmserve.grammar.grammar_queue import GrammarQueue
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.messages import (
     AbortReq,
@@ -82,6 +83,7 @@ class Scheduler:
         new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
         sessions: Sessions,
+        grammars: GrammarQueue | None = None,
         send: Callable[[SchedulerOutput], None],
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -102,6 +104,7 @@ class Scheduler:
             encoder=encoder,
             policy=policy,
             media_keys=media_keys,
+            grammars=grammars,
             clock=clock,
         )
         self._reqs: dict[str, Req] = {}
@@ -150,6 +153,8 @@ class Scheduler:
         self._prompt_tokens += req.prompt_len
         self._reqs[req.rid] = req
         self.waiting_queue.arrive(req)
+        if req.grammar_compiles:  # not found out by trying: so many are tried in a step, and others come behind them
+            self.waiting_queue.block(req, ReqStatus.WAITING_FOR_GRAMMAR)
         self.meter.arrived(req)
 
     def queue_is_full(self, *, also_waiting: int = 0) -> FinishReason | None:
@@ -182,6 +187,7 @@ class Scheduler:
             self.running_batch.remove(req)
         req.finish(reason)
         req.media.release()
+        self.intake.release(req)
         if req.req_pool_idx is not None:
             goes_on = req.session_id and reason.type in ("stop", "length")
             key = req.radix_key(req.kv_committed_len) if goes_on else None
@@ -201,6 +207,8 @@ class Scheduler:
         encoded = self._advance_encoder()
         self.sessions.expire()
         self.intake.take_fetched()
+        for req, failure in self.intake.take_grammars():
+            self._cut_off(req, failure)
         self.waiting_queue.unblock(may_be_tried)
         batch = self.get_next_batch_to_run()
         if batch is not None:
@@ -296,6 +304,8 @@ class Scheduler:
         the prompts beside those who decode.
         """
         if self._must_drain and self._in_flight:
+            return None
+        if not all(step.is_launched for step in self._steps_in_flight):
             return None
         self._must_drain = False
         decoding = self.running_batch.decodable
@@ -476,10 +486,10 @@ class Scheduler:
                 self._cut_off(req, error(500, brought.failure))
                 continue
             outputs.append(self._take_tokens(req, brought))
-        if outputs:
-            self._send(BatchTokenOutput(outputs=tuple(outputs)))
         for step in self._steps_in_flight[:1]:  # the tokens that it is sampled by have come
             step.sample()
+        if outputs:  # while that is done
+            self._send(BatchTokenOutput(outputs=tuple(outputs)))
 
     def _drop_drafts(self, req: Req, wrong: int) -> None:
         """A request's guesses have come, and so many of its tokens in flight are not to be."""

@@ -39,6 +39,11 @@ class StepHandle:
         if not batch.samples_late:
             self.sample()
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether its sampling is, too: a later step reads the tokens that come of it."""
+        return self._sampled is not None
+
     def sample(self) -> None:
         """Have it sampled by what is known now, unless that was done."""
         if self._sampled is None:

@@ -134,8 +134,13 @@ class WaitingQueue:
         insort(self._blocked.setdefault(status, []), (*_turn_blocked(req), req), key=lambda entry: entry[:2])
 
     def unblock(self, is_ready: Callable[[Req], bool]) -> None:
-        """Ask for the first of the blocked requests whether they are to be tried again."""
-        ready = [req for blocked in self._blocked.values() for _, _, req in blocked[:_ASKED] if is_ready(req)]
+        """Ask for the first of the blocked requests whether they are to be tried again; those that wait for a grammar
+        are all asked for: one that takes long, many may wait for, and any of the others may be done."""
+        asked = (
+            blocked if status is ReqStatus.WAITING_FOR_GRAMMAR else blocked[:_ASKED]
+            for status, blocked in self._blocked.items()
+        )
+        ready = [req for blocked in asked for _, _, req in blocked if is_ready(req)]
         for req in ready:
             self.remove(req)
             req.move_to(ReqStatus.WAITING)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from vlmserve.server.protocol import (
+    FormedRequest,
     LogitsProcessorName,
-    NamedRequest,
     StreamOptions,
     TokenIds,
     _list_of_one,
@@ -38,7 +38,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(NamedRequest):
+class CompletionRequest(FormedRequest):
     """POST /v1/completions: OpenAI's fields, then the extensions that chats have, too."""
 
     model: str

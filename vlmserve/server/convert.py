@@ -16,6 +16,7 @@ from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.tokenizer.request_stats import RequestStats
 from vlmserve.tokenizer.sampling import SamplingOverrides
+from vlmserve.tokenizer.structured_output import FORM_FIELDS, grammar_of
 from vlmserve_common.errors import BadRequestError
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingOverrides))
@@ -104,6 +105,7 @@ def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingO
     given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if given[name] is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
+    given["grammar"] = grammar_of({name: getattr(request, name) for name in FORM_FIELDS})
     return SamplingOverrides(**{**given, "max_new_tokens": limit})
 
 
@@ -128,8 +130,6 @@ def _check_combinations(request: ChatCompletionRequest) -> None:
 
 
 def _refuse_unsupported(request: ChatCompletionRequest) -> None:
-    if request.response_format is not None and request.response_format.type != "text":
-        raise _unsupported("response_format", f"response_format of type {request.response_format.type!r}")
     if request.audio is not None or "audio" in (request.modalities or ()):
         raise _unsupported("modalities", "audio output")
     for name in ("prediction", "web_search_options"):

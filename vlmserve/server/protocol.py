@@ -299,9 +299,34 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(StrictModel):
+    """schema: by another name, which `BaseModel` has taken."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
 class ResponseFormat(StrictModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    """format; structures and triggers: of a structural tag, in xgrammar's form, and in its older one."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's: one of these."""
+
+    json_: Annotated[str | dict[str, Any] | bool | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_object: bool | None = None
 
 
 def _choice_kind(value: Any) -> str | None:
@@ -377,6 +402,21 @@ class NamedRequest(StrictModel):
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
 
 
+class FormedRequest(NamedRequest):
+    """What says of which form answers must be: OpenAI's field, then vLLM's and SGLang's. One of them (see
+    `tokenizer.structured_output`)."""
+
+    response_format: Annotated[ResponseFormat | None, WrapValidator(_keep_raw)] = None
+    structured_outputs: Annotated[StructuredOutputs | None, WrapValidator(_keep_raw)] = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
 class ScoreRequest(NamedRequest):
     """POST /v1/score: SGLang's fields; then what is ours. A query may be a conversation, media and all."""
 
@@ -392,7 +432,7 @@ class ScoreRequest(NamedRequest):
     mm_processor_kwargs: dict[str, Any] | None = None
 
 
-class ChatCompletionRequest(NamedRequest):
+class ChatCompletionRequest(FormedRequest):
     """POST /v1/chat/completions: OpenAI's fields, then the extensions that vLLM and SGLang users know."""
 
     model: str
@@ -416,7 +456,6 @@ class ChatCompletionRequest(NamedRequest):
     tools: list[Annotated[Tool, WrapValidator(_keep_raw)]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: list[Literal["text", "audio"]] | None = None
 
@@ -464,7 +503,7 @@ FIELDS_INSIDE = frozenset(
     name
     for model in StrictModel.__subclasses__()
     for cls in (model, *model.__subclasses__())
-    if cls not in (NamedRequest, ChatCompletionRequest, ScoreRequest, WarmupRequest)
+    if cls not in (NamedRequest, FormedRequest, ChatCompletionRequest, ScoreRequest, WarmupRequest)
     for name in cls.model_fields
 )
 """The fields of all that a request is made of, for guesses at misspelt ones."""

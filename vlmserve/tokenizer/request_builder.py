@@ -22,9 +22,9 @@ from vlmserve.messages import (
     SamplingParams,
     TokenizedGenerateReqInput,
 )
-from vlmserve.parsers.call_grammar import call_grammar
 from vlmserve.parsers.reasoning import opened_in_prompt
 from vlmserve.parsers.tool_use import ToolUse
+from vlmserve.tokenizer.chat_grammar import chat_grammar
 from vlmserve.tokenizer.chat_messages import MediaCounts, MediaRef, settle_media, to_template_messages
 from vlmserve.tokenizer.chat_template import ChatTemplate
 from vlmserve.tokenizer.file_parts import FindFile, with_files
@@ -166,20 +166,6 @@ class RequestLimits:
     hidden_states: bool = False
 
 
-def _held_to_calls(params: SamplingParams, use: ToolUse, *, thinking: bool) -> SamplingParams:
-    """Parameters of answers that use the tools as they may."""
-    grammar = call_grammar(use, thinking=thinking)
-    # JOIN WITH GRAMMARS: a GrammarSpec(kind="structural_tag", text=json.dumps(grammar), param="tools") goes into
-    # `params`, and the refusal below away
-    if grammar is not None and use.required:
-        raise BadRequestError(
-            "tool_choice other than none and auto is not supported yet",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    return params
-
-
 def followed_by_text(media: MultimodalInputs, length: int) -> MultimodalInputs:
     """Of a prompt that is longer by so many tokens of text."""
     end = media.mrope_positions.shape[1] + media.mrope_position_delta
@@ -231,8 +217,10 @@ class RequestBuilder:
             return self._tokenized(request.prompt, returns, params)
         ids, media, notes = self._ids(request, request.prompt)
         self._check_prompt_length(len(ids), at_least=bool(media))
-        if isinstance(request.prompt, ChatPrompt) and request.prompt.tool_use is not None:
-            params = _held_to_calls(params, request.prompt.tool_use, thinking=notes.thinking)
+        if isinstance(request.prompt, ChatPrompt):
+            use = request.prompt.tool_use if "tools" in self.template.variables else None
+            grammar = chat_grammar(params.grammar, use, thinking=notes.thinking)
+            params = replace(params, grammar=grammar)
         notes = replace(notes, warnings=(*request.warnings, *notes.warnings))
         return TokenizedPrompt(ids=ids, media=media, params=params, notes=notes)
 

@@ -6,7 +6,8 @@ from dataclasses import InitVar, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from vlmserve.messages import SamplingParams
+from vlmserve.grammar.checks import verify_grammar
+from vlmserve.messages import GrammarSpec, SamplingParams
 from vlmserve.tokenizer.text_tokenizer import read_json
 from vlmserve_common.errors import BadRequestError
 
@@ -38,6 +39,7 @@ class SamplingOverrides:
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool | None = None
+    grammar: GrammarSpec | None = None
     min_tokens: int | None = None
     max_tokens: InitVar[int | None] = None
 
@@ -111,6 +113,8 @@ def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tok
         check_range("logit_bias", bias, -100, 100)
     for token in params.stop_token_ids:
         check_token("stop_token_ids", token, vocab_size)
+    if params.grammar is not None:
+        verify_grammar(params.grammar)
     return params
 
 

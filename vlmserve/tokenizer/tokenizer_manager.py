@@ -516,7 +516,7 @@ def _error_of(finish: FinishReason) -> BadRequestError | EngineError:
     """Of a request that the engine ended with an error."""
     message = finish.message or "the engine failed on this request"
     bad = 400 <= finish.status < 500
-    return BadRequestError(message, status=finish.status) if bad else EngineError(message)
+    return BadRequestError(message, status=finish.status, param=finish.param) if bad else EngineError(message)
 
 
 def _discard(made: asyncio.Future[tuple[Any, PreparedMessage]]) -> None:

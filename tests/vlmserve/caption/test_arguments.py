@@ -97,3 +97,17 @@ def test_a_largest_picture_that_is_asked_for_is_not_narrowed_by_speed(monkeypatc
     assert read_command(["pictures/", "--max-pixels", "5000000"]).settings.engine.max_pixels == "checkpoint"
     monkeypatch.setenv("VLMSERVE_MAX_PIXELS", "300000")
     assert read_command(["pictures/", "--max-pixels", "5000000"]).settings.engine.max_pixels == 300000
+
+
+def test_captions_of_a_json_schema(tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object", "properties": {"b": {}, "a": {}}}')
+    form = read_command(["a", "--json-schema", str(file)]).run.options["response_format"]
+    assert form["type"] == "json_schema"
+    assert list(form["json_schema"]["schema"]["properties"]) == ["b", "a"]
+    file.write_text('{"properties": {"a": {"not": {}}}}')
+    with pytest.raises(SettingsError, match=r"schema\.json .*not at #/properties/a is not supported"):
+        read_command(["a", "--json-schema", str(file)])
+    file.write_text("{")
+    with pytest.raises(SettingsError, match="cannot be read: Expecting"):
+        read_command(["a", "--json-schema", str(file)])

@@ -6,7 +6,7 @@ import torch
 
 from tests import hf_env  # noqa: F401
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
-from vlmserve.executor.sampler import _adjust, sample
+from vlmserve.executor.sampler import _adjust, _unpacked_zeros, sample
 
 VOCAB = 40
 
@@ -160,3 +160,43 @@ def test_logprobs_where_asked_for():
     assert out.logprobs[1] == pytest.approx(want[1].max().item(), abs=1e-6)
     assert out.top_logprobs.shape == (3, 3)
     assert torch.allclose(out.top_logprobs[2], want[2].topk(3).values)
+
+
+def bitmask(*ids):
+    bits = np.zeros(64, dtype=bool)
+    bits[list(ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_has_the_last_word_and_only_on_its_rows(temperature):
+    rows = torch.cat([logits(i) for i in range(3)])
+    before = rows.clone()
+    best = int(rows[1].argmin())
+    given = {
+        "temperatures": np.full(3, temperature, np.float32),
+        "num_logprobs": np.full(3, 1),
+        "bias_rows": [1, 1],
+        "bias_ids": [best, 7],
+        "bias_values": np.array([-100, 100], np.float32),
+    }
+    free = sample(rows, info(3, **given))
+    masked = sample(rows, info(3, masked_rows=[1], bitmasks=[bitmask(best)], **given))
+    assert int(masked.next_token_ids[1]) == best
+    assert masked.next_token_ids[[0, 2]].tolist() == free.next_token_ids[[0, 2]].tolist()
+    assert torch.equal(rows, before), "the model's logits stay"
+    assert torch.isclose(masked.logprobs[1], torch.log_softmax(before[1], -1)[best])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_all_that_a_grammar_allows_is_ruled_out_it_is_taken_nevertheless(temperature):
+    row = logits()
+    row[0, [3, 5]] = -torch.inf
+    given = {"temperatures": np.full(1, temperature, np.float32)}
+    assert int(sample(row, info(masked_rows=[0], bitmasks=[bitmask(3, 5)], **given)).next_token_ids[0]) in (3, 5)
+
+
+def test_masks_are_unpacked_alike_on_every_device():
+    words = np.random.default_rng(3).integers(-(2**31), 2**31, (4, 7), dtype=np.int32)
+    wanted = np.unpackbits(words.view(np.uint8), axis=1, count=220, bitorder="little") == 0
+    assert np.array_equal(_unpacked_zeros(torch.from_numpy(words), 220).numpy(), wanted)

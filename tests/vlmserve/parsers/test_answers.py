@@ -52,14 +52,15 @@ QWEN3_CODER_FOUND = [
     ("", [("clear", "{}"), ("draw", '{"at": {"x": 1}}')]),
     (" ok", [("draw", '{"fill": true, "mode": 1}')]),
     ("", [("draw", '{"count": "many"}')]),
+    ("", [("draw", '{"pen": "felt", "day": "1999-12-31"}')]),
     (" junk <parameter=count>1</parameter></function></tool_call>", [("draw", "{}")]),
     ("", [("other", '{"any thing": "12"}')]),
-    (QWEN3_CODER_TEXTS[7], []),
     (QWEN3_CODER_TEXTS[8], []),
+    (QWEN3_CODER_TEXTS[9], []),
     ("", [("draw", "")]),
     ("", [("draw", '{"text": "cut \\n')]),
     ("", [("draw", '{"count": 4')]),
-    (QWEN3_CODER_TEXTS[12], []),
+    (QWEN3_CODER_TEXTS[13], []),
 ]
 
 

@@ -23,13 +23,24 @@ def next_token(history: list[tuple]) -> int:
     return int.from_bytes(hashlib.sha256(repr(history).encode()).digest()[:4], "little") % VOCAB
 
 
-def answer(prompt: list[tuple], length: int, delta: int) -> list[int]:
-    """What a request must be answered: prompt is [(what, position), ...]."""
+def answer(prompt: list[tuple], length: int, delta: int, matcher=None) -> list[int]:
+    """What a request must be answered: prompt is [(what, position), ...]. matcher: of its grammar."""
     history, out = list(prompt), []
-    for _ in range(length):
-        out.append(next_token(history))
+    while len(out) < length and not (matcher is not None and matcher.is_over):
+        token = next_token(history)
+        if matcher is not None:
+            token = next_allowed(token, matcher.mask())
+            matcher.accept(token)
+        out.append(token)
         history.append((("id", out[-1]), (len(history) + delta,) * 3))
     return out
+
+
+def next_allowed(token: int, mask: np.ndarray) -> int:
+    """The first token from this one on whose bit is 1."""
+    while not mask[token // 32] >> token % 32 & 1:
+        token = (token + 1) % VOCAB
+    return token
 
 
 def score(history: list[tuple], token: int) -> float:
@@ -101,6 +112,8 @@ class FakeWorker:
         histories = [before[token][0][: before[token][1]] for token in info.token_indices]
         of_output = [] if info.logprobs is None else zip(info.logprobs.asked_rows, info.logprobs.asked_ids, strict=True)
         tokens = [next_token(history) for history in histories]
+        for row, mask in zip(info.masked_rows, info.bitmasks, strict=True):
+            tokens[row] = next_allowed(tokens[row], mask)
         self.last[batch.req_pool_indices[info.batch_indices]] = tokens
         none = np.zeros((len(tokens), 0))
         return ModelWorkerResult(

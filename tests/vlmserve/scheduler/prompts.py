@@ -7,6 +7,7 @@ import numpy as np
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from tests.vision.fake_backend import mark
 from tests.vlmserve.scheduler import fake_worker as fake
+from tests.vlmserve.scheduler.fake_grammars import FakeMatcher
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
 
 
@@ -68,4 +69,6 @@ class Foresight:
 
 def expected(message) -> list[int]:
     delta = message.mm_inputs.mrope_position_delta if message.mm_inputs else 0
-    return fake.answer(prompt_of(message), message.sampling_params.max_new_tokens, delta)
+    params = message.sampling_params
+    matcher = None if params.grammar is None else FakeMatcher(params.grammar)
+    return fake.answer(prompt_of(message), params.max_new_tokens, delta, matcher)

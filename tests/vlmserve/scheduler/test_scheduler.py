@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.vision.fake_backend import ROW_BYTES, FakeBackend, make_pool
 from tests.vision.fake_disk import FakeDisk
 from tests.vlmserve.scheduler import fake_worker as fake
+from tests.vlmserve.scheduler.fake_grammars import BAD, ENDS, LENGTH, FakeGrammars, spec
 from tests.vlmserve.scheduler.lazy_queue import LazyQueue
 from tests.vlmserve.scheduler.prompts import Foresight, expected, request
 from vision.towers.temporal_patch import temporal_patches
@@ -54,7 +55,7 @@ class Knobs:
 
 
 class Rig:
-    def __init__(self, knobs: Knobs) -> None:
+    def __init__(self, knobs: Knobs, *, has_grammars: bool = True) -> None:
         allocator = TokenToKVPoolAllocator(knobs.pool, knobs.page)
         if knobs.host_pages and knobs.radix:
             cache = HiRadixCache(allocator, TokenToKVPoolAllocator(knobs.host_pages * knobs.page, knobs.page))
@@ -72,6 +73,7 @@ class Rig:
         self.tokens = defaultdict(list)
         self.finish = {}
         self.cached = {}
+        self.grammars = FakeGrammars()
         self.scheduler = Scheduler(
             EngineArgs(
                 model="none",
@@ -94,6 +96,7 @@ class Rig:
             new_token_ratio=NewTokenRatio(knobs.conservativeness),
             media_keys=MediaKeyTable(),
             sessions=Sessions(cache, max_sessions=knobs.sessions, timeout_s=100, clock=lambda: self.now),
+            grammars=self.grammars if has_grammars else None,
             send=self.take,
             drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
         )
@@ -115,14 +118,15 @@ class Rig:
                 self.finish[out.rid] = out.finish_reason
 
     def encode(self) -> bool:
-        """Let each encoder beside the scheduler finish a batch, and the disk all it has to do; whether one did."""
+        """Let each encoder beside the scheduler finish a batch, the disk all it has to do, and one grammar be compiled;
+        whether one did."""
         busy = [number for number, queue in self.backend.queues.items() if queue]
         for number in busy:
             self.backend.finish(number)
         on_disk = self.disk is not None and bool(self.disk.loads or self.disk.saves)
         if on_disk:
             self.disk.finish_all()
-        return bool(busy) or on_disk
+        return self.grammars.finish() or bool(busy) or on_disk
 
     def step(self) -> bool:
         return self.scheduler.step()
@@ -135,7 +139,7 @@ class Rig:
 
 
 @st.composite
-def requests(draw):
+def requests(draw, grammars=()):
     count = draw(st.integers(1, 10))
     stems = [draw(st.lists(st.integers(0, 3), min_size=1, max_size=40)) for _ in range(2)]
     found = []
@@ -150,13 +154,15 @@ def requests(draw):
                 patches = draw(st.lists(st.sampled_from([b"aa", b"bb", b"cc", b"dd"]), min_size=1, max_size=rest))
                 each = draw(st.integers(1, rest // len(patches)))
                 media.append((start + 2, len(patches) * each, b"-".join(patches)))
-        found.append(request(f"r{i}", ids, media, new=draw(st.integers(1, 20))))
+        grammar = draw(st.sampled_from([None] * len(grammars) + [None, *grammars]))
+        forms = {"grammar": spec(grammar)} if grammar else {}
+        found.append(request(f"r{i}", ids, media, new=draw(st.integers(1, 20)), **forms))
     return found
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    messages=requests(),
+    messages=requests(grammars=("3", ENDS, BAD)),
     page=st.sampled_from([1, 4, 16]),
     pages=st.integers(6, 40),
     chunk=st.sampled_from([None, 5, 16, 64]),
@@ -239,9 +245,16 @@ def test_answers_do_not_depend_on_the_schedule(
                     rig.scheduler.handle(AbortReq(rid=f"r{which}", finished=finished))
     rig.run()
     for message in messages:
-        want = expected(message)
+        grammar = message.sampling_params.grammar
+        bad = grammar is not None and grammar.text == BAD
+        want = [] if bad else expected(message)
         got = rig.tokens[message.rid]
-        if message.rid in aborted and len(got) < len(want):
+        if bad and message.rid in aborted:
+            assert got == []
+        elif bad and rig.finish[message.rid].status == 400:
+            assert got == []
+            assert rig.finish[message.rid].param == "response_format"
+        elif message.rid in aborted and len(got) < len(want):
             assert got == want[: len(got)]
             reason = rig.finish.get(message.rid)
             assert (reason is None) if aborted[message.rid] else reason.type == "abort"
@@ -251,7 +264,9 @@ def test_answers_do_not_depend_on_the_schedule(
             assert "could not be encoded: RuntimeError: poisoned" in rig.finish[message.rid].message
         else:
             assert got == want, message.rid
-            assert rig.finish[message.rid].type == "length"
+            over = grammar is not None and grammar.text == ENDS and len(want) == LENGTH
+            assert rig.finish[message.rid].type == ("stop" if over else "length")
+    assert rig.grammars.held == 0
     stats = rig.scheduler.stats()
     assert stats.kv_free_tokens + stats.kv_cached_tokens == pool
     assert stats.req_pool_free == rows
@@ -273,6 +288,42 @@ def test_a_full_cache_retracts_and_the_answers_stay():
     assert rig.scheduler.stats().retracted_total > 0
     for message in messages:
         assert rig.tokens[message.rid] == expected(message)
+
+
+def test_grammars_that_take_long_hold_nobody_up():
+    rig = Rig(Knobs())
+    for i in range(80):
+        rig.scheduler.handle(request(f"slow{i}", [1] * 6, grammar=spec("3")))
+    plain, quick = request("plain", [2] * 6), request("quick", [2] * 6, grammar=spec("5"))
+    for message in (plain, quick):
+        rig.scheduler.handle(message)
+    rig.step()
+    assert rig.grammars.finish()  # the newest
+    while rig.step():
+        pass
+    for message in (plain, quick):
+        assert rig.tokens[message.rid] == expected(message)
+    assert set(rig.finish) == {"plain", "quick"}
+    assert rig.scheduler.wait_handles()
+    rig.run()
+    assert len(rig.finish) == 82
+    assert rig.grammars.held == 0
+
+
+def test_a_grammar_that_several_have_is_refused_by_the_name_of_each_one_s_field():
+    rig = Rig(Knobs())
+    for param in ("regex", "guided_regex"):
+        rig.scheduler.handle(request(param, [1] * 6, grammar=spec(BAD, param=param)))
+    rig.run()
+    for param in ("regex", "guided_regex"):
+        assert (rig.finish[param].status, rig.finish[param].param) == (400, param)
+        assert rig.finish[param].message == f"{param} cannot be compiled"
+
+
+def test_an_engine_without_grammars_refuses_them():
+    rig = Rig(Knobs(), has_grammars=False)
+    rig.scheduler.handle(request("a", [1] * 6, grammar=spec("3")))
+    assert (rig.finish["a"].status, rig.finish["a"].param) == (400, "response_format")
 
 
 def evict_all(rig: Rig) -> None:

@@ -80,7 +80,7 @@ def test_fields_become_those_of_a_chat() -> None:
         {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}, "strict": True}}
     ]
     assert (chat.tool_choice, chat.parallel_tool_calls) == ("required", False)
-    assert chat.response_format.model_dump() == {
+    assert chat.response_format == {
         "type": "json_schema",
         "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
     }

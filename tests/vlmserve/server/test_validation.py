@@ -153,6 +153,21 @@ REFUSED = [
     ({"stream": "yes"}, "stream"),
     ({"response_format": {"type": "poem"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": [1]}, "guided_choice[0]"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json"),
+    ({"json_schema": "{"}, "json_schema"),
+    ({"regex": ""}, "regex"),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json_object": True}, "guided_regex": "a"}, "guided_regex"),
+    ({"response_format": {"type": "json_object"}, "ebnf": "root ::= a"}, "ebnf"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": "all"}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
@@ -278,13 +293,6 @@ def test_a_wrong_path(client, method, path, status, message):
 
 
 UNSUPPORTED = [
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
-        "response_format",
-    ),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x", "format": "wav"}}, "modalities"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),

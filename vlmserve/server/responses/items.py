@@ -16,6 +16,7 @@ from vlmserve.server.request_id import new_id
 from vlmserve_common.errors import BadRequestError
 
 _PLACE = re.compile(r"messages\[(\d+)\]")
+_FORM = re.compile(r"response_format(\.json_schema)?")
 _ID_KINDS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -27,14 +28,17 @@ class Conversation:
     places: list[str] = field(default_factory=list)
 
     def named(self, error: BadRequestError) -> BadRequestError:
-        """An error about a message, with the place of its item instead."""
+        """An error about a chat, with the place of a message's item instead, and the names that fields have here."""
 
         def place(match: re.Match[str]) -> str:
             number = int(match[1])
             return self.places[number] if number < len(self.places) else "input"
 
-        param = error.param and _PLACE.sub(place, error.param)
-        message = _PLACE.sub(place, error.message)
+        def renamed(text: str) -> str:
+            return _FORM.sub("text.format", _PLACE.sub(place, text))
+
+        param = error.param and renamed(error.param)
+        message = renamed(error.message)
         param = "input" if param == "messages" else param
         return BadRequestError(message, param=param, code=error.code, status=error.status)
 
