@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.server.errors import error_body
+from vlmserve.server.openapi.paths import DESCRIPTION_PATHS
 
 # What operators do to the engine; with a key of their own, if there is one.
 CONTROL_PATHS = frozenset(
@@ -23,8 +24,9 @@ CONTROL_PATHS = frozenset(
         "/abort_request",
     )
 )
-# Load balancers and Prometheus have no key; neither path tells anything about requests' content.
-OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))
+# Load balancers and Prometheus have no key, nor has who reads the API's description; neither path tells anything about
+# requests' content.
+OPEN_PATHS = frozenset(("/health", "/metrics", "/version", *DESCRIPTION_PATHS))
 
 
 class ApiKeyMiddleware:

@@ -1,0 +1,132 @@
+"""The OpenAPI document: the table of operations, and the schemas of what it names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from vlmserve.server.openapi.answers.operators import Error
+from vlmserve.server.openapi.operations import OPERATIONS, Operation
+from vlmserve_common.version import __version__
+
+_KEY, _ADMIN_KEY = "apiKey", "adminApiKey"
+_REASONS = {499: "The client left, or an operator ended the request"}
+_TAGS = {
+    "Answers": "What the model says, and how likely",
+    "Responses": "OpenAI's newer form of chats",
+    "Tokens": "Prompts as the model reads them",
+    "Models": "What is served",
+    "Files": "Uploads that requests name by their ids",
+    "Batches": "Files of requests",
+    "Server": "For load balancers and monitoring",
+    "Operators": "What operators ask of the engine",
+}
+
+
+def openapi_document(*, keys: bool, admin_key: bool) -> dict[str, Any]:
+    """The document, of OpenAPI 3.1. keys: whether clients need one; admin_key: whether operators need one of theirs."""
+    schemas, components = _schemas()
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        needed = _needed(operation, keys=keys, admin_key=admin_key)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schemas, needed)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "vlmserve",
+            "version": __version__,
+            "description": "OpenAI-compatible API of a Qwen-VL model",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "tags": [{"name": name, "description": description} for name, description in _TAGS.items()],
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    schemes = {}
+    if keys:
+        schemes[_KEY] = {"type": "http", "scheme": "bearer", "description": "a client's key (--api-key)"}
+        document["security"] = [{_KEY: []}]
+    if admin_key:
+        schemes[_ADMIN_KEY] = {"type": "http", "scheme": "bearer", "description": "operators' key (--admin-api-key)"}
+    if schemes:
+        document["components"]["securitySchemes"] = schemes
+    return document
+
+
+def _needed(operation: Operation, *, keys: bool, admin_key: bool) -> str | None:
+    """The key that it needs."""
+    if operation.access == "open":
+        return None
+    if operation.access == "admin" and admin_key:
+        return _ADMIN_KEY
+    return _KEY if keys else None
+
+
+def _schemas() -> tuple[dict[tuple[str, str], dict[str, Any]], dict[str, Any]]:
+    """Of the types in the table, by operation and role; and the components that they refer to."""
+    types: list[tuple[tuple[str, str], Any]] = [
+        ((operation.id, role), kind)
+        for operation in OPERATIONS
+        for role, kind in (
+            ("request", operation.request),
+            ("answer", operation.answer),
+            ("event", operation.events),
+            ("conflict", operation.conflict),
+        )
+        if kind is not None and not isinstance(kind, str)
+    ]
+    inputs = [(key, "validation", TypeAdapter(kind)) for key, kind in [*types, (("", "error"), Error)]]
+    found, rest = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    return {key: schema for (key, _), schema in found.items()}, rest["$defs"]
+
+
+def _described(
+    operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]], needed: str | None
+) -> dict[str, Any]:
+    """The Operation Object. needed: the security scheme of its key."""
+    described: dict[str, Any] = {
+        "operationId": operation.id,
+        "tags": [operation.tag],
+        "summary": operation.summary,
+        "security": [] if needed is None else [{needed: []}],
+    }
+    if parameters := [*_in_path(operation.path), *_in_query(operation)]:
+        described["parameters"] = parameters
+    if operation.form is not None:
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
+    elif operation.request is not None:
+        content = {"application/json": {"schema": schemas[operation.id, "request"]}}
+        described["requestBody"] = {"required": operation.needs_body, "content": content}
+    responses = {"200": {"description": operation.summary, "content": _content(operation, schemas)}}
+    for status in sorted({*operation.errors, *([401] if needed else [])}):
+        schema = schemas[operation.id, "conflict"] if status == 409 else schemas["", "error"]
+        reason = _REASONS.get(status) or HTTPStatus(status).phrase
+        responses[str(status)] = {"description": reason, "content": {"application/json": {"schema": schema}}}
+    return described | {"responses": responses}
+
+
+def _content(operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+    if isinstance(operation.answer, str):
+        return {operation.answer: {"schema": {"type": "string"} if operation.answer.startswith("text/") else {}}}
+    content: dict[str, Any] = {"application/json": {"schema": schemas[operation.id, "answer"]}}
+    if operation.events is not None:
+        # As OpenAPI 3.2 has it: the schema is of one event. The last one's data is [DONE], except for Responses.
+        data = {"contentMediaType": "application/json", "contentSchema": schemas[operation.id, "event"]}
+        event = {"type": "object", "required": ["data"]}
+        properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
+        content["text/event-stream"] = {"schema": {**event, "properties": properties}}
+    return content
+
+
+def _in_path(path: str) -> Sequence[dict[str, Any]]:
+    names = re.findall(r"\{(\w+)\}", path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+
+
+def _in_query(operation: Operation) -> Sequence[dict[str, Any]]:
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in (operation.query or {}).items()]
