@@ -126,7 +126,8 @@ def build_app(
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/metrics", show_metrics, methods=["GET"])
     app.add_api_route("/version", version, methods=["GET"])
-    add_pages(app, keys=settings.api_key is not None, admin_key=settings.admin_api_key is not None)
+    has_keys, has_admin_key = settings.api_key is not None, settings.admin_api_key is not None
+    add_pages(app, model=model_name, keys=has_keys, admin_key=has_admin_key)
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     if settings.api_key or settings.admin_api_key:
         app.add_middleware(ApiKeyMiddleware, key=settings.api_key, admin_key=settings.admin_api_key)

@@ -14,13 +14,13 @@ import pytest
 import schemathesis
 from starlette.testclient import TestClient
 
-from tests.vlmserve.server.fake_engine import make_served
+from tests.vlmserve.server.fake_engine import MODEL, make_served
 from vlmserve.server.auth import CONTROL_PATHS, OPEN_PATHS
 from vlmserve.server.openapi.document import openapi_document
 from vlmserve.server.openapi.operations import OPERATIONS
 from vlmserve.server.openapi.paths import DESCRIPTION_PATHS
 
-DOCUMENT = openapi_document(keys=True, admin_key=True)
+DOCUMENT = openapi_document(model=MODEL, keys=True, admin_key=True)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def test_answers_and_errors_have_schemas() -> None:
                     assert response["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
     chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]
     assert chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatCompletionRequest")
-    event = chat["responses"]["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]["contentSchema"]
+    event = chat["responses"]["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
     assert "#/components/schemas/ChatCompletionChunk" in json.dumps(event)
 
 

@@ -27,13 +27,14 @@ _TAGS = {
 }
 
 
-def openapi_document(*, keys: bool, admin_key: bool) -> dict[str, Any]:
-    """The document, of OpenAPI 3.1. keys: whether clients need one; admin_key: whether operators need one of theirs."""
+def openapi_document(*, model: str, keys: bool, admin_key: bool) -> dict[str, Any]:
+    """The document, of OpenAPI 3.1. model: its name, for examples. keys: whether clients need one; admin_key: whether
+    operators need one of theirs."""
     schemas, components = _schemas()
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         needed = _needed(operation, keys=keys, admin_key=admin_key)
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schemas, needed)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schemas, needed, model)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -86,7 +87,7 @@ def _schemas() -> tuple[dict[tuple[str, str], dict[str, Any]], dict[str, Any]]:
 
 
 def _described(
-    operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]], needed: str | None
+    operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]], needed: str | None, model: str
 ) -> dict[str, Any]:
     """The Operation Object. needed: the security scheme of its key."""
     described: dict[str, Any] = {
@@ -100,8 +101,9 @@ def _described(
     if operation.form is not None:
         described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
     elif operation.request is not None:
-        content = {"application/json": {"schema": schemas[operation.id, "request"]}}
-        described["requestBody"] = {"required": operation.needs_body, "content": content}
+        named = {"model": model} if "model" in operation.request.model_fields else {}
+        body = {"schema": schemas[operation.id, "request"], "example": named | (operation.example or {})}
+        described["requestBody"] = {"required": operation.needs_body, "content": {"application/json": body}}
     responses = {"200": {"description": operation.summary, "content": _content(operation, schemas)}}
     for status in sorted({*operation.errors, *([401] if needed else [])}):
         schema = schemas[operation.id, "conflict"] if status == 409 else schemas["", "error"]
@@ -115,11 +117,13 @@ def _content(operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]
         return {operation.answer: {"schema": {"type": "string"} if operation.answer.startswith("text/") else {}}}
     content: dict[str, Any] = {"application/json": {"schema": schemas[operation.id, "answer"]}}
     if operation.events is not None:
-        # As OpenAPI 3.2 has it: the schema is of one event. The last one's data is [DONE], except for Responses.
-        data = {"contentMediaType": "application/json", "contentSchema": schemas[operation.id, "event"]}
-        event = {"type": "object", "required": ["data"]}
-        properties = {"event": {"type": "string"}, "data": {"type": "string", **data}}
-        content["text/event-stream"] = {"schema": {**event, "properties": properties}}
+        # As OpenAPI 3.2 has it: the schema is of one event.
+        schema = schemas[operation.id, "event"]
+        data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+        if operation.ends_with_done:
+            data = {"anyOf": [data, {"const": "[DONE]", "description": "the last event"}]}
+        event = {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
+        content["text/event-stream"] = {"schema": event}
     return content
 
 

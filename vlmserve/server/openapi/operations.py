@@ -48,9 +48,10 @@ _MADE = (*_BODY, *_ID, 409, 429, 499, *_ENGINE, 504)
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """id: what generated clients call it. request: the type of its JSON body; form: the schema of its multipart one.
-    answer: the type of its JSON with the status 200; a media type for other content. events: the type of the JSON in
-    the events that it answers with `stream: true`. query: the schemas of its query parameters. errors: statuses of
+    """id: what generated clients call it. request: the type of its JSON body, and an example of it, to which the
+    model's name is added; form: the schema of a multipart body. answer: the type of its JSON with the status 200, or
+    the media type of other content. events: the type of the JSON in the events that it answers with `stream: true`;
+    ends_with_done: behind them comes one of [DONE]. query: the schemas of its query parameters. errors: statuses of
     errors; conflict: the type of its 409, if that is more than an error. access: which key it needs, where there are
     keys.
     """
@@ -62,9 +63,11 @@ class Operation:
     summary: str
     answer: Any
     request: Any = None
+    example: dict[str, Any] | None = None
     form: dict[str, Any] | None = None
     needs_body: bool = True
     events: Any = None
+    ends_with_done: bool = False
     query: dict[str, dict[str, Any]] | None = None
     errors: tuple[int, ...] = ()
     conflict: Any = Error
@@ -75,6 +78,7 @@ def _limit(most: int, usual: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": 1, "maximum": most, "default": usual}
 
 
+_HELLO = {"role": "user", "content": "Hello"}
 _AFTER: dict[str, Any] = {"type": "string", "description": "the id that the page before ended with"}
 _ORDER: dict[str, Any] = {"type": "string", "enum": ["asc", "desc"], "default": "desc"}
 _UPLOAD: dict[str, Any] = {
@@ -101,8 +105,10 @@ OPERATIONS = (
         tag="Answers",
         summary="Answer a conversation, whole or as a stream",
         request=ChatCompletionRequest,
+        example={"messages": [_HELLO], "max_tokens": 64},
         answer=ChatCompletion,
         events=ChatCompletionChunk | Error,
+        ends_with_done=True,
         errors=_MADE,
     ),
     Operation(
@@ -112,8 +118,10 @@ OPERATIONS = (
         tag="Answers",
         summary="Go on from a text, or from token ids",
         request=CompletionRequest,
+        example={"prompt": "Hello", "max_tokens": 16},
         answer=TextCompletion,
         events=TextCompletionChunk | Error,
+        ends_with_done=True,
         errors=_MADE,
     ),
     Operation(
@@ -123,6 +131,7 @@ OPERATIONS = (
         tag="Responses",
         summary="Answer a conversation, whole or as a stream, and keep it",
         request=ResponsesRequest,
+        example={"input": "Hello", "max_output_tokens": 64},
         answer=ResponseObject,
         events=ResponseEvent,
         errors=_MADE,
@@ -162,6 +171,7 @@ OPERATIONS = (
         tag="Answers",
         summary="How likely labels are behind a query and each of some items",
         request=ScoreRequest,
+        example={"query": "Is the sky blue?", "labels": ["yes", "no"]},
         answer=Scores,
         errors=_MADE,
     ),
@@ -172,6 +182,7 @@ OPERATIONS = (
         tag="Answers",
         summary="Encode media ahead of time",
         request=WarmupRequest,
+        example={"messages": [_HELLO]},
         answer=Warmup,
         errors=_MADE,
     ),
@@ -182,6 +193,7 @@ OPERATIONS = (
         tag="Tokens",
         summary="The ids of a prompt",
         request=TokenizeRequest,
+        example={"prompt": "Hello"},
         answer=TokenizedPrompt,
         errors=_MADE,
     ),
@@ -192,6 +204,7 @@ OPERATIONS = (
         tag="Tokens",
         summary="The text of ids",
         request=DetokenizeRequest,
+        example={"tokens": [1, 2, 3]},
         answer=DetokenizedPrompt,
         errors=(*_BODY, *_ID),
     ),
@@ -266,6 +279,7 @@ OPERATIONS = (
         tag="Batches",
         summary="Answer a file of requests when there is room",
         request=BatchRequest,
+        example={"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
         answer=BatchObject,
         errors=(*_BODY, *_ID, 429),
     ),
@@ -373,6 +387,7 @@ OPERATIONS = (
         tag="Operators",
         summary="End a request, or all",
         request=AbortBody,
+        example={"abort_all": True},
         answer=AbortedRequests,
         errors=(*_BODY, *_ID, *_ENGINE),
         access="admin",
@@ -384,6 +399,7 @@ OPERATIONS = (
         tag="Operators",
         summary="Record steps with torch's profiler",
         request=ProfileBody,
+        example={"num_steps": 10},
         needs_body=False,
         answer=ProfileTrace,
         errors=(*_BODY, 409, *_ENGINE),

@@ -18,12 +18,12 @@ _FILES_OF = "fastapi_offline"  # the package that brings Swagger UI
 _PARAMETERS = {"validatorUrl": None}
 
 
-def add_pages(app: FastAPI, *, keys: bool, admin_key: bool) -> None:
-    """Register them. keys, admin_key: as of `openapi_document`, which is made when it is first asked for."""
+def add_pages(app: FastAPI, *, model: str, keys: bool, admin_key: bool) -> None:
+    """Register them. model, keys, admin_key: as of `openapi_document`, which is made when it is first asked for."""
 
     @functools.cache
     def document() -> bytes:
-        return json_text(openapi_document(keys=keys, admin_key=admin_key))
+        return json_text(openapi_document(model=model, keys=keys, admin_key=admin_key))
 
     def show_document() -> Response:
         return Response(document(), media_type="application/json")
