@@ -20,22 +20,21 @@ from vlmserve.server.batches.endpoints import batch_endpoints
 from vlmserve.server.batches.runner import make_runner
 from vlmserve.server.body_budget import BodyBudget, BodyBudgetMiddleware
 from vlmserve.server.chat import complete_chat
-from vlmserve.server.completion_protocol import CompletionRequest
 from vlmserve.server.completions import complete
 from vlmserve.server.control import AskEngine, ControlApi, no_engine
 from vlmserve.server.errors import error_body, install_error_handlers
 from vlmserve.server.file_store import FileStore
 from vlmserve.server.files import FilesApi
 from vlmserve.server.metrics import CONTENT_TYPE, ServerMetrics
+from vlmserve.server.openapi.pages import add_pages
 from vlmserve.server.outermost import OutermostMiddleware
-from vlmserve.server.protocol import ChatCompletionRequest, ScoreRequest, WarmupRequest
 from vlmserve.server.request_id import HEADER as REQUEST_ID_HEADER
 from vlmserve.server.request_log import log_request
 from vlmserve.server.responses.api import ResponsesApi
 from vlmserve.server.score import score_labels
 from vlmserve.server.served_model import ServedModel
 from vlmserve.server.stores import Stores
-from vlmserve.server.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from vlmserve.server.tokenization import detokenize, tokenize
 from vlmserve.server.tracing import RequestTracer
 from vlmserve.server.warmup import warm_up
 from vlmserve.server.web_pages import WebPageGuard
@@ -58,7 +57,7 @@ def build_app(
     """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
     gets ended chat requests. stores: of responses and batches, whose endpoints are not there without;
     app.state.batches is what answers the latter."""
-    app = FastAPI(title="vlmserve", version=__version__, description="OpenAI-compatible API of a Qwen-VL model")
+    app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own
     install_error_handlers(app, manager.retry_after_s)
     app.state.bodies = BodyBudget(settings)
     app.state.parsing = asyncio.Lock()  # of large bodies: the interpreter does it for one at a time, and nothing beside
@@ -114,16 +113,15 @@ def build_app(
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    for path, endpoint, shape in (
-        ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
-        ("/v1/completions", completions, CompletionRequest),
-        ("/v1/score", score, ScoreRequest),
-        ("/v1/warmup", warmup, WarmupRequest),
-        ("/tokenize", tokenize_prompt, TokenizeRequest),
-        ("/detokenize", detokenize_ids, DetokenizeRequest),
+    for path, endpoint in (
+        ("/v1/chat/completions", chat_completions),
+        ("/v1/completions", completions),
+        ("/v1/score", score),
+        ("/v1/warmup", warmup),
+        ("/tokenize", tokenize_prompt),
+        ("/detokenize", detokenize_ids),
     ):
-        body = {"required": True, "content": {"application/json": {"schema": shape.model_json_schema()}}}
-        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra={"requestBody": body})
+        app.add_api_route(path, endpoint, methods=["POST"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
     FilesApi(files, settings).add_routes(app)
@@ -139,6 +137,7 @@ def build_app(
     app.add_middleware(BodyBudgetMiddleware, budget=app.state.bodies)
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     keys = read_api_keys(settings)
+    add_pages(app, model=model_name, keys=keys is not None, admin_key=settings.admin_api_key is not None)
     if keys is not None or settings.admin_api_key is not None:
         scope = settings.cache_scope
         scoped = scope == "key" or (scope == "auto" and settings.api_key_file is not None)

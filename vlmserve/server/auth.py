@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.server.api_keys import ApiKeys
 from vlmserve.server.errors import error_body
+from vlmserve.server.openapi.paths import DESCRIPTION_PATHS
 
 # What operators do to the engine; with a key of their own, if there is one.
 CONTROL_PATHS = frozenset(
@@ -26,8 +27,8 @@ CONTROL_PATHS = frozenset(
 )
 # What operators read: with the operators' key, if there is one, and without any otherwise.
 METRICS_PATH = "/metrics"
-# Load balancers have no key; neither path tells anything about requests.
-OPEN_PATHS = frozenset(("/health", "/version"))
+# Load balancers have no key, nor has who reads the API's description; none of it tells anything about requests.
+OPEN_PATHS = frozenset(("/health", "/version", *DESCRIPTION_PATHS))
 
 
 class ApiKeyMiddleware:

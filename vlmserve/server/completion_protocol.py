@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from vlmserve.server.protocol import (
     FormedRequest,
-    LogitsProcessorName,
+    LogitsProcessor,
+    Stop,
     StreamOptions,
     TokenIds,
-    _list_of_one,
-    _named_object,
 )
 
 
@@ -53,7 +52,7 @@ class CompletionRequest(FormedRequest):
     n: int | None = None
     presence_penalty: float | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_list_of_one)] = None
+    stop: Stop = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     suffix: str | None = None
@@ -69,4 +68,4 @@ class CompletionRequest(FormedRequest):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    logits_processors: list[Annotated[LogitsProcessorName, BeforeValidator(_named_object)]] | None = None
+    logits_processors: list[LogitsProcessor] | None = None

@@ -50,6 +50,7 @@ async def no_engine(_: ControlRequest) -> ControlResult:
 
 # A message is taken between two steps; on a CPU one may take long, and so does writing a profile.
 ANSWER_S = 60.0
+_MOST_STEPS = 10**6  # hours of them
 _SECRETS = frozenset(("api_key", "admin_api_key"))
 _T = TypeVar("_T")
 
@@ -70,7 +71,7 @@ class AbortBody(StrictModel):
 class ProfileBody(StrictModel):
     """POST /start_profile."""
 
-    num_steps: Annotated[int | None, Field(ge=1)] = None
+    num_steps: Annotated[int | None, Field(ge=1, le=_MOST_STEPS)] = None
     activities: list[Activity] | None = None
 
 
@@ -147,7 +148,9 @@ class ControlApi:
         if self._settings.profile_dir is None:
             raise BadRequestError("profiling is off: there is no folder for traces (setting --profile-dir)", status=409)
         question = StartProfileReq(
-            folder=self._settings.profile_dir, steps=body.num_steps, activities=tuple(body.activities or ())
+            folder=self._settings.profile_dir,
+            steps=body.num_steps,
+            activities=tuple(dict.fromkeys(body.activities or ())),
         )
         return {"path": (await self._ask(question, ProfileResult)).path, "num_steps": body.num_steps}
 

@@ -26,7 +26,7 @@ _FORM_BYTES = 2**16
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # OpenAI's limits of both.
 _LIST_LIMIT = 10_000
-_EXPIRY_S = (3600, 30 * 24 * 3600)
+EXPIRY_S = (3600, 30 * 24 * 3600)
 
 
 class FilesApi:
@@ -38,9 +38,7 @@ class FilesApi:
 
     def add_routes(self, app: FastAPI) -> None:
         """Register them."""
-        form = {"properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": list(PURPOSES)}}}
-        body = {"required": True, "content": {"multipart/form-data": {"schema": {"type": "object", **form}}}}
-        app.add_api_route("/v1/files", self.create, methods=["POST"], openapi_extra={"requestBody": body})
+        app.add_api_route("/v1/files", self.create, methods=["POST"])
         app.add_api_route("/v1/files", self.list, methods=["GET"])
         app.add_api_route("/v1/files/{file_id}", self.retrieve, methods=["GET"])
         app.add_api_route("/v1/files/{file_id}", self.delete, methods=["DELETE"])
@@ -135,7 +133,7 @@ def _check_fields(fields: dict[str, str]) -> tuple[str, int | None]:
         return purpose, None
     if anchor != "created_at":
         raise _invalid("expires_after[anchor]", anchor, "created_at")
-    least, most = _EXPIRY_S
+    least, most = EXPIRY_S
     if seconds is None or not seconds.isdecimal() or not least <= int(seconds) <= most:
         raise _invalid("expires_after[seconds]", seconds, f"between {least} and {most}")
     return purpose, int(seconds)

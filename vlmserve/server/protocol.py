@@ -100,7 +100,7 @@ class ImageUrlPart(_ImageFields):
     """image_url may also be the URL itself."""
 
     type: Literal["image_url"]
-    image_url: Annotated[ImageUrl, BeforeValidator(_url_object)]
+    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=str | ImageUrl)]
 
 
 class ImagePart(_ImageFields):
@@ -135,7 +135,7 @@ class ImageEmbedsPart(StrictModel):
     """image_embeds may also be the base64 text itself."""
 
     type: Literal["image_embeds"]
-    image_embeds: Annotated[Embeds, BeforeValidator(_data_object)]
+    image_embeds: Annotated[Embeds, BeforeValidator(_data_object, json_schema_input_type=str | Embeds)]
 
 
 class _VideoFields(StrictModel):
@@ -157,7 +157,7 @@ class _VideoFields(StrictModel):
 
 class VideoUrlPart(_VideoFields):
     type: Literal["video_url"]
-    video_url: Annotated[MediaSource, BeforeValidator(_url_object)]
+    video_url: Annotated[MediaSource, BeforeValidator(_url_object, json_schema_input_type=str | MediaSource)]
 
 
 class FrameFile(StrictModel):
@@ -180,7 +180,7 @@ class VideoPart(_VideoFields):
     """Qwen's own form: a URL, or the frames', of which some may be uploaded files."""
 
     type: Literal["video"]
-    video: Annotated[list[Frame], BeforeValidator(_list_of_one)]
+    video: Annotated[list[Frame], BeforeValidator(_list_of_one, json_schema_input_type=str | list[Frame])]
 
 
 class InputAudioPart(StrictModel):
@@ -355,6 +355,9 @@ class WarmupRequest(StrictModel):
     pin: bool | None = None
 
 
+Stop = Annotated[list[str] | None, BeforeValidator(_list_of_one, json_schema_input_type=str | list[str] | None)]
+
+
 class LogitsProcessorName(StrictModel):
     """params: what the processor is told."""
 
@@ -364,6 +367,11 @@ class LogitsProcessorName(StrictModel):
 
 def _named_object(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
+
+
+LogitsProcessor = Annotated[
+    LogitsProcessorName, BeforeValidator(_named_object, json_schema_input_type=str | LogitsProcessorName)
+]
 
 
 def _query_kind(value: Any) -> str | None:
@@ -391,6 +399,9 @@ Item = Annotated[
     Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("ids")],
     Discriminator(_item_kind, custom_error_type="item_type", custom_error_message="must be text or token ids"),
 ]
+
+
+Items = Annotated[list[Item] | None, BeforeValidator(_list_of_one, json_schema_input_type=str | list[Item] | None)]
 
 
 class NamedRequest(StrictModel):
@@ -422,7 +433,7 @@ class ScoreRequest(NamedRequest):
 
     model: str
     query: Query
-    items: Annotated[list[Item] | None, BeforeValidator(_list_of_one)] = None
+    items: Items = None
     label_token_ids: TokenIds | None = None
     apply_softmax: bool = False
     item_first: bool = False
@@ -448,7 +459,7 @@ class ChatCompletionRequest(FormedRequest):
     max_completion_tokens: int | None = None
     n: int | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_list_of_one)] = None
+    stop: Stop = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -496,7 +507,7 @@ class ChatCompletionRequest(FormedRequest):
     temp_scaled_logprobs: bool | None = None
     top_p_normalized_logprobs: bool | None = None
     return_hidden_states: bool | Literal["last", "all"] | None = None
-    logits_processors: list[Annotated[LogitsProcessorName, BeforeValidator(_named_object)]] | None = None
+    logits_processors: list[LogitsProcessor] | None = None
 
 
 FIELDS_INSIDE = frozenset(

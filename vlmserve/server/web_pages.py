@@ -19,7 +19,7 @@ _OURS = (".localhost",)
 _SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 _UPLOADS = "/v1/files"
 # Probes of load balancers ask by any name.
-_OPEN_PATH = "/health"
+OPEN_PATH = "/health"
 
 
 class WebPageGuard:
@@ -36,7 +36,7 @@ class WebPageGuard:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != _OPEN_PATH:
+        if scope["type"] == "http" and scope["path"] != OPEN_PATH:
             headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
             refusal = self._refusal(headers, scope["method"], scope["path"])
             if refusal is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.server.fake_engine import Served, make_served, write_checkpoint_folder
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches prices otherwise, when it is imported
 
 
 @pytest.fixture(scope="session")

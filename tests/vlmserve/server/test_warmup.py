@@ -177,8 +177,3 @@ def loop_call(served, function, *args) -> None:
     """Call it in the server's event loop."""
     waiter = next(iter(served.frontend.manager._warmups.values()))
     waiter.get_loop().call_soon_threadsafe(function, *args)
-
-
-def test_the_documents_know_it(client):
-    schema = client.get("/openapi.json").json()["paths"][URL]["post"]["requestBody"]
-    assert "pin" in schema["content"]["application/json"]["schema"]["properties"]

@@ -53,8 +53,7 @@ class BatchesApi:
 
     def add_routes(self, app: FastAPI) -> None:
         """Register them."""
-        body = {"required": True, "content": {"application/json": {"schema": BatchRequest.model_json_schema()}}}
-        app.add_api_route("/v1/batches", self.create, methods=["POST"], openapi_extra={"requestBody": body})
+        app.add_api_route("/v1/batches", self.create, methods=["POST"])
         app.add_api_route("/v1/batches", self.list, methods=["GET"])
         app.add_api_route("/v1/batches/{batch_id}", self.retrieve, methods=["GET"])
         app.add_api_route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"])

@@ -39,9 +39,7 @@ class ResponsesApi:
 
     def add_routes(self, app: FastAPI) -> None:
         """Register them."""
-        schema = {"application/json": {"schema": ResponsesRequest.model_json_schema()}}
-        body = {"required": True, "content": schema}
-        app.add_api_route("/v1/responses", self.create, methods=["POST"], openapi_extra={"requestBody": body})
+        app.add_api_route("/v1/responses", self.create, methods=["POST"])
         app.add_api_route("/v1/responses/{response_id}", self.retrieve, methods=["GET"])
         app.add_api_route("/v1/responses/{response_id}", self.delete, methods=["DELETE"])
         app.add_api_route("/v1/responses/{response_id}/input_items", self.input_items, methods=["GET"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from vlmserve.config.fields import MOST_SECONDS
-from vlmserve.server.protocol import StrictModel, _list_of_one
+from vlmserve.server.protocol import Stop, StrictModel
 
 
 class FunctionTool(StrictModel):
@@ -128,7 +128,7 @@ class ResponsesRequest(StrictModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    stop: Annotated[list[str] | None, BeforeValidator(_list_of_one)] = None
+    stop: Stop = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -62,6 +62,7 @@ class ResponseWriter:
         self._usage: dict[str, Any] | None = None
         self._error: dict[str, Any] | None = None
         self._extra: dict[str, Any] = {}
+        self._held: list[dict[str, Any]] = []  # logprobs that come before their text
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """The events before all output."""
@@ -80,16 +81,18 @@ class ResponseWriter:
             self._finish = choice.get("finish_reason") or self._finish
             if thought := delta.get("reasoning_content") or delta.get("reasoning"):
                 yield from self._text("reasoning", thought)
-            listed = (choice.get("logprobs") or {}).get("content") or []
-            if delta.get("content") or listed:
-                yield from self._text("message", delta.get("content") or "", listed)
             for call in delta.get("tool_calls") or ():
                 yield from self._called(call)
+            if not (thought or delta.get("tool_calls")):
+                listed = (choice.get("logprobs") or {}).get("content") or []
+                yield from self._said(delta.get("content") or "", listed)
 
     def end(self) -> Iterator[dict[str, Any]]:
         """The events behind all output but the last, which has `response`."""
         if self._open is None and not self._output and self._error is None:
             yield from self._begin_item("message")
+            if self._held:
+                yield from self._delta("", self._held)
         yield from self._close()
 
     def response(self) -> dict[str, Any]:
@@ -109,6 +112,15 @@ class ResponseWriter:
             yield from self._begin_item(kind)
         yield from self._delta(text, logprobs or [])
 
+    def _said(self, text: str, listed: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """A message's text. listed: the logprobs of its tokens; text that is held back has them alone. Before the
+        message they wait: what is held back may be a thought or a call."""
+        if text or (listed and self._open is not None and self._open.kind == "message"):
+            yield from self._text("message", text, [*self._held, *listed])
+            self._held = []
+        else:
+            self._held += listed
+
     def _called(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         function = call.get("function") or {}
         if self._open is None or self._open.call != call["index"]:
@@ -121,6 +133,7 @@ class ResponseWriter:
             yield from self._delta(function["arguments"], [])
 
     def _begin_item(self, kind: str, **call: Any) -> Iterator[dict[str, Any]]:
+        self._held = self._held if kind == "message" else []
         item_id = new_id(_DELTAS[kind][1]).replace("-", "_")
         item = self._open = _OpenItem(kind, item_id, len(self._output), **call)
         yield self._event("response.output_item.added", output_index=item.index, item=item.as_item("in_progress"))

@@ -1,0 +1,205 @@
+"""Answers of a real server, of every operation, are what the OpenAPI document says, to the last field."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.vlmserve.documented import BY_ID, ask
+from tests.vlmserve.server_process import ROOT, ServerProcess
+
+SAMPLES = ROOT / "assets" / "samples"
+PICTURE = "data:image/png;base64," + base64.b64encode((SAMPLES / "shapes.png").read_bytes()).decode()
+CLIP = "data:video/mp4;base64," + base64.b64encode((SAMPLES / "rolling.mp4").read_bytes()).decode()
+MODEL = {"model": "tiny"}
+HI: dict[str, Any] = {**MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+TEXT: dict[str, Any] = {**MODEL, "prompt": "Hello wörld", "max_tokens": 3}
+INPUT: dict[str, Any] = {**MODEL, "input": "Hello", "max_output_tokens": 3}
+MEDIA = [
+    {"type": "image_url", "image_url": {"url": PICTURE}, "max_pixels": 5000},
+    {"type": "video_url", "video_url": {"url": CLIP}, "fps": 1.0, "max_frames": 10**9},
+    {"type": "text", "text": "What is it?"},
+]
+REPORTS = {"return_mm_report": True, "return_usage_details": True}
+LOGPROBS = {"logprobs": True, "top_logprobs": 2, "token_ids_logprob": [1, 2], "n": 2}
+
+# Of each operation that answers at once: bodies of requests.
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "createChatCompletion": [
+        HI,
+        {**HI, **LOGPROBS},
+        {**HI, "messages": [{"role": "user", "content": MEDIA}], **REPORTS},
+        {**HI, "stop": "o", "ignore_eos": True, "max_tokens": 50},
+        {**HI, "max_tokens": 0, "return_hidden_states": "last"},
+        {**HI, "prompt_logprobs": 2, "token_ids_logprob": [1], "logprobs": True},
+        {**HI, "model": "other"},
+        {**HI, "temperature": 9},
+    ],
+    "createCompletion": [
+        TEXT,
+        {**TEXT, "echo": True, "logprobs": 2},
+        {**TEXT, "logprobs": 1, "n": 2},
+        {**TEXT, "prompt": ["Hello", "The red"], "prompt_logprobs": 1},
+        {**TEXT, "stop": ["e", "o"], "max_tokens": 20, "ignore_eos": True},
+    ],
+    "createResponse": [
+        INPUT,
+        {**INPUT, "max_output_tokens": 60, "top_logprobs": 1, "metadata": {"a": "b"}, "instructions": "Be brief."},
+        {**INPUT, "text": {"format": {"type": "text"}, "verbosity": "low"}, **REPORTS},
+        {
+            **INPUT,
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": PICTURE}]}],
+            "reasoning": {"effort": "low"},
+            **REPORTS,
+        },
+        {**INPUT, "previous_response_id": "resp_none"},
+    ],
+    "createScore": [
+        {**MODEL, "query": "Is it?", "items": ["a", "b"], "labels": ["yes", "no"], "apply_softmax": True},
+        {**MODEL, "query": [{"role": "user", "content": MEDIA}], "label_token_ids": [1, 2]},
+        {**MODEL, "query": "Is it?"},
+    ],
+    "createWarmup": [{"messages": [{"role": "user", "content": MEDIA}]}, {"messages": HI["messages"], "pin": True}],
+    "tokenize": [{"prompt": "Hello", "return_token_strs": True}, {"messages": HI["messages"]}, {}],
+    "detokenize": [{"tokens": [1, 2]}, {"tokens": [-1]}],
+    "startProfile": [{"num_steps": 0}, {"num_steps": 10**30}],
+    "abortRequest": [{"abort_all": True}, {"rid": "none"}, {}],
+}
+STREAMED = [
+    (name, body)
+    for name in ("createChatCompletion", "createCompletion", "createResponse")
+    for body in BODIES[name]
+    if not {"prompt_logprobs", "return_hidden_states"} & body.keys()
+]
+# Those without a body, and what stands in their paths.
+PLAIN = {
+    "listModels": [""],
+    "getModel": ["tiny", "other"],
+    "getHealth": [""],
+    "getVersion": [""],
+    "getMetrics": [""],
+    "getServerInfo": [""],
+    "flushCache": [""],
+    "continueGeneration": [""],
+    "stopProfile": [""],
+    "getFile": ["none"],
+    "getBatch": ["none"],
+    "getResponse": ["none"],
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("answers")
+    flags = ["--port", "0", "--num-threads", "1", "--max-total-tokens", "4096", "--served-model-name", "tiny"]
+    flags += ["--enable-return-hidden-states"]
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", *flags, "--profile-dir", str(folder)]
+    server = ServerProcess(words, folder / "run")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port()}", timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_answers_to_bodies(client: httpx.Client, name: str) -> None:
+    for body in BODIES[name]:
+        answer = ask(client, name, json=body)
+        assert (answer.get("error") or {}).get("type") != "server_error"
+
+
+@pytest.mark.parametrize(("name", "body"), STREAMED)
+def test_events(client: httpx.Client, name: str, body: dict[str, Any]) -> None:
+    plain = ask(client, name, json=body)
+    options = {} if name == "createResponse" else {"stream_options": {"include_usage": True}}
+    events = ask(client, name, json={**body, "stream": True, **options})
+    assert ("error" in events) == (plain.get("error") is not None)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_answers_to_nothing(client: httpx.Client, name: str) -> None:
+    for place in PLAIN[name]:
+        ask(client, name, place=place)
+
+
+def test_what_was_asked_for_is_there(client: httpx.Client) -> None:
+    """So the shapes above are not those of refusals."""
+    chat = BODIES["createChatCompletion"]
+    media, scored = (ask(client, "createChatCompletion", json=chat[at]) for at in (2, 5))
+    assert [medium["kind"] for medium in media["mm_report"]["media"]] == ["image", "video"]
+    assert media["warnings"]
+    assert media["usage"]["timings"]["total_s"] > 0
+    assert scored["prompt_logprobs"][1]
+    assert scored["prompt_token_ids_logprobs"][1]
+    assert ask(client, "createChatCompletion", json=chat[4])["choices"][0]["hidden_states"]
+    response = ask(client, "createResponse", json=BODIES["createResponse"][3])
+    assert response["usage"]["input_tokens_details"]["image_tokens"] > 0
+    assert ask(client, "createWarmup", json=BODIES["createWarmup"][0])["items"]
+
+
+def test_stored_responses(client: httpx.Client) -> None:
+    own = ask(client, "createResponse", json=INPUT)["id"]
+    assert ask(client, "getResponse", place=own)["id"] == own
+    [item] = ask(client, "listInputItems", place=own, params={"limit": 1})["data"]
+    assert item["type"] == "message"
+    assert ask(client, "listInputItems", place=own, params={"limit": 0})["error"]["param"] == "limit"
+    assert ask(client, "deleteResponse", place=own)["deleted"]
+    assert ask(client, "deleteResponse", place=own)["error"]["code"] == "response_not_found"
+
+
+def test_files_and_batches(client: httpx.Client) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": HI}
+    form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    batches = []
+    for content in (json.dumps(line), "", json.dumps({**line, "url": "/v1/score"})):
+        files = {"file": ("in.jsonl", content.encode())}
+        file = ask(client, "createFile", data=form, files=files)["id"]
+        assert ask(client, "getFile", place=file)["purpose"] == "batch"
+        assert ask(client, "getFileContent", place=file) == content.encode()
+        given = {"input_file_id": file, "endpoint": line["url"], "completion_window": "24h", "metadata": {"a": "b"}}
+        batches.append(ask(client, "createBatch", json=given)["id"])
+    for batch in batches:
+        while ask(client, "getBatch", place=batch)["status"] in ("validating", "in_progress", "finalizing"):
+            pass
+    done, empty, wrong = (ask(client, "getBatch", place=batch) for batch in batches)
+    assert (done["status"], empty["status"], wrong["request_counts"]["failed"]) == ("completed", "failed", 1)
+    assert done["usage"]["output_tokens"] > 0
+    assert empty["errors"]["data"]
+    assert len(ask(client, "listBatches", params={"limit": 2})["data"]) == 2
+    assert ask(client, "cancelBatch", place=batches[0])["error"]["code"] == "batch_ended"
+    assert ask(client, "createFile", data=form)["error"]["code"] == "invalid_form"
+    assert ask(client, "listFiles", params={"purpose": "batch"})["data"]
+    assert ask(client, "deleteFile", place=file)["deleted"]
+    assert ask(client, "deleteFile", place=file)["error"]["code"] == "file_not_found"
+
+
+def test_what_operators_ask(client: httpx.Client, server: ServerProcess) -> None:
+    assert ask(client, "pauseGeneration")["paused"]
+    assert "error" in ask(client, "pauseGeneration")
+    assert ask(client, "getHealth") == {"status": "paused"}
+    assert not ask(client, "continueGeneration")["paused"]
+    assert ask(client, "startProfile", json={"activities": ["CPU", "CPU"]})["num_steps"] is None
+    assert "error" in ask(client, "startProfile")
+    assert "path" in ask(client, "stopProfile")
+    long = {**HI, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=long) as answer:
+        chunks = answer.iter_lines()
+        name = json.loads(next(chunks).removeprefix("data: "))["id"]
+        assert ask(client, "flushCache")["num_running_reqs"] == 1
+        assert ask(client, "abortRequest", json={"rid": name})["aborted"] == [name]
+        assert any("request_aborted" in line for line in chunks)
+
+
+def test_every_operation_is_tried_here() -> None:
+    sources = (ROOT / "tests" / "vlmserve" / "test_openapi_answers.py").read_text()
+    assert not [name for name in BY_ID if f'"{name}"' not in sources]

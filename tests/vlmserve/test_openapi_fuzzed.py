@@ -1,0 +1,100 @@
+"""Requests made of the OpenAPI document by schemathesis, good ones and bad ones, to every route of a real server: none
+fails in the server, and all answers are as documented."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.config import SchemathesisConfig
+from schemathesis.schemas import BaseSchema
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.vlmserve.server_process import ServerProcess
+from vlmserve.server.openapi.document import openapi_document
+
+MODEL = "tiny"
+MOST_TOKENS = 2
+# What limits the length of an answer.
+LENGTHS = {
+    "/v1/chat/completions": "max_completion_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+FLAGS = ["--port", "0", "--num-threads", "1", "--max-total-tokens", "4096", "--served-model-name", MODEL]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+# What would hold up the requests that come after.
+UNDONE_BY = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+
+
+def _schema(most: int, *, edges: bool) -> BaseSchema:
+    """most: random examples of each operation. edges: also those at and beyond the edges of its schema, one for each
+    field and limit."""
+    settings = {
+        "seed": 1,
+        "generation": {"max-examples": most, "deterministic": True, "database": "none"},
+        "phases": {"coverage": {"enabled": edges}},
+    }
+    config = SchemathesisConfig.from_dict(settings)
+    return schemathesis.openapi.from_dict(openapi_document(model=MODEL, keys=False, admin_key=False), config=config)
+
+
+@pytest.fixture(scope="module")
+def small_schema() -> BaseSchema:
+    return _schema(20, edges=False)
+
+
+@pytest.fixture(scope="module")
+def large_schema() -> BaseSchema:
+    return _schema(200, edges=True)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its URL."""
+    folder = tmp_path_factory.mktemp("fuzzed")
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", *FLAGS, "--profile-dir", str(folder)]
+    process = ServerProcess(words, folder / "run")
+    yield f"http://127.0.0.1:{process.port()}"
+    process.end()
+
+
+def _try(case: schemathesis.Case, server: str) -> None:
+    body = case.body
+    if isinstance(body, dict) and isinstance(body.get("model"), str):
+        body["model"] = MODEL  # any other has no way past the first check
+        name = LENGTHS.get(case.operation.path)
+        if name and (body.get(name) is None or (isinstance(body[name], int) and body[name] > MOST_TOKENS)):
+            body[name] = MOST_TOKENS
+        if isinstance(body.get("timeout"), int | float):
+            body["timeout"] = 60.0  # a short one is a 504, rightly
+    case.call_and_validate(base_url=server, checks=CHECKS, timeout=60)
+    if case.operation.path in UNDONE_BY:
+        httpx.post(server + UNDONE_BY[case.operation.path], timeout=60)
+
+
+# Of fixtures, since making the requests takes seconds: not of those who collect tests.
+@schemathesis.pytest.from_fixture("small_schema").parametrize()
+def test_a_few_requests_to_every_route(case: schemathesis.Case, server: str) -> None:
+    _try(case, server)
+
+
+@pytest.mark.slow
+@schemathesis.pytest.from_fixture("large_schema").parametrize()
+def test_many_requests_to_every_route(case: schemathesis.Case, server: str) -> None:
+    _try(case, server)
