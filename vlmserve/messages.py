@@ -263,9 +263,9 @@ class BatchTokenOutput:
     outputs: tuple[TokenOutput, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextOutput:
-    """New text of one request. `text` is a delta, whole UTF-8 characters, never part of a stop string.
+class TextOutput(NamedTuple):
+    """New text of one request; a tuple for the reason that `TokenOutput` is one. `text` is a delta, whole UTF-8
+    characters, never part of a stop string.
 
     token_ids/logprobs are those of the step even where their text is held back (it may be part of a stop string or
     an incomplete character): they come out with the delta that follows. Once a stop string matched, tokens after the

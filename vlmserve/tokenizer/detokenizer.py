@@ -6,7 +6,7 @@ A plain synchronous object: the served form runs it in its own process, the offl
 from __future__ import annotations
 
 import codecs
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -135,8 +135,7 @@ def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
     """An answer so far and what comes next, as one output."""
     if before is None:
         return output
-    return replace(
-        output,
+    return output._replace(
         text=before.text + output.text,
         token_ids=before.token_ids + output.token_ids,
         logprobs=None if output.logprobs is None else (before.logprobs or ()) + output.logprobs,
