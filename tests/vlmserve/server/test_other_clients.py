@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import litellm
 import openai
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
@@ -51,6 +52,12 @@ def served(running: tuple[Served, str]) -> Served:
 @pytest.fixture
 def chat(running: tuple[Served, str]) -> ChatOpenAI:
     return ChatOpenAI(model=MODEL, base_url=running[1], api_key="secret", max_retries=0, timeout=WAIT_S)
+
+
+@pytest.fixture
+def litellm() -> ModuleType:
+    """It takes seconds to import, which processes that only collect tests need not."""
+    return importlib.import_module("litellm")
 
 
 @pytest.fixture
@@ -121,7 +128,7 @@ def test_langchain_through_responses(running: tuple[Served, str], served: Served
 # ---------------------------------------------------------------- LiteLLM
 
 
-def test_litellm_shows_a_picture(litellm_options: dict[str, Any], served: Served) -> None:
+def test_litellm_shows_a_picture(litellm: ModuleType, litellm_options: dict[str, Any], served: Served) -> None:
     served.scheduler.say("a red square")
     messages = [{"role": "user", "content": PICTURE}]
     answer = litellm.completion(messages=messages, **litellm_options)
@@ -135,7 +142,7 @@ def test_litellm_shows_a_picture(litellm_options: dict[str, Any], served: Served
     assert chunks[-1].usage.total_tokens == answer.usage.total_tokens
 
 
-def test_litellm_calls_a_tool(litellm_options: dict[str, Any], served: Served) -> None:
+def test_litellm_calls_a_tool(litellm: ModuleType, litellm_options: dict[str, Any], served: Served) -> None:
     served.scheduler.say(SAID)
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     answer = litellm.completion(messages=[{"role": "user", "content": "hi"}], tools=tools, **litellm_options)
@@ -144,7 +151,7 @@ def test_litellm_calls_a_tool(litellm_options: dict[str, Any], served: Served) -
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
-def test_litellm_completes(litellm_options: dict[str, Any], served: Served) -> None:
+def test_litellm_completes(litellm: ModuleType, litellm_options: dict[str, Any], served: Served) -> None:
     served.scheduler.say("a red square")
     options = {**litellm_options, "model": f"text-completion-openai/{MODEL}"}
     answer = litellm.text_completion(prompt="It is", **options)
@@ -154,7 +161,7 @@ def test_litellm_completes(litellm_options: dict[str, Any], served: Served) -> N
     assert "".join(chunk.choices[0].text or "" for chunk in chunks if chunk.choices) == "a red square"
 
 
-def test_litellm_understands_errors(litellm_options: dict[str, Any]) -> None:
+def test_litellm_understands_errors(litellm: ModuleType, litellm_options: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=messages, temperature=3, **litellm_options)
