@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 
@@ -25,6 +26,7 @@ def _train(folder: Path, until: int) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     whole = _train(tmp_path / "whole", 4)
     for until in (1, 3, 4):

@@ -129,6 +129,7 @@ def refuse_all(server: ServerProcess, files: Iterable[NastyFile], most_s: float)
     assert not wrong
 
 
+@pytest.mark.slow
 def test_each_nasty_file_is_refused_and_nobody_else_notices(server: ServerProcess) -> None:
     good = [NastyFile("clip", "video", make_clip(12)), NastyFile("picture", "image", encoded(picture(300, 200)))]
     with server.client() as client:

@@ -96,6 +96,7 @@ def test_a_server_that_is_stopped_writes_what_waits_for_the_disk(start, tmp_path
     assert "lost" not in "".join(server.log)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_lost_and_counted(start, tmp_path):
     server = start("1", FINISH_S="0.2")
     watched = end(server, signal.SIGTERM)

@@ -17,6 +17,7 @@ from vlmserve_common.errors import EngineError
 _WORDS = ["--served-model-name", "bench", "--log-level", "warning"]
 
 
+@pytest.mark.slow
 def test_all_figures_are_taken(tmp_path, capsys):
     file = tmp_path / "api.json"
     words = ["--rounds", "1", "--requests", "3", "--streams", "4", "--tokens", "8", "--step-ms", "1"]

@@ -51,6 +51,7 @@ def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
     assert "12 of 16 temporal patches in common and found" in printed
 
 
+@pytest.mark.slow
 def test_encoder_processes_are_measured(subject):
     measures = vision_measures.measure_workers(subject, PLAN)
     assert set(measures[0].timings) == {"one process", "two processes", "two threads"}
