@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from pathlib import Path
 
 from vlmserve_common.errors import EngineError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the disk, or a quota of it, is why something could not be written."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code == sqlite3.SQLITE_FULL or (isinstance(error, OSError) and error.errno in NO_SPACE)
 
 
 def open_database(path: Path, schema: str) -> sqlite3.Connection:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from vlmserve.config.plain_problems import sentence
 from vlmserve.config.spelling import did_you_mean
+from vlmserve.server.database import is_full
 from vlmserve.tokenizer.live_requests import RequestAbortedError, RequestTimeoutError
 from vlmserve.tokenizer.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -43,6 +44,9 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return CLIENT_CLOSED_REQUEST, error_body(CLIENT_CLOSED_REQUEST, str(error), code="request_aborted")
     if isinstance(error, EngineError):
         return 500, error_body(500, str(error), code="engine_error")
+    if is_full(error):
+        logger.warning("a request is answered 507: %s", error)
+        return 507, error_body(507, "the server's disk is full (setting --file-store-dir)", code="storage_full")
     logger.error("a request failed unexpectedly", exc_info=error)
     return 500, error_body(500, "internal error; the server's log has the details", code="internal_error")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import AsyncIterator
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -14,6 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from vlmserve.config.settings import ServerSettings
 from vlmserve.server.auth import owner_of
 from vlmserve.server.body import body_parts
+from vlmserve.server.database import NO_SPACE
 from vlmserve.server.file_store import FileRecord, FileStore, Upload
 from vlmserve.server.upload_form import UploadForm
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -23,7 +23,6 @@ _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _CHUNK_BYTES = 2**18
 # What a form may have around its file.
 _FORM_BYTES = 2**16
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # OpenAI's limits of both.
 _LIST_LIMIT = 10_000
 EXPIRY_S = (3600, 30 * 24 * 3600)
@@ -56,7 +55,7 @@ class FilesApi:
             finally:
                 await asyncio.to_thread(upload.close)
         except OSError as error:
-            if error.errno in _NO_SPACE:
+            if error.errno in NO_SPACE:
                 raise _no_space(error) from error
             raise EngineError(f"the file could not be stored: {error.strerror}") from error
         return JSONResponse(_describe(record))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,24 @@ def test_a_stream_that_breaks_has_failed(client: TestClient, served: Served) -> 
     for stream in (False, True):  # before anything was sent
         answer = client.post("/v1/responses", json={"model": MODEL, "input": "hi", "stream": stream})
         assert (answer.status_code, answer.json()["error"]["message"]) == (500, "no such luck")
+
+
+def test_a_full_disk_is_told(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[sqlite3.Connection] = []
+    add = ResponseStore.add
+
+    def add_to_full(store: ResponseStore, *given: Any) -> None:
+        opened.append(store._db)
+        store._db.execute("PRAGMA max_page_count = 1")  # as small as it is
+        add(store, *given)
+
+    monkeypatch.setattr(ResponseStore, "add", add_to_full)
+    body = {"model": MODEL, "input": "hi", "metadata": {str(key): "x" * 512 for key in range(16)}}
+    answer = client.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
+    opened[0].execute("PRAGMA max_page_count = 100000")
+    monkeypatch.undo()
+    assert client.post("/v1/responses", json=body).status_code == 200
 
 
 # ---------------------------------------------------------------- what is kept

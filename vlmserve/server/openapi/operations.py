@@ -134,7 +134,7 @@ OPERATIONS = (
         example={"input": "Hello", "max_output_tokens": 64},
         answer=ResponseObject,
         events=ResponseEvent,
-        errors=_MADE,
+        errors=(*_MADE, 507),
     ),
     Operation(
         method="GET",
@@ -281,7 +281,7 @@ OPERATIONS = (
         request=BatchRequest,
         example={"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
         answer=BatchObject,
-        errors=(*_BODY, *_ID, 429),
+        errors=(*_BODY, *_ID, 429, 507),
     ),
     Operation(
         method="GET",
