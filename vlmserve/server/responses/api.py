@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -28,6 +28,8 @@ from vlmserve.server.streaming import DONE, EventStream, json_text, while_connec
 from vlmserve_common.errors import BadRequestError
 
 _LIST_LIMIT = 100
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class ResponsesApi:
@@ -36,6 +38,8 @@ class ResponsesApi:
     def __init__(self, served: ServedModel, store: ResponseStore) -> None:
         self._served = served
         self._store = store
+        # Writing JSON keeps the interpreter to itself: several threads at it would stop the event loop for long.
+        self._writing = asyncio.Lock()
 
     def add_routes(self, app: FastAPI) -> None:
         """Register them."""
@@ -52,7 +56,7 @@ class ResponsesApi:
         if body.stream:
             return await EventStream.begin(request.receive, self._events(body, own_id, caller_of(request)))
         answer = await while_connected(request.receive, self.whole(body, own_id, caller_of(request)))
-        return await asyncio.to_thread(JSONResponse, answer)  # with logprobs it is large
+        return await self._written(JSONResponse, answer)
 
     async def whole(self, body: ResponsesRequest, own_id: str, caller: Caller) -> dict[str, Any]:
         """The response object. own_id: unlike that of any other. Raises what `errors` describes."""
@@ -89,11 +93,16 @@ class ResponsesApi:
         ids = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
         return JSONResponse({"object": "list", "data": page, **ids, "has_more": len(page) < len(items)})
 
+    async def _written(self, write: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """What is large with logprobs is written in a thread, one at a time."""
+        async with self._writing:
+            return await asyncio.to_thread(write, *args, **kwargs)
+
     async def _events(self, body: ResponsesRequest, own_id: str, caller: Caller) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._made(body, own_id, caller)) as made:
             async for events in made:
-                whole = "response" in events[-1]  # with logprobs it is large, and comes several times
-                yield await asyncio.to_thread(_encoded, events) if whole else _encoded(events)
+                whole = "response" in events[-1]  # then all of it comes several times
+                yield await self._written(_encoded, events) if whole else _encoded(events)
 
     async def _made(
         self, body: ResponsesRequest, own_id: str, caller: Caller
@@ -117,7 +126,7 @@ class ResponsesApi:
                     yield events
         end, response = list(writer.end()), writer.response()
         if body.store is not False:
-            await asyncio.to_thread(self._store.add, caller.owner, response, given)
+            await self._written(self._store.add, caller.owner, response, given)
         yield [*end, writer.last(response)]
 
     async def _chunks(
