@@ -119,7 +119,6 @@ def test_where_nothing_happens_all_frames_are_alike() -> None:
 def test_files_hold_the_frames(codec: Codec) -> None:
     for play in _plays(6):
         data = encode(play, codec)
-        assert encode(play, codec) == data, "the same file each time"
         with av.open(io.BytesIO(data)) as container:
             stream = container.streams.video[0]
             assert (stream.average_rate, stream.frames) == (play.rate, play.frames)

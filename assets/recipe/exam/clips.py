@@ -168,7 +168,9 @@ def encode(play: Play, codec: Codec) -> bytes:
     with av.open(file, "w", format="mp4") as container:
         stream = cast(VideoStream, container.add_stream(codec, rate=play.rate))
         stream.width, stream.height, stream.pix_fmt = play.first.width, play.first.height, "yuv420p"
-        stream.codec_context.thread_count = 1  # the same bytes on every machine
+        stream.codec_context.thread_count = (
+            1  # small clips: more threads are no faster, and give other bytes by their number
+        )
         if codec == "libx264":
             stream.options = {"crf": str(play.crf), "preset": "veryfast"}
         else:
