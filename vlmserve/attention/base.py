@@ -32,15 +32,18 @@ class ForwardMode(enum.IntEnum):
 class ForwardBatch:
     """Device tensors of one forward pass over N tokens of B requests, tokens of a request side by side.
 
-    input_ids int64 [N]; positions int64 [3, N] (M-RoPE: time, height, width); req_pool_indices int64 [B];
-    prefix_lens / extend_lens: host lists of length B, tokens before and of this step; out_cache_loc int64 [N]: the KV
-    slot each token is written to.
+    input_ids int64 [N]; positions int64 [3, N] (M-RoPE: time, height, width); req_pool_indices int64 [B]; seq_lens
+    int32 [B]: tokens of each request, those of this step included; extend_start_loc int32 [B + 1]: where the tokens of
+    each request begin in the batch, and N; prefix_lens / extend_lens: host lists of length B, tokens before and of this
+    step; out_cache_loc int64 [N]: the KV slot each token is written to.
     """
 
     forward_mode: ForwardMode
     input_ids: torch.Tensor
     positions: torch.Tensor
     req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    extend_start_loc: torch.Tensor
     prefix_lens: list[int]
     extend_lens: list[int]
     out_cache_loc: torch.Tensor
@@ -68,7 +71,21 @@ class RadixAttention(nn.Module):
 
 
 class AttentionBackend(ABC):
-    """Gives queries and keys their positions, writes this step's K/V into the cache and attends over it."""
+    """Gives queries and keys their positions, writes this step's K/V into the cache and attends over it.
+
+    can_capture: whether decoding by it can be captured in a CUDA graph, for which it has the two hooks.
+    """
+
+    can_capture: bool = False
+
+    def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
+        """Make the buffers that captured kernels read and write; called once, before the first capture."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
+
+    def init_graph_metadata(self, forward_batch: ForwardBatch) -> None:
+        """`init_forward_metadata` of a decode step, into the buffers of `init_graph_state`; called before a capture and
+        before every replay, with the same tensors, whose values are this step's."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from vlmserve.attention.base import ForwardBatch, RadixAttention
 from vlmserve_common.compute.layers import rms_normalise
 from vlmserve_common.compute.rotary import Rotation, rotate
 from vlmserve_common.kernels.attention import HeadNorms
+
+
+def position_and_store(
+    qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, layer: RadixAttention, forward_batch: ForwardBatch
+) -> torch.Tensor:
+    """qkv [N, num_heads + 2 * num_kv_heads, head_dim], which may be overwritten -> q [N, num_heads, head_dim], turned;
+    keys, turned, and values are in the KV cache."""
+    q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
+    forward_batch.kv_cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
+    return q
 
 
 def positioned(

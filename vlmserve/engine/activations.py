@@ -159,6 +159,8 @@ def _dummy_batch(
         input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
         positions=slots.expand(3, -1).contiguous(),
         req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        extend_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),
         prefix_lens=[0],
         extend_lens=[tokens],
         out_cache_loc=slots,

@@ -111,6 +111,8 @@ class ModelRunner:
             input_ids=input_ids,
             positions=self._tensor(batch.positions),
             req_pool_indices=self._tensor(batch.req_pool_indices),
+            seq_lens=self._tensor(batch.seq_lens.astype(np.int32)),
+            extend_start_loc=self._tensor(np.concatenate(([0], extend_lens.cumsum()), dtype=np.int32)),
             prefix_lens=batch.prefix_lens.tolist(),
             extend_lens=extend_lens.tolist(),
             out_cache_loc=out_cache_loc,

@@ -59,6 +59,8 @@ def test_equals_attention_written_out(kind, dtype, lengths):
         input_ids=torch.zeros(0),
         positions=torch.zeros(0),
         req_pool_indices=torch.tensor(req_pool_indices),
+        seq_lens=torch.tensor([p + e for p, e in lengths], dtype=torch.int32),
+        extend_start_loc=torch.tensor([0, *(e for _, e in lengths)]).cumsum(0, dtype=torch.int32),
         prefix_lens=[p for p, _ in lengths],
         extend_lens=[e for _, e in lengths],
         out_cache_loc=torch.cat(slots),

@@ -57,6 +57,8 @@ def make_batch(
         input_ids=torch.cat(input_ids),
         positions=torch.cat(positions, dim=1),
         req_pool_indices=torch.arange(len(input_ids)),
+        seq_lens=torch.tensor(prefix_lens, dtype=torch.int32) + torch.tensor(extend_lens, dtype=torch.int32),
+        extend_start_loc=torch.tensor([0, *extend_lens]).cumsum(0, dtype=torch.int32),
         prefix_lens=prefix_lens,
         extend_lens=extend_lens,
         out_cache_loc=torch.arange(sum(extend_lens)),

@@ -130,6 +130,8 @@ class Runner:
             input_ids=torch.randint(0, VOCAB, (count,), generator=generator),
             positions=torch.randint(0, 300, (3, count), generator=generator),
             req_pool_indices=torch.tensor(rows),
+            seq_lens=torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32),
+            extend_start_loc=torch.tensor([0, *extends]).cumsum(0, dtype=torch.int32),
             prefix_lens=prefixes,
             extend_lens=extends,
             out_cache_loc=torch.cat(
