@@ -1,6 +1,7 @@
 """Property tests try the same examples in every run: a failure is the change's doing, not the dice's."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ from hypothesis import settings
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.kernels import library as kernels
 from vlmserve_common.kernels.build import CannotBuild, best_level, cache_folder, cpu_words, library
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU, then; read when Triton is imported
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
