@@ -257,6 +257,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_schedule(tmp_path):
     copy_default_model(tmp_path)
     found = []

@@ -63,7 +63,7 @@ def text(rid: str, rng: random.Random, *, prompt: int, new: int, client: str = "
         ("random", HEAD),
     ],
 )
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_nobody_is_overtaken_by_more_than_the_policy_says(policy, bound, depth):
     """Of one client's requests, whatever slots and places are short: `bound` later ones begin before, at the most."""
     rng = random.Random(5)
@@ -80,7 +80,7 @@ def test_nobody_is_overtaken_by_more_than_the_policy_says(policy, bound, depth):
     assert max(overtaken) > 0 or policy not in ("lof", "srtf", "random"), "these do reorder"
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_clients_that_always_have_requests_are_served_alike(depth):
     """However many and large their requests are. They differ by what all places can still be given, at the most."""
     rng = random.Random(6)

@@ -73,6 +73,7 @@ def test_every_family_agrees(folder: Path) -> None:
         assert finding.prompt_tokens > 32 or finding.case == "text, several turns"  # more than a chunk
 
 
+@pytest.mark.slow
 def test_other_weights_of_the_tower_show_wherever_it_looks(folder: Path, tmp_path: Path) -> None:
     ours = _copy(folder, tmp_path / "ours")
     tensors = load_file(ours / "model.safetensors")
@@ -83,6 +84,7 @@ def test_other_weights_of_the_tower_show_wherever_it_looks(folder: Path, tmp_pat
     assert different(found) == {"image", "images, several turns", "video", "image and video"}
 
 
+@pytest.mark.slow
 def test_wrong_positions_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a picture were text: one position a token."""
     flat = lambda length, spans, **_: (np.tile(np.arange(length, dtype=np.int64), (3, 1)), 0)  # noqa: E731
@@ -108,6 +110,7 @@ def test_the_command_names_the_case_and_fails(
     assert "6 of 12 agree with transformers" in printed
 
 
+@pytest.mark.slow
 def test_the_built_in_model_agrees_also_about_own_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +145,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.slow
 def test_every_kind_of_clip_is_read_by_both_sides(folder: Path, tmp_path: Path) -> None:
     cases = []
     for name, made in CLIPS.items():

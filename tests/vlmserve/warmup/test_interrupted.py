@@ -49,7 +49,7 @@ def interrupted(number: int, web: Server, words: list[object]) -> tuple[int, str
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_what_is_confirmed_survives(number, model, web, tmp_path, capsys):
     cache, journal, listed = tmp_path / "cache", tmp_path / "done.jsonl", tmp_path / "list.txt"
     names = [f"{place}.png" for place in range(4)]
