@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from vlmserve.attention.choice import choose_backend
+from vlmserve.attention.spec import AttentionSpec
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.activations import (
@@ -89,10 +90,17 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     max_model_len = args.max_model_len or config.max_position_embeddings
     attn_backend = choose_backend(
         args.attention_backend,
-        device=device,
-        dtype=model.dtype,
-        cache_dtype=kv_dtype,
-        head_dim=config.head_dim,
+        AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scaling=config.head_dim**-0.5,
+            dtype=model.dtype,
+            cache_dtype=kv_dtype,
+            page_size=args.page_size,
+            max_batch_size=args.max_running_requests,
+            device=device,
+        ),
     )
     auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
