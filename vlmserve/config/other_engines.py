@@ -201,6 +201,9 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
     _answered(_NO_GRAPHS, "compilation_config O", "cuda_graph_max_bs cuda_graph_bs"),
     _answered(_NO_GRAPHS, sglang="enable_torch_compile", switch=True, fine="false"),
+    _answered(
+        "one backend does both: --attention-backend", sglang="prefill_attention_backend decode_attention_backend"
+    ),
     _answered("the one vision attention is PyTorch's so far", "mm_encoder_attn_backend", "mm_attention_backend"),
     _answered(
         "no draft models so far; for guesses without one: --speculative-algorithm ngram",
@@ -231,6 +234,12 @@ FOREIGN: tuple[ForeignSetting, ...] = (
 """One thing a row, in the order of the documentation."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
+    "attention_backend": {
+        "triton_attn": "triton",
+        **dict.fromkeys(("torch_native", "torch_sdpa", "sdpa"), "torch"),
+        # FlashAttention's kernels come with FlashInfer, which auto takes first
+        **dict.fromkeys(("flash_attn", "fa2", "fa3", "fa4", "cpu_attn", "null"), "auto"),
+    },
     "dtype": {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"},
     # formats of checkpoints, which are seen in config.json
     "quantization": dict.fromkeys(

@@ -44,7 +44,7 @@ from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sessions import Sessions
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
-from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.devices import check_dtype, resolve_device
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.library import activate, active, torch_threads
@@ -163,6 +163,7 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
 def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> None:
     """EngineError for a context that the model was not made for, and for what has no room in memory."""
     outline = outline_model(Path(args.model), dtype_setting(args.dtype))
+    check_dtype(outline.dtype, device)
     if device.type != "cpu" and args.kv_cache_dtype != "auto":
         raise EngineError(f"--kv-cache-dtype {args.kv_cache_dtype} is for a CPU so far, and the model is on {device}")
     most = outline.config.max_position_embeddings
