@@ -202,7 +202,7 @@ class FlashInferAttentionBackend(AttentionBackend):
     def _remember_plan(self, wrapper: Any) -> None:
         self._current = wrapper
         if self._planned is not None:
-            self._planned.record()
+            self._planned.record(torch.cuda.current_stream(self._spec.device))
 
     def _decode_wrapper(self, **graph: Any) -> Any:
         # The plain kernel is for groups of 1, 2, 3, 4 and 8 heads (utils.cuh); tensor cores pay from 4 on.
