@@ -158,3 +158,11 @@ def test_flashinfer_is_not_here(monkeypatch):
     )
     missing = try_candidate(choice.FLASHINFER, SPEC)
     assert missing.why_not == "flashinfer is not installed: pip install 'vlmserve[gpu]'"
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_triton_passes_its_trial(cache_dtype, monkeypatch):
+    """By its interpreter where there is no GPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    about = dataclasses.replace(SPEC, dtype=torch.bfloat16, cache_dtype=cache_dtype)
+    assert type(choose_backend("triton", about)).__name__ == "TritonAttentionBackend"
