@@ -45,15 +45,15 @@ def lacks(spec: AttentionSpec, capability: tuple[int, int] | None) -> str | None
     return None
 
 
-def workspace_bytes(spec: AttentionSpec, *, multiprocessors: int) -> int:
+def workspace_bytes(spec: AttentionSpec, *, multiprocessors: int, captured: int = 0) -> int:
     """Of the float workspace: most partial results (float32) and their log-sum-exps.
 
     `PrefillPlan` (scheduler.cuh) splits histories until two blocks a multiprocessor are busy, each with a tile of
-    queries of one KV head; in a CUDA graph there is a tile for every request at the least.
+    queries of one KV head; in a CUDA graph there is a tile for every request at the least. captured: requests of the
+    largest graph.
     """
     busy = 2 * multiprocessors // spec.num_kv_heads
-    rows = spec.max_batch_size
-    graph = -(-rows * spec.group_size // _DECODE_TILE) + rows
+    graph = -(-captured * spec.group_size // _DECODE_TILE) + captured
     tiles = max(busy * _TILE, graph * _DECODE_TILE)
     return max(_LEAST_WORKSPACE, tiles * spec.num_heads * (spec.head_dim + 1) * torch.float32.itemsize)
 
@@ -74,8 +74,8 @@ class FlashInferAttentionBackend(AttentionBackend):
         on_gpu = spec.device.type == "cuda"
         self._pin = on_gpu
         properties = torch.cuda.get_device_properties(spec.device) if on_gpu else None
-        size = workspace_bytes(spec, multiprocessors=properties.multi_processor_count if properties else 1)
-        self._workspace = torch.zeros(size, dtype=torch.uint8, device=spec.device)
+        self._multiprocessors = properties.multi_processor_count if properties else 1
+        self._workspace = self._zeros(workspace_bytes(spec, multiprocessors=self._multiprocessors))
         self._int_workspace = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=spec.device)
         # FlashAttention-3 is for Hopper alone, and reads an FP8 cache with FP8 queries only.
         hopper = properties is not None and properties.major == 9
@@ -90,6 +90,11 @@ class FlashInferAttentionBackend(AttentionBackend):
 
     def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
         """See the base class: index buffers for all batch sizes; a wrapper for each is made when it first comes."""
+        size = workspace_bytes(self._spec, multiprocessors=self._multiprocessors, captured=max_batch_size)
+        if size > len(self._workspace):
+            self._workspace = self._zeros(size)
+            for wrapper in (self._prefill, self._decode):
+                wrapper.reset_workspace_buffer(self._workspace, self._int_workspace)
         pages = -(-req_to_token_pool.max_context_len // self._spec.page_size)
         self._buffers = _GraphBuffers(max_batch_size, pages, self._spec.device)
         self._graphs = {}
@@ -203,6 +208,9 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._current = wrapper
         if self._planned is not None:
             self._planned.record(torch.cuda.current_stream(self._spec.device))
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self._spec.device)
 
     def _decode_wrapper(self, **graph: Any) -> Any:
         # The plain kernel is for groups of 1, 2, 3, 4 and 8 heads (utils.cuh); tensor cores pay from 4 on.

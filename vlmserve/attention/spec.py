@@ -11,7 +11,7 @@ from vlmserve_common.compute.tensors import dtype_name
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """A decoder's heads, and the cache that they are kept in. dtype: of queries. max_batch_size: requests of a step."""
+    """A decoder's heads, and the cache that they are kept in. dtype: of queries."""
 
     num_heads: int
     num_kv_heads: int
@@ -20,7 +20,6 @@ class AttentionSpec:
     dtype: torch.dtype
     cache_dtype: torch.dtype
     page_size: int
-    max_batch_size: int
     device: torch.device
 
     @property

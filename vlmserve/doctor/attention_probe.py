@@ -12,9 +12,6 @@ import torch
 from vlmserve.attention.choice import FOR_GPUS, try_candidate
 from vlmserve.attention.spec import AttentionSpec
 
-# Requests of a step: only sizes of buffers depend on it.
-_MAX_BATCH_SIZE = 32
-
 
 def examine() -> dict[str, Any]:
     """device: None where there is no GPU, and nothing is tried. Else versions of packages (None: not installed), the C
@@ -45,7 +42,6 @@ def _spec(device: torch.device) -> AttentionSpec:
         dtype=dtype,
         cache_dtype=dtype,
         page_size=16,
-        max_batch_size=_MAX_BATCH_SIZE,
         device=device,
     )
 

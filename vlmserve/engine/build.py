@@ -98,7 +98,6 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
             dtype=model.dtype,
             cache_dtype=kv_dtype,
             page_size=args.page_size,
-            max_batch_size=args.max_running_requests,
             device=device,
         ),
     )

@@ -26,7 +26,6 @@ SPEC = AttentionSpec(
     dtype=torch.float16,
     cache_dtype=torch.float16,
     page_size=4,
-    max_batch_size=8,
     device=torch.device("cpu"),
 )
 REQUESTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=4)
@@ -151,25 +150,30 @@ def test_tensor_cores_where_they_pay_and_where_there_is_no_other_kernel():
 
 def test_workspaces_are_shared():
     backend = FlashInferAttentionBackend(SPEC)
-    backend.init_graph_state(2, ReqToTokenPool(2, 40, torch.device("cpu")))
-    trial._attend(_Captured(backend), SPEC, [(3, 1)])
-    wrappers = (backend._decode, backend._prefill, backend._current)
-    assert len({(each.workspace.data_ptr(), each.int_workspace.data_ptr()) for each in wrappers}) == 1
+    for largest, grows in ((2, False), (16384, True)):
+        before = len(backend._workspace)
+        backend.init_graph_state(largest, ReqToTokenPool(2, 40, torch.device("cpu")))
+        assert (len(backend._workspace) > before) == grows
+        trial._attend(_Captured(backend), SPEC, [(3, 1)])
+        wrappers = (backend._decode, backend._prefill, backend._current)
+        shared = (backend._workspace.data_ptr(), backend._int_workspace.data_ptr())
+        assert {(each.workspace.data_ptr(), each.int_workspace.data_ptr()) for each in wrappers} == {shared}
 
 
 @pytest.mark.parametrize(
-    ("changes", "most"),
+    ("changes", "captured", "most"),
     [
         # Qwen3-VL-8B: 32 heads over 8; 132 multiprocessors in 33 tiles of 128 queries, in float32 with their sums
-        ({"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_batch_size": 8}, 128 << 20),
+        ({"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}, 8, 128 << 20),
         # as many heads over one
-        ({"num_heads": 32, "num_kv_heads": 1, "head_dim": 128, "max_batch_size": 8}, 32 * 264 * 128 * 129 * 4),
+        ({"num_heads": 32, "num_kv_heads": 1, "head_dim": 128}, 8, 32 * 264 * 128 * 129 * 4),
         # a tile of 16 for each of many captured requests, and what fills the tiles
-        ({"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_batch_size": 1024}, 32 * (1024 + 256) * 16 * 516),
+        ({"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}, 1024, 32 * (1024 + 256) * 16 * 516),
     ],
 )
-def test_the_workspace_holds_what_a_plan_may_ask_for(changes, most):
-    assert workspace_bytes(spec(**changes), multiprocessors=132) == max(most, 128 << 20)
+def test_the_workspace_holds_what_a_plan_may_ask_for(changes, captured, most):
+    found = workspace_bytes(spec(**changes), multiprocessors=132, captured=captured)
+    assert found == max(most, 128 << 20)
 
 
 @pytest.mark.parametrize(
