@@ -182,6 +182,9 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         fine="false",
     ),
     _answered("--device cuda:N names the GPU", sglang="base_gpu_id", fine="0"),
+    _answered(
+        "one backend does both: --attention-backend", sglang="prefill_attention_backend decode_attention_backend"
+    ),
     _answered(_ENCODERS, "mm_encoder_tp_mode", fine="weights"),
     _answered(_ENCODERS, sglang="mm_enable_dp_encoder", switch=True, fine="false"),
     _answered("--max-video-frames and --video-fps say which frames are used", "media_io_kwargs"),
@@ -201,9 +204,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
     _answered(_NO_GRAPHS, "compilation_config O", "cuda_graph_max_bs cuda_graph_bs"),
     _answered(_NO_GRAPHS, sglang="enable_torch_compile", switch=True, fine="false"),
-    _answered(
-        "one backend does both: --attention-backend", sglang="prefill_attention_backend decode_attention_backend"
-    ),
     _answered("the one vision attention is PyTorch's so far", "mm_encoder_attn_backend", "mm_attention_backend"),
     _answered(
         "no draft models so far; for guesses without one: --speculative-algorithm ngram",
