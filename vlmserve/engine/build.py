@@ -162,13 +162,13 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
 def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> None:
     """EngineError for a context that the model was not made for, and for what has no room in memory."""
     outline = outline_model(Path(args.model), dtype_setting(args.dtype))
-    check_dtype(outline.dtype, device)
     if device.type != "cpu" and args.kv_cache_dtype != "auto":
         raise EngineError(f"--kv-cache-dtype {args.kv_cache_dtype} is for a CPU so far, and the model is on {device}")
     most = outline.config.max_position_embeddings
     max_model_len = args.max_model_len or most
     if max_model_len > most:
         raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
+    check_dtype(outline.dtype, device)
     weights = weight_bytes(outline)
     if args.num_encoders:
         encoder_devices(args, device)  # are there
