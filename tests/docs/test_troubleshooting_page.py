@@ -34,6 +34,7 @@ PARTS = {
         "torch's operators, which are slower: ...",
         "... failed: ...",
     ),
+    "attention by torch, which is slow on a GPU": ("attention by ...", "torch, which is slow on a GPU"),
     "the template ... needs what is not there: ...; its fields: ...": (
         "the template ...",
         "needs what is not there: ...; its fields: ...",

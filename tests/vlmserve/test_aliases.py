@@ -81,6 +81,8 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
         ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8' or 'int4'"),
         ("--enable-lora", "--enable-lora: LoRA adapters are not supported yet"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype is 'fp8'; it must be 'auto', 'fp8_e4m3' or 'int8'"),
+        ("--attention-backend flashmla", "it must be 'auto', 'native', 'torch', 'triton' or 'flashinfer'"),
+        ("--decode-attention-backend fa3", "one backend does both: --attention-backend"),
         ("--limit-mm-per-prompt x", "--limit-mm-per-prompt is 'x': it must be a JSON object such as"),
         ("--limit-mm-per-prompt audio=2", "there is no 'audio' here"),
         ('--mm-processor-kwargs {"size":1}', "'size' belongs into a request's mm_processor_kwargs"),
@@ -96,6 +98,21 @@ def test_what_is_not_there_is_answered(words: str, answer: str, capsys: pytest.C
     text = _refused(f"serve {words}", capsys)
     assert answer in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("FLASHINFER", "flashinfer"),
+        ("TRITON_ATTN", "triton"),
+        ("torch_native", "torch"),
+        ("TORCH_SDPA", "torch"),
+        ("fa3", "auto"),
+        ("FLASH_ATTN", "auto"),
+    ],
+)
+def test_attention_by_the_words_of_others(word: str, ours: str) -> None:
+    assert load_settings({"model": "m", "attention_backend": word}).engine.attention_backend == ours
 
 
 @pytest.mark.parametrize(

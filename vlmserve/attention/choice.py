@@ -1,32 +1,133 @@
-"""Which attention a server gets."""
+"""Which attention a server gets: the first that passes its trial here, or the one that is asked for."""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from vlmserve.attention.base import AttentionBackend
 from vlmserve.attention.native_backend import NativeAttentionBackend
+from vlmserve.attention.spec import AttentionSpec
 from vlmserve.attention.torch_backend import TorchAttentionBackend
+from vlmserve.attention.trial import check_device, reason, run_trial
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.attention import can_attend
 
+log = logging.getLogger(__name__)
+
+BackendName = Literal["auto", "native", "torch", "triton", "flashinfer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A backend for GPUs. make: may raise anything. lacks: why it cannot be, as far as that is known before."""
+
+    name: str
+    make: Callable[[AttentionSpec], AttentionBackend]
+    lacks: Callable[[AttentionSpec], str | None] = lambda spec: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What became of a candidate: it, ready for use, or why not."""
+
+    name: str
+    backend: AttentionBackend | None = None
+    why_not: str | None = None
+
+
+def _flashinfer(spec: AttentionSpec) -> AttentionBackend:
+    from vlmserve.attention.flashinfer_backend import FlashInferAttentionBackend
+
+    log.info("attention by flashinfer is tried: kernels that are not built yet are built now, which takes minutes")
+    return FlashInferAttentionBackend(spec)
+
+
+def _flashinfer_lacks(spec: AttentionSpec) -> str | None:
+    from vlmserve.attention.flashinfer_backend import lacks
+
+    return lacks(spec, torch.cuda.get_device_capability(spec.device) if spec.device.type == "cuda" else None)
+
+
+def _triton(spec: AttentionSpec) -> AttentionBackend:
+    from vlmserve.attention.triton_backend import TritonAttentionBackend
+
+    return TritonAttentionBackend()
+
+
+FLASHINFER = Candidate(name="flashinfer", make=_flashinfer, lacks=_flashinfer_lacks)
+TRITON = Candidate(name="triton", make=_triton)
+FOR_GPUS = (FLASHINFER, TRITON)
+"""Best first. Behind them comes torch, which is always possible."""
+
 
 def choose_backend(
-    setting: Literal["auto", "native", "torch"],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    head_dim: int,
+    setting: BackendName, spec: AttentionSpec, candidates: Sequence[Candidate] = FOR_GPUS
 ) -> AttentionBackend:
-    """auto: our own where it is possible. EngineError if it was asked for and is not."""
-    possible = device.type == "cpu" and can_attend(dtype, cache_dtype, head_dim)
+    """auto: on a CPU our own operators where they are possible, on a GPU the first candidate that passes its trial,
+    and torch where none does. EngineError if what was asked for is not possible."""
+    if setting == "native" or (setting == "auto" and spec.device.type == "cpu"):
+        return _on_a_cpu(setting, spec)
+    if setting == "torch":
+        return TorchAttentionBackend()
+    if setting != "auto":
+        return _asked_for(setting, spec, candidates)
+    passed_over: list[Tried] = []
+    for candidate in candidates:
+        tried = try_candidate(candidate, spec)
+        if tried.backend is not None:
+            _tell(tried.name, passed_over)
+            return tried.backend
+        passed_over.append(tried)
+    _tell("torch, which is slow on a GPU", passed_over)
+    return TorchAttentionBackend()
+
+
+def try_candidate(candidate: Candidate, spec: AttentionSpec) -> Tried:
+    """Make it, and let it compute. EngineError if that breaks the GPU for the rest of this process."""
+    why_not = candidate.lacks(spec)
+    if why_not is not None:
+        return Tried(name=candidate.name, why_not=why_not)
+    try:
+        backend = candidate.make(spec)
+        run_trial(backend, spec)
+    except Exception as error:  # compilers, drivers and packages of others may fail in any way
+        check_device(spec.device, candidate.name)
+        return Tried(name=candidate.name, why_not=reason(error))
+    return Tried(name=candidate.name, backend=backend)
+
+
+def _on_a_cpu(setting: BackendName, spec: AttentionSpec) -> AttentionBackend:
+    possible = spec.device.type == "cpu" and can_attend(spec.dtype, spec.cache_dtype, spec.head_dim)
     if setting == "native" and not possible:
         raise EngineError(
             f"--attention-backend native needs our own operators (--cpu-kernels) on a CPU, float32 or bfloat16, and "
-            f"heads of 16, 32 ... 256 elements; here it is {device}, {dtype_name(dtype)} and {head_dim}"
+            f"heads of 16, 32 ... 256 elements; here it is {spec.device}, {dtype_name(spec.dtype)} and {spec.head_dim}"
         )
-    return NativeAttentionBackend() if possible and setting != "torch" else TorchAttentionBackend()
+    return NativeAttentionBackend() if possible else TorchAttentionBackend()
+
+
+def _asked_for(setting: BackendName, spec: AttentionSpec, candidates: Sequence[Candidate]) -> AttentionBackend:
+    interpreted = setting == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if spec.device.type == "cpu" and not interpreted:
+        raise EngineError(
+            f"--attention-backend {setting} is for GPUs, and the model is on {spec.device}; for a CPU there are native "
+            "and torch"
+        )
+    tried = try_candidate(next(each for each in candidates if each.name == setting), spec)
+    if tried.backend is None:
+        raise EngineError(
+            f"--attention-backend {setting} cannot be used here: {tried.why_not}; auto takes the best that can"
+        )
+    return tried.backend
+
+
+def _tell(name: str, passed_over: Sequence[Tried]) -> None:
+    others = "; ".join(f"not {each.name}: {each.why_not}" for each in passed_over)
+    log.info("attention by %s%s", name, f" ({others})" if others else "")

@@ -47,8 +47,10 @@ class EngineArgs:
         None, "context length in tokens: prompt and answer together; default: the model's", AT_LEAST_1
     )
     num_threads: int | None = _model(None, "CPU threads of the model; default: all cores", AT_LEAST_1)
-    attention_backend: Literal["auto", "native", "torch"] = _model(
-        "auto", "the decoder's attention; auto: our own operators (native) on a CPU that has them, else torch's"
+    attention_backend: Literal["auto", "native", "torch", "triton", "flashinfer"] = _model(
+        "auto",
+        "the decoder's attention; auto: our own operators (native) on a CPU that has them, else torch's; on a GPU the "
+        "first of flashinfer, triton and torch that passes a trial at the start",
     )
     cpu_kernels: Literal["auto", "off"] = _model(
         "auto",

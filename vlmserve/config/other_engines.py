@@ -182,6 +182,9 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         fine="false",
     ),
     _answered("--device cuda:N names the GPU", sglang="base_gpu_id", fine="0"),
+    _answered(
+        "one backend does both: --attention-backend", sglang="prefill_attention_backend decode_attention_backend"
+    ),
     _answered(_ENCODERS, "mm_encoder_tp_mode", fine="weights"),
     _answered(_ENCODERS, sglang="mm_enable_dp_encoder", switch=True, fine="false"),
     _answered("--max-video-frames and --video-fps say which frames are used", "media_io_kwargs"),
@@ -231,6 +234,12 @@ FOREIGN: tuple[ForeignSetting, ...] = (
 """One thing a row, in the order of the documentation."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
+    "attention_backend": {
+        "triton_attn": "triton",
+        **dict.fromkeys(("torch_native", "torch_sdpa", "sdpa"), "torch"),
+        # FlashAttention's kernels come with FlashInfer, which auto takes first
+        **dict.fromkeys(("flash_attn", "fa2", "fa3", "fa4", "cpu_attn", "null"), "auto"),
+    },
     "dtype": {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"},
     # formats of checkpoints, which are seen in config.json
     "quantization": dict.fromkeys(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import DEFAULT_MODEL
+from vlmserve.doctor.attention import attention_findings
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.doctor.gpu import ask_nvidia, gpu_findings
 from vlmserve.doctor.machine import machine_findings
@@ -24,10 +25,12 @@ from vlmserve_common.version import __version__
 
 _ABOUT = """\
 Tell what this machine and installation have, and lack: versions, GPU, memory, media libraries, optional extras, the
-built-in model. With a MODEL: whether its files are whole, and whether it fits. Nothing is downloaded or changed.
+built-in model. With a MODEL: whether its files are whole, and whether it fits. Nothing is downloaded or changed, but
+kernels for a GPU that are not built yet are built, which takes minutes, and kept.
 
 Each line is ok, a note, or a problem with what to do about it. The exit status is 1 if there is a problem.
 """
+_PATIENCE_WITH_A_GPU_S = 900.0
 _COLOURS = {Status.OK: "32", Status.NOTE: "33", Status.PROBLEM: "31"}
 
 
@@ -55,11 +58,13 @@ def examine(model: str | None) -> dict[str, list[Finding]]:
     folder = None if model is None else model_folder(model)
     modules = [one.module for one in needed if one.installed is not None and one.module not in (None, "torch")]
     folders = [DEFAULT_MODEL, *([folder] if isinstance(folder, Path) else [])]
-    slow = ["torch", *(f"model:{each}" for each in folders)]
+    slow = ["torch", *(f"model:{each}" for each in folders), "attention"]
     quick = [*(f"import:{module}" for module in modules), *PROBES]
+    nvidia = ask_nvidia()
+    # kernels for a GPU may have to be built first
+    patience = {"patience_s": _PATIENCE_WITH_A_GPU_S} if nvidia.in_machine else {}
     with ThreadPoolExecutor() as threads:
-        probing = [threads.submit(run_probes, names) for names in (slow, quick)]
-        nvidia = ask_nvidia()
+        probing = [threads.submit(run_probes, slow, **patience), threads.submit(run_probes, quick)]
         machine = list(machine_findings())
         files = files_finding()
         probed = {name: found for each in probing for name, found in each.result().items()}
@@ -73,7 +78,7 @@ def examine(model: str | None) -> dict[str, list[Finding]]:
     report = {
         "vlmserve": [ourselves, *needed_findings(needed, imports)],
         "machine": machine,
-        "GPU": list(gpu_findings(nvidia, probed["torch"])),
+        "GPU": [*gpu_findings(nvidia, probed["torch"]), *attention_findings(probed["attention"])],
         "media": list(media_findings(probed)),
         "built-in model": [files, *model_findings("model", probed[f"model:{DEFAULT_MODEL}"])],
         "extras": list(extra_findings(extras)),

@@ -51,15 +51,7 @@ def gpu_findings(nvidia: Nvidia, torch: Probed) -> Iterator[Finding]:
     if torch.result is not None:
         yield _build(nvidia, torch.result)
         for index, gpu in enumerate(torch.result["gpus"]):
-            room = f"{show_gib(gpu['total_bytes'])}, {show_gib(gpu['free_bytes'])} free"
-            yield Finding(
-                name=f"cuda:{index}",
-                text=f"{gpu['name']}: {room}" + (f"; it computes nothing: {gpu['error']}" if gpu["error"] else ""),
-                status=Status.PROBLEM if gpu["error"] else Status.OK,
-                remedy=_cuda_build(torch.result["version"]) if gpu["error"] else None,
-                data=gpu,
-            )
-    yield Finding(name="attention", text="torch", data={"backends": ["torch"]})
+            yield _gpu(f"cuda:{index}", gpu, torch.result["version"])
 
 
 def _driver(nvidia: Nvidia) -> Finding:
@@ -72,6 +64,20 @@ def _driver(nvidia: Nvidia) -> Finding:
     text = f"there is an NVIDIA GPU, and no driver that works: {why}"
     remedy = "install NVIDIA's driver; in a container, start it with docker run --gpus all"
     return Finding(name="driver", text=text, status=Status.NOTE, remedy=remedy, data=data)
+
+
+def _gpu(device: str, gpu: dict[str, typing.Any], torch_version: str) -> Finding:
+    major, minor = gpu["capability"]
+    room = f"{show_gib(gpu['total_bytes'])}, {show_gib(gpu['free_bytes'])} free"
+    text = f"{gpu['name']}, compute capability {major}.{minor}: {room}"
+    status, remedy = Status.OK, None
+    if gpu["error"]:
+        text, status = f"{text}; it computes nothing: {gpu['error']}", Status.PROBLEM
+        remedy = _cuda_build(torch_version)
+    elif major < 8:
+        text, status = f"{text}; bfloat16 needs compute capability 8.0", Status.NOTE
+        remedy = "start with --dtype float16"
+    return Finding(name=device, text=text, status=status, remedy=remedy, data=gpu)
 
 
 def _build(nvidia: Nvidia, torch: dict[str, typing.Any]) -> Finding:

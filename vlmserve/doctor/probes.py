@@ -46,7 +46,13 @@ def _torch(_: str) -> dict[str, Any]:
     gpus = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        gpu = {"name": torch.cuda.get_device_name(index), "free_bytes": free, "total_bytes": total, "error": None}
+        gpu = {
+            "name": torch.cuda.get_device_name(index),
+            "capability": list(torch.cuda.get_device_capability(index)),
+            "free_bytes": free,
+            "total_bytes": total,
+            "error": None,
+        }
         try:
             ones = torch.ones(8, 8, device=f"cuda:{index}")
             assert float((ones @ ones).sum()) == 512.0
@@ -96,12 +102,19 @@ def _model(name: str) -> dict[str, Any]:
     return examine(name)
 
 
+def _attention(_: str) -> dict[str, Any]:
+    from vlmserve.doctor.attention_probe import examine
+
+    return examine()
+
+
 _PROBES: dict[str, Callable[[str], dict[str, Any]]] = {
     "import": _import,
     "torch": _torch,
     "picture": _picture,
     "sample": _sample,
     "model": _model,
+    "attention": _attention,
 }
 
 if __name__ == "__main__":

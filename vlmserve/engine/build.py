@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from vlmserve.attention.choice import choose_backend
+from vlmserve.attention.spec import AttentionSpec
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.activations import (
@@ -43,7 +44,7 @@ from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sessions import Sessions
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
-from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.devices import check_dtype, resolve_device
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.library import activate, active, torch_threads
@@ -89,10 +90,16 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     max_model_len = args.max_model_len or config.max_position_embeddings
     attn_backend = choose_backend(
         args.attention_backend,
-        device=device,
-        dtype=model.dtype,
-        cache_dtype=kv_dtype,
-        head_dim=config.head_dim,
+        AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scaling=config.head_dim**-0.5,
+            dtype=model.dtype,
+            cache_dtype=kv_dtype,
+            page_size=args.page_size,
+            device=device,
+        ),
     )
     auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
@@ -161,6 +168,7 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> N
     max_model_len = args.max_model_len or most
     if max_model_len > most:
         raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
+    check_dtype(outline.dtype, device)
     weights = weight_bytes(outline)
     if args.num_encoders:
         encoder_devices(args, device)  # are there

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 import torch
 
 from vlmserve_common.errors import EngineError
 
+log = logging.getLogger(__name__)
+
+_LEAST_BFLOAT16 = (8, 0)
+
 
 def resolve_device(name: str, setting: str = "--device") -> torch.device:
-    """auto, cpu, cuda or cuda:N as a torch device. EngineError if it cannot be used. setting: whose value it is."""
+    """auto, cpu, cuda or cuda:N as a torch device. EngineError if it cannot be used. setting: whose value it is.
+
+    auto says so in the log where there is a GPU that PyTorch cannot use, and takes the CPU.
+    """
+    available, trouble = (False, None) if name == "cpu" else _available()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if trouble is not None:
+            log.warning("%s is auto, and takes the CPU: %s", setting, trouble)
+        name = "cuda" if available else "cpu"
     device = torch.device(name)
     if device.type != "cuda":
         return device
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count() if available else 0
     if not torch.backends.cuda.is_built():
         why = (
             f"the PyTorch that is installed ({torch.__version__}) is built without CUDA; install one that has it "
             "(https://pytorch.org/get-started/locally)"
         )
+    elif trouble is not None:
+        why = trouble
     elif not count:
         why = "PyTorch finds no GPU that it can use; nvidia-smi tells whether the driver sees one"
     elif (device.index or 0) >= count:
@@ -27,3 +42,39 @@ def resolve_device(name: str, setting: str = "--device") -> torch.device:
     else:
         return device
     raise EngineError(f"{setting} is {name!r}, but {why}{'' if count else ', or use cpu'}")
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """EngineError if a GPU has no arithmetic for what a model is to be computed in."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_BFLOAT16:
+        name = torch.cuda.get_device_name(device)
+        raise EngineError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and bfloat16 needs 8.0: start with "
+            "--dtype float16, or with float32"
+        )
+
+
+def _available() -> tuple[bool, str | None]:
+    """Whether there is a GPU, and what keeps PyTorch from using one: it tells that in a warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    for warning in caught:
+        text = str(warning.message)
+        if "driver" in text and "too old" in text:  # _cuda_getDeviceCount, with its version: c10/cuda/CUDAFunctions.cpp
+            found = text.partition("(found version ")[2].partition(")")[0]
+            return available, (
+                f"NVIDIA's driver is too old for this PyTorch, which is built for CUDA {torch.version.cuda}"
+                f"{f'; it goes up to CUDA {_version(found)}' if found.isdecimal() else ''}: update it, or install a "
+                "PyTorch for an older CUDA"
+            )
+        log.warning("PyTorch says: %s", text.partition("\n")[0])
+    return available, None
+
+
+def _version(number: str) -> str:
+    """12040 is 12.4."""
+    return f"{int(number) // 1000}.{int(number) % 1000 // 10}"

@@ -8,10 +8,8 @@ import torch
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.attention.choice import choose_backend
 from vlmserve.attention.native_backend import NativeAttentionBackend
 from vlmserve.attention.torch_backend import TorchAttentionBackend
-from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.build import CannotBuild, best_level, cpu_words
 
 try:
@@ -78,10 +76,3 @@ def test_eight_bits_are_close_and_not_the_same(folder):
         _, ours = answers(folder, "native", kv_cache_dtype=dtype)
         apart = (ours[:, 0] - logprobs[:, 0]).abs().max()
         assert 0 < apart < near
-
-
-def test_what_is_chosen():
-    half = {"device": torch.device("cpu"), "dtype": torch.float16, "cache_dtype": torch.float16, "head_dim": 64}
-    assert isinstance(choose_backend("auto", **half), TorchAttentionBackend)
-    with pytest.raises(EngineError, match=r"--attention-backend native needs .* here it is cpu, float16 and 64"):
-        choose_backend("native", **half)

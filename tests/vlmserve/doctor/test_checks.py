@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from tests.default_model import copy_default_model
+from vlmserve.attention.choice import Candidate, Tried
+from vlmserve.attention.spec import AttentionSpec
 from vlmserve.config.model_path import DEFAULT_MODEL
-from vlmserve.doctor import machine
+from vlmserve.doctor import attention_probe, machine
+from vlmserve.doctor.attention import attention_findings
 from vlmserve.doctor.finding import Finding, Status
 from vlmserve.doctor.gpu import Nvidia, ask_nvidia, gpu_findings
 from vlmserve.doctor.media import PROBES, media_findings
@@ -24,7 +27,13 @@ from vlmserve_common.compute.memory import total_host_memory
 from vlmserve_common.kernels import build
 
 H100 = Nvidia(gpus=("NVIDIA H100, 81559 MiB, driver 570.1",), in_machine=True)
-GPU = {"name": "NVIDIA H100", "free_bytes": 70 * 2**30, "total_bytes": 80 * 2**30, "error": None}
+GPU = {
+    "name": "NVIDIA H100",
+    "capability": [9, 0],
+    "free_bytes": 70 * 2**30,
+    "total_bytes": 80 * 2**30,
+    "error": None,
+}
 
 
 def torch(**facts: Any) -> Probed:
@@ -61,7 +70,69 @@ def test_a_gpu_that_works() -> None:
     found = by_name(gpu_findings(H100, torch(cuda="13.0", cuda_available=True, gpus=[GPU])))
     assert {one.status for one in found.values()} == {Status.OK}
     assert found["driver"].text == "NVIDIA H100, 81559 MiB, driver 570.1"
-    assert found["cuda:0"].text == "NVIDIA H100: 80 GiB, 70 GiB free"
+    assert found["cuda:0"].text == "NVIDIA H100, compute capability 9.0: 80 GiB, 70 GiB free"
+
+
+def test_a_gpu_without_bfloat16_is_noted() -> None:
+    facts = torch(cuda="13.0", cuda_available=True, gpus=[{**GPU, "capability": [7, 5]}])
+    old = by_name(gpu_findings(H100, facts))["cuda:0"]
+    assert (old.status, old.remedy) == (Status.NOTE, "start with --dtype float16")
+
+
+def attention(**why_not: str | None) -> Probed:
+    return Probed(
+        result={
+            "device": "cuda:0",
+            "heads": "32 heads of 128 over 8, bfloat16",
+            "compiler": "/usr/bin/gcc",
+            "versions": {"flashinfer": None, "triton": "3.9.0"},
+            "why_not": why_not,
+            "backend": next((name for name, why in why_not.items() if why is None), "torch"),
+        }
+    )
+
+
+def test_which_attention_a_gpu_gets() -> None:
+    absent = "flashinfer is not installed: pip install 'vlmserve[gpu]'"
+    found = by_name(attention_findings(attention(flashinfer=absent, triton=None)))
+    assert (found["flashinfer"].status, found["flashinfer"].text) == (Status.NOTE, f"not installed: {absent}")
+    assert (found["triton"].status, found["triton"].text) == (Status.OK, "3.9.0: its trial passes")
+    assert (found["attention"].status, found["attention"].data["backend"]) == (Status.OK, "triton")
+    assert found["C compiler"].status is Status.OK
+
+
+def test_no_attention_that_is_fast_is_noted() -> None:
+    probed = attention(flashinfer="no", triton="no")
+    assert probed.result is not None
+    probed.result["compiler"] = None
+    found = by_name(attention_findings(probed))
+    assert found["attention"].text.startswith("torch, by --attention-backend auto")
+    assert {one.status for one in found.values()} == {Status.NOTE}
+
+
+def test_attention_on_a_cpu_and_where_its_trial_fails() -> None:
+    assert [one.status for one in attention_findings(Probed(result={"device": None}))] == [Status.OK]
+    assert [one.status for one in attention_findings(Probed(error="EngineError: broke"))] == [Status.PROBLEM]
+    assert list(attention_findings(Probed(error="ModuleNotFoundError: no torch"))) == []
+
+
+def test_the_trial_of_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert attention_probe.examine() == {"device": None}
+    seen = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+
+    def tried(candidate: Candidate, spec: AttentionSpec) -> Tried:
+        seen.append(spec)
+        return Tried(name=candidate.name, why_not="no" if candidate.name == "flashinfer" else None)
+
+    monkeypatch.setattr(attention_probe, "try_candidate", tried)
+    facts = attention_probe.examine()
+    assert (facts["why_not"], facts["backend"]) == ({"flashinfer": "no", "triton": None}, "triton")
+    assert facts["heads"] == "32 heads of 128 over 8, bfloat16, cache of bfloat16"
+    assert facts["versions"]["triton"] is not None
+    assert str(seen[0].device) == "cuda:0"
 
 
 def test_a_gpu_without_a_driver_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
