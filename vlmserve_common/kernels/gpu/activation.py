@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.rounding import OPTIONS, rounded
-from vlmserve_common.kernels.gpu.variant import TYPES, Variant, pointer
+from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.kernels.gpu.rounding import rounded
+from vlmserve_common.kernels.gpu.variant import Variant, pointer
 
 _BLOCK, _WARPS = 1024, 4  # a load of 16 bytes a thread, of 16-bit elements
 
@@ -18,7 +19,7 @@ def silu_mul(product: torch.Tensor) -> torch.Tensor:
     out = product.new_empty(rows, size)
     if rows:
         silu_mul_kernel[(rows, triton.cdiv(size, _BLOCK))](
-            product, out, size, BLOCK=_BLOCK, num_warps=_WARPS, **OPTIONS
+            product, out, size, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
         )
     return out
 
@@ -38,12 +39,12 @@ def silu_mul_kernel(product: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: 
 
 CATALOGUE = tuple(
     Variant(
-        name=f"silu_mul {TYPES[dtype]}",
+        name=f"silu_mul: {dtype_name(dtype)}",
         kernel=silu_mul_kernel,
         signature={"product": pointer(dtype), "out": pointer(dtype), "size": "i32:16"},
         constexprs={"BLOCK": _BLOCK},
         num_warps=_WARPS,
-        options=OPTIONS,
+        enable_fp_fusion=False,
     )
     for dtype in (torch.bfloat16, torch.float32)
 )

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.rounding import OPTIONS, rounded
-from vlmserve_common.kernels.gpu.variant import TYPES, Variant, pointer
+from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.kernels.gpu.rounding import rounded
+from vlmserve_common.kernels.gpu.variant import Variant, pointer
 
 _ELEMENTS_A_WARP = 512  # two loads of 16 bytes a thread, of 16-bit elements
 
@@ -37,7 +38,7 @@ def _normalise(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Ten
             ADD=residual is not None,
             BLOCK=block,
             num_warps=_warps(block),
-            **OPTIONS,
+            enable_fp_fusion=False,
         )
     return out
 
@@ -76,13 +77,13 @@ def rms_norm_kernel(
 
 CATALOGUE = tuple(
     Variant(
-        name=f"rms_norm {TYPES[dtype]} {size}{' behind a sum' if add else ''}",
+        name=f"rms_norm: {dtype_name(dtype)}, {size}{', behind a sum' if add else ''}",
         kernel=rms_norm_kernel,
         signature={name: pointer(dtype) for name in ("x", *(["residual"] if add else []), "weight", "out")}
         | {"eps": "fp32", "size": "i32:16"},
         constexprs={"ADD": add, "BLOCK": triton.next_power_of_2(size)} | ({} if add else {"residual": None}),
         num_warps=_warps(triton.next_power_of_2(size)),
-        options=OPTIONS,
+        enable_fp_fusion=False,
     )
     for dtype, size in ((torch.bfloat16, 2048), (torch.bfloat16, 8192), (torch.float32, 8192))
     for add in (False, True)

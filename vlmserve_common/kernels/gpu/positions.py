@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.attention import CacheLayer, HeadNorms
-from vlmserve_common.kernels.gpu.rounding import OPTIONS, rounded
-from vlmserve_common.kernels.gpu.variant import TYPES, Variant, pointer
+from vlmserve_common.kernels.gpu.rounding import rounded
+from vlmserve_common.kernels.gpu.variant import Variant, pointer
 
 # Tokens of a program, which has one head of each: 16 bytes a thread of two warps, of 64 16-bit elements each half.
 _TOKENS, _WARPS = 8, 2
@@ -67,7 +68,7 @@ def position_and_store(
             TOKENS=_TOKENS,
             NORM=norms is not None,
             num_warps=_WARPS,
-            **OPTIONS,
+            enable_fp_fusion=False,
         )
     return q
 
@@ -207,12 +208,13 @@ def _variant(dtype: torch.dtype, cache_dtype: torch.dtype, dim: int, *, norm: bo
     types |= dict.fromkeys(("key_scales", "value_scales"), pointer(torch.float32))
     sizes = {"HEADS": 16, "KV_HEADS": 8, "HALF": dim // 2, "BLOCK": triton.next_power_of_2(dim // 2), "TOKENS": _TOKENS}
     return Variant(
-        name=f"position_and_store {TYPES[dtype]} into {TYPES[cache_dtype]} {dim}{' normalised' if norm else ''}",
+        name=f"position_and_store: {dtype_name(dtype)}, cache {dtype_name(cache_dtype)}, dim {dim}"
+        f"{', normalised' if norm else ''}",
         kernel=position_and_store_kernel,
         signature={name: kind for name, kind in types.items() if name not in absent},
         constexprs={**sizes, "NORM": norm, **dict.fromkeys(absent)},
         num_warps=_WARPS,
-        options=OPTIONS,
+        enable_fp_fusion=False,
     )
 
 

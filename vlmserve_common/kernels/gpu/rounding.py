@@ -1,18 +1,13 @@
-"""Rounding where torch rounds: products are not fused with sums, and float32 is converted as on a GPU under Triton's
-interpreter too, which cuts bfloat16 off and rounds 8-bit floats wrongly."""
+"""Conversion from float32, by Triton's interpreter too as on a GPU: by itself it cuts bfloat16 off, and rounds 8-bit
+floats wrongly."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import triton
 import triton.language as tl
 
 from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
 
-OPTIONS: Mapping[str, bool] = MappingProxyType({"enable_fp_fusion": False})
-"""Of a launch."""
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 

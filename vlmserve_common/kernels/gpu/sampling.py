@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.rounding import OPTIONS
 from vlmserve_common.kernels.gpu.variant import Variant, pointer
 
 _BLOCK, _WARPS = 2048, 8
@@ -37,10 +36,10 @@ def choose(
             IDS=ids is not None,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
-            **OPTIONS,
+            enable_fp_fusion=False,
         )
         best_of_splits_kernel[(rows,)](
-            best, tokens, out, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, **OPTIONS
+            best, tokens, out, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, enable_fp_fusion=False
         )
     return out
 
@@ -105,23 +104,23 @@ def _mixed(x: tl.tensor) -> tl.tensor:
 CATALOGUE = (
     *(
         Variant(
-            name=f"noisy_best{' of some tokens' if some else ''}",
+            name=f"noisy_best: of {'some' if some else 'all'} tokens",
             kernel=noisy_best_kernel,
             signature={"scores": pointer(torch.float32), "best": pointer(torch.float32), "width": "i32:16"}
             | dict.fromkeys((*(["ids"] if some else []), "seeds", "output_indices", "tokens"), pointer(torch.int64)),
             constexprs={"IDS": some, "BLOCK": _BLOCK} | ({} if some else {"ids": None}),
             num_warps=_WARPS,
-            options=OPTIONS,
+            enable_fp_fusion=False,
         )
         for some in (False, True)
     ),
     Variant(
-        name="best_of_splits",
+        name="best_of_splits: 128",
         kernel=best_of_splits_kernel,
         signature={"best": pointer(torch.float32), "tokens": pointer(torch.int64), "out": pointer(torch.int64)}
         | {"splits": "i32"},
         constexprs={"BLOCK": 128},
         num_warps=1,
-        options=OPTIONS,
+        enable_fp_fusion=False,
     ),
 )
