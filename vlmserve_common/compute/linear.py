@@ -159,8 +159,7 @@ class Linear(nn.Module):
         assert self.weight is not None
         if self.gated:
             assert act is not None
-            gates, rest = linear(x, self.weight, self.bias, self.workspace).chunk(2, dim=-1)
-            out = act(gates).mul_(rest)
+            out = act.gate(linear(x, self.weight, self.bias, self.workspace))
         else:
             out = linear(x, self.weight, self.bias, self.workspace, act)
         return out if residual is None else out.add_(residual)
