@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from vlmserve.engine.activations import (
     measure_activations,
     step_limits,
 )
+from vlmserve.engine.decode_graphs import GraphBuilder, cuda_tools, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
@@ -32,7 +33,7 @@ from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
+from vlmserve.memory.sizing import check_weights_fit, graph_room, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
@@ -100,6 +101,22 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         activations = measure_activations(model, attn_backend, limits, cuda_meter(device))
     else:
         activations = estimate_activations(model, limits)
+    new_cache = partial(
+        KVCache,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=kv_dtype,
+        device=device,
+    )
+    graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=cuda_tools(device))
+    graph_plan = graph_builder.plan(
+        wanted_sizes(args, attn_backend, device),
+        kv_cache=new_cache(num_slots=args.page_size),
+        max_context_len=max_model_len + args.page_size,
+        room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
+    )
+    activations = replace(activations, graphs=graph_plan.reserved)
     tokens = kv_cache_size(
         args, bytes_per_token=per_token, max_model_len=max_model_len, device=device, activations=activations
     )
@@ -113,19 +130,15 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     )
     runner = ModelRunner(
         model=model,
-        kv_cache=KVCache(
-            num_slots=tokens + args.page_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=kv_dtype,
-            device=device,
-        ),
+        kv_cache=new_cache(num_slots=tokens + args.page_size),
         req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
         attn_backend=attn_backend,
         device=device,
         logits_processors=processors,
     )
+    graphs = graph_builder.capture(graph_plan, kv_cache=runner.kv_cache, req_to_token_pool=runner.req_to_token_pool)
+    if graphs is not None:
+        runner.attach_graphs(graphs)
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,

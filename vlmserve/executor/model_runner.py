@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
+from vlmserve.executor.graphs.decode import DecodeGraphs
 from vlmserve.executor.logits_processors import LogitsProcessors
 from vlmserve.executor.logprobs import DeviceLogprobs, prompt_logprobs
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
@@ -49,6 +50,7 @@ class ModelRunner:
         logits_processors: LogitsProcessors | None = None,
     ) -> None:
         self._kv_transfer: KVTransfer | None = None
+        self._graphs: DecodeGraphs | None = None
         self.model = model
         self.kv_cache = kv_cache
         self.req_to_token_pool = req_to_token_pool
@@ -61,6 +63,10 @@ class ModelRunner:
         """From now on steps may bring copies between the tiers of the KV cache."""
         self._kv_transfer = transfer
 
+    def attach_graphs(self, graphs: DecodeGraphs) -> None:
+        """From now on steps that fit are replayed."""
+        self._graphs = graphs
+
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:
         """Compute a step as far as the hidden states of its tokens. Side effects in this order: copies between the
@@ -70,15 +76,10 @@ class ModelRunner:
             assert self._kv_transfer is not None, "KV to copy, and no second tier"
             self._kv_transfer.run(batch.kv_copies)
         forward_batch = self._prepare(batch)
-        embeds, mm_index, deepstack = self._embed(batch, forward_batch.input_ids)
-        self.attn_backend.init_forward_metadata(forward_batch)
-        hidden = self.model.forward(
-            embeds,
-            forward_batch.positions,
-            forward_batch,
-            deepstack_index=mm_index,
-            deepstack_embeds=deepstack,
-        )
+        if self._graphs is not None and self._graphs.fits(forward_batch):
+            hidden = self._graphs.run(forward_batch)
+        else:
+            hidden = self._eager(batch, forward_batch)
         asked = batch.prompt_logprobs
         vocab = self.model.config.vocab_size
         return Forwarded(
@@ -119,6 +120,17 @@ class ModelRunner:
             req_to_token_pool=pool,
             kv_cache=self.kv_cache,
             attn_backend=self.attn_backend,
+        )
+
+    def _eager(self, batch: ModelWorkerBatch, forward_batch: ForwardBatch) -> torch.Tensor:
+        embeds, mm_index, deepstack = self._embed(batch, forward_batch.input_ids)
+        self.attn_backend.init_forward_metadata(forward_batch)
+        return self.model.forward(
+            embeds,
+            forward_batch.positions,
+            forward_batch,
+            deepstack_index=mm_index,
+            deepstack_embeds=deepstack,
         )
 
     def _embed(

@@ -9,15 +9,17 @@ from vlmserve_common.errors import EngineError
 
 
 class ReqToTokenPool:
-    """The device table that attention reads: `req_to_token` int32 [size, max_context_len].
+    """The device table that attention reads: `req_to_token` int32 [size + 1, max_context_len].
 
-    Entries beyond a request's length are stale and mean nothing.
+    Entries beyond a request's length are stale and mean nothing. The last row, `padding_row`, is no request's: requests
+    that pad a batch are there, all in slot 0, which is in the dummy page (see `TokenToKVPoolAllocator`).
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         self.size = size
         self.max_context_len = max_context_len
-        self.req_to_token = torch.zeros((size, max_context_len), dtype=torch.int32, device=device)
+        self.padding_row = size
+        self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
 
     def write(self, req_pool_idx: int, start: int, slots: torch.Tensor | np.ndarray) -> None:
         """Set the slots (int [n]) of tokens start..start+n-1 of a request."""
