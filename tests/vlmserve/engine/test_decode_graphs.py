@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections.abc import Callable
@@ -13,7 +12,8 @@ import pytest
 import torch
 
 import vlmserve
-from tests.vlmserve.executor.fake_graphs import CallsAgain, PagedBackend
+from tests.fake_graphs import CallsAgain
+from tests.vlmserve.executor.paged_backend import PagedBackend
 from vlmserve import LLM
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.config.engine_args import EngineArgs
@@ -55,7 +55,6 @@ class Machine:
         return self.capturers[-1]
 
     def free(self) -> int:
-        gc.collect()
         return self.total - (10 * MIB * bool(self.live) + len(self.live) * self.each)
 
     @property

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fake_graphs import CallsAgain, Recorder
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.executor.fake_graphs import CallsAgain, ForgetfulBackend, PagedBackend, Recorder
+from tests.vlmserve.executor.paged_backend import ForgetfulBackend, PagedBackend
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.executor.graphs.decode import DecodeGraphs

@@ -62,10 +62,12 @@ class DecodeGraphs:
         batch = self._buffers.padded(size)
         self._attn_backend.init_graph_metadata(batch)
 
+        model, hidden = self._model, self._buffers.hidden[:size]
+
         def run() -> None:
-            embeds = self._model.embed_tokens(batch.input_ids)
+            embeds = model.embed_tokens(batch.input_ids)
             # copied, so that the graphs need not keep an output each
-            self._buffers.hidden[:size].copy_(self._model.forward(embeds, batch.positions, batch))
+            hidden.copy_(model.forward(embeds, batch.positions, batch))
 
         return batch, self._capturer.capture(run)
 

@@ -1,0 +1,112 @@
+"""Towers by graphs: every row as without, whatever pictures come together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from tests.fake_graphs import CallsAgain, Recorder
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vision.patches import random_patches
+from vision.towers.graphs.tower_graphs import BUCKETS, CapturedTower
+from vision.towers.layer_inputs import StaticSegments
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner
+from vlmserve_common.compute.rotary import Rotation, rotate
+
+CPU = torch.device("cpu")
+SIDES = st.sampled_from([2, 4, 6, 8, 10])
+
+
+class Masked(StaticSegments):
+    """With torch: a patch's number says whom it attends to; what pads is a segment, too."""
+
+    def __init__(self, patches: int, longest: int) -> None:
+        self._mask = torch.ones(patches, patches, dtype=torch.bool)
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        return len(lengths) <= 40
+
+    def load(self, lengths: Sequence[int]) -> None:
+        numbers = torch.full((len(self._mask),), -1)
+        numbers[: sum(lengths)] = torch.repeat_interleave(torch.tensor(lengths))
+        torch.eq(numbers[:, None], numbers[None], out=self._mask)
+
+    def attend(self, qkv: torch.Tensor, rotary: Rotation) -> torch.Tensor:
+        q, k, v = (part.transpose(0, 1)[None] for part in (*(rotate(qkv[:, i], *rotary) for i in (0, 1)), qkv[:, 2]))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)[0].transpose(0, 1)
+
+
+class Forgetful(Masked):
+    def load(self, lengths: Sequence[int]) -> None:
+        self._mask = self._mask.clone()
+        super().load(lengths)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: make_checkpoint(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+
+
+class Towers:
+    """One and the same, without and with graphs."""
+
+    def __init__(self, folder: Path, capturer: CallsAgain | Recorder, segments: type[Masked] = Masked) -> None:
+        self.capturer = capturer
+        self.eager = TowerRunner(load_tower(folder), CPU)
+        self.tower = load_tower(folder)
+        graphs = CapturedTower(self.tower, (31, 64, 200), make_segments=segments, capturer=capturer)
+        assert graphs.buckets == (32, 64, 200)
+        self.tower.attach_graphs(graphs)
+        self.captured = TowerRunner(self.tower, CPU)
+
+
+@pytest.fixture(scope="module", params=[(family, fake) for family in FAMILIES for fake in (CallsAgain, Recorder)])
+def towers(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Towers:
+    family, fake = request.param
+    return Towers(folders[family], fake())
+
+
+@given(batches=st.lists(st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=4), min_size=1, max_size=3))
+@settings(max_examples=12)
+def test_rows_are_those_without_graphs(towers: Towers, batches: list[list[tuple[int, int]]]) -> None:
+    for number, grids in enumerate(batches):
+        patches = random_patches(towers.tower, grids, seed=number)
+        replayed = towers.capturer.replayed
+        got = towers.captured.encode(patches)
+        fits = sum(h * w for h, w in grids) <= 200
+        assert towers.capturer.replayed - replayed == int(fits)
+        for rows, wanted in zip(got, towers.eager.encode(patches), strict=True):
+            torch.testing.assert_close(rows, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_embeddings_are_no_static_memory(towers: Towers) -> None:
+    [patch] = random_patches(towers.tower, [(6, 10)])
+    [first] = towers.captured.encode([patch])
+    kept = first.clone()
+    towers.captured.encode(random_patches(towers.tower, [(8, 8)], seed=5))
+    assert torch.equal(first, kept)
+
+
+def test_too_many_segments_go_without(towers: Towers) -> None:
+    patches = random_patches(towers.tower, [(2, 2)] * 41)
+    replayed = towers.capturer.replayed
+    assert len(towers.captured.encode(patches)) == 41
+    assert towers.capturer.replayed == replayed
+
+
+def test_memory_that_is_made_anew_is_found(folders: dict[str, Path]) -> None:
+    towers = Towers(folders["qwen2_vl"], Recorder(), Forgetful)
+    patches = random_patches(towers.tower, [(6, 10), (8, 8)])
+    assert not torch.allclose(torch.cat(towers.captured.encode(patches)), torch.cat(towers.eager.encode(patches)))
+
+
+def test_padding_of_the_usual_buckets() -> None:
+    assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(BUCKETS))
