@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_ATEN = torch.ops.aten
+_WAITS = {_ATEN.item.default, _ATEN._local_scalar_dense.default, _ATEN.nonzero.default, _ATEN.masked_select.default}
 _POISON = {torch.bool: True, torch.uint8: 255}
 
 
@@ -53,7 +55,7 @@ class _Recording(TorchDispatchMode):
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+        if func in _WAITS:
             raise RuntimeError(f"{func} waits for the device, which a capture forbids")
         out = func(*args, **(kwargs or {}))
         self._calls.append((func, args, kwargs or {}, out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from tests.fake_graphs import CallsAgain, Recorder
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.patches import random_patches
+from vision.towers.graphs.capturing import capture_tower
 from vision.towers.graphs.tower_graphs import BUCKETS, CapturedTower
 from vision.towers.layer_inputs import StaticSegments
 from vision.towers.loading import load_tower
@@ -106,6 +108,30 @@ def test_memory_that_is_made_anew_is_found(folders: dict[str, Path]) -> None:
     towers = Towers(folders["qwen2_vl"], Recorder(), Forgetful)
     patches = random_patches(towers.tower, [(6, 10), (8, 8)])
     assert not torch.allclose(torch.cat(towers.captured.encode(patches)), torch.cat(towers.eager.encode(patches)))
+
+
+def test_a_tower_gets_its_graphs(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    tower, capturer, memory = load_tower(folders["qwen3_vl"]), CallsAgain(), iter([9 << 20, 4 << 20])
+    with caplog.at_level(logging.INFO):
+        capture_tower(tower, make_segments=Masked, capturer=capturer, free=lambda: next(memory), buckets=(32, 64))
+    [line] = caplog.messages
+    assert line.startswith("captured the vision tower's layers for 32, 64 patches (2 CUDA graphs) in ")
+    assert line.endswith("; they take 5 MiB")
+    TowerRunner(tower, CPU).encode(random_patches(tower, [(4, 4)]))
+    assert capturer.replayed == 1
+
+
+def test_a_tower_that_cannot_be_captured(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    class Waits(Masked):
+        def attend(self, qkv: torch.Tensor, rotary: Rotation) -> torch.Tensor:
+            self._mask.sum().item()
+            return super().attend(qkv, rotary)
+
+    tower = load_tower(folders["qwen3_vl"])
+    capture_tower(tower, make_segments=Waits, capturer=Recorder(), free=lambda: 0, buckets=(32,))
+    [line] = caplog.messages
+    assert line.startswith("the vision tower is not captured as CUDA graphs: ")
+    assert len(TowerRunner(tower, CPU).encode(random_patches(tower, [(4, 4)]))) == 1
 
 
 def test_padding_of_the_usual_buckets() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from vision.towers.graphs.capturing import capture_on_gpu
 from vlmserve.attention.choice import choose_backend
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.start_settings import StartSettings
@@ -98,6 +99,8 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
     if device.type == "cuda":
+        if not args.num_encoders and not args.disable_vit_cuda_graph:
+            capture_on_gpu(model.visual, device)
         activations = measure_activations(model, attn_backend, limits, cuda_meter(device))
     else:
         activations = estimate_activations(model, limits)
