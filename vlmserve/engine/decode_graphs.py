@@ -65,10 +65,13 @@ def wanted_sizes(args: EngineArgs, attn_backend: AttentionBackend, device: torch
     if device.type != "cuda":
         return ()
     if args.disable_cuda_graph:
-        log.info("decode steps are not captured: --disable-cuda-graph")
+        log.info("decode steps are not captured as CUDA graphs: --disable-cuda-graph")
         return ()
     if not attn_backend.can_capture:
-        log.info("decode steps are not captured: %s plans them on the host", type(attn_backend).__name__)
+        log.info(
+            "decode steps are not captured as CUDA graphs: %s reads the table on the host (--attention-backend)",
+            type(attn_backend).__name__,
+        )
         return ()
     return chosen_sizes(
         max_running_requests=args.max_running_requests, given=args.cuda_graph_sizes, most=args.cuda_graph_max_bs

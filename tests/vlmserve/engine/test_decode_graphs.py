@@ -148,8 +148,9 @@ def test_where_nothing_is_captured(caplog) -> None:
         off = EngineArgs(model="m", disable_cuda_graph=True)
         assert wanted_sizes(off, PagedBackend(), CUDA) == ()
     assert caplog.messages == [
-        "decode steps are not captured: TorchAttentionBackend plans them on the host",
-        "decode steps are not captured: --disable-cuda-graph",
+        "decode steps are not captured as CUDA graphs: TorchAttentionBackend reads the table on the host "
+        "(--attention-backend)",
+        "decode steps are not captured as CUDA graphs: --disable-cuda-graph",
     ]
     given = EngineArgs(model="m", cuda_graph_bs="4, 2,64", cuda_graph_max_bs=32)
     assert wanted_sizes(given, PagedBackend(), CUDA) == (2, 4, 32)

@@ -18,6 +18,8 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.executor.paged_backend import ForgetfulBackend, PagedBackend
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
+from vlmserve.attention.torch_backend import TorchAttentionBackend
+from vlmserve.attention.triton_backend import TritonAttentionBackend
 from vlmserve.executor.graphs.decode import DecodeGraphs
 from vlmserve.executor.graphs.sizes import batch_sizes
 from vlmserve.memory.kv_cache import KVCache
@@ -36,7 +38,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Bench:
     """A model with a full KV cache, of which any requests may decode. Request row r has slots in no order."""
 
-    def __init__(self, folder: Path, backend: AttentionBackend, capturer: CallsAgain | Recorder) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        backend: AttentionBackend,
+        capturer: CallsAgain | Recorder,
+        sizes: tuple[int, ...] = SIZES,
+    ) -> None:
         self.model = load_model(folder, dtype=torch.float32)
         config = self.model.config
         generator = torch.Generator().manual_seed(3)
@@ -56,14 +64,14 @@ class Bench:
         self.backend = backend
         self.capturer = capturer
         self.graphs = DecodeGraphs(
-            SIZES[-1],
+            sizes[-1],
             model=self.model,
             kv_cache=self.cache,
             req_to_token_pool=self.pool,
             attn_backend=backend,
             capturer=capturer,
         )
-        self.graphs.capture(SIZES)
+        self.graphs.capture(sizes)
 
     def step(self, requests: list[tuple[int, int]], seed: int) -> ForwardBatch:
         """requests: row and length of each."""
@@ -87,7 +95,7 @@ class Bench:
 
     @torch.inference_mode()
     def eager(self, step: ForwardBatch) -> torch.Tensor:
-        self.backend.init_forward_metadata(step)
+        step.attn_backend.init_forward_metadata(step)
         return self.model.forward(self.model.embed_tokens(step.input_ids), step.positions, step)
 
     def kept(self) -> list[torch.Tensor]:
@@ -166,6 +174,15 @@ def test_a_step_takes_two_launches_beside_its_replay(bench: Bench, monkeypatch: 
         assert loaded.extend_start_loc.tolist() == [0, 1, 2, 3, 4]
         assert loaded.positions.is_contiguous()
         assert loaded.positions[:, : len(requests)].equal(step.positions)
+
+
+def test_by_tritons_kernels(folders: dict[str, Path]) -> None:
+    bench = Bench(folders["qwen3_vl"], TritonAttentionBackend(), CallsAgain(), sizes=(2,))
+    for requests in ([(4, 24)], [(0, 3), (5, 9)]):
+        step = bench.step(requests, 2)
+        got = bench.graphs.run(step).clone()
+        step = dataclasses.replace(step, attn_backend=TorchAttentionBackend())
+        torch.testing.assert_close(got, bench.eager(step), atol=1e-4, rtol=1e-4)
 
 
 NEW = 14

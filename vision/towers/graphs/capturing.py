@@ -18,8 +18,11 @@ log = logging.getLogger(__name__)
 
 def capture_on_gpu(tower: VisionTower, device: torch.device) -> None:
     """Capture the layers of a tower that is on a GPU. Call it before a KV cache is sized by what memory is left."""
-    from vision.towers.graphs.tiled_segments import TiledSegments
-
+    try:
+        from vision.towers.graphs.tiled_segments import TiledSegments
+    except ImportError as error:  # without Triton
+        log.info("the vision tower is not captured as CUDA graphs: %s", error)
+        return
     dtype = next(tower.parameters()).dtype
 
     def make_segments(patches: int, longest: int) -> TiledSegments:
@@ -46,7 +49,7 @@ def capture_tower(
     before, began = free(), time.perf_counter()
     try:
         graphs = CapturedTower(tower, buckets, make_segments=make_segments, capturer=capturer)
-    except RuntimeError as error:
+    except Exception as error:  # a compiler's, too: without graphs it is slower, and that is all
         log.warning("the vision tower is not captured as CUDA graphs: %s", str(error).split("\n")[0])
         return
     tower.attach_graphs(graphs)
