@@ -122,6 +122,7 @@ def test_a_replay_is_the_step(bench: Bench, steps: list[list[tuple[int, int]]], 
         before, replayed = bench.kept(), bench.capturer.replayed
         got = bench.graphs.run(step).clone()
         assert bench.capturer.replayed == replayed + 1
+        assert bench.backend._size == next(size for size in SIZES if size >= len(requests))
         by_graph = bench.kept()
         torch.testing.assert_close(got, bench.eager(step), atol=1e-4, rtol=1e-4)
         for was, graph, eager in zip(before, by_graph, bench.kept(), strict=True):
