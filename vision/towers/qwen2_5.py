@@ -24,6 +24,7 @@ from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import GatedMLP, RMSNorm
+from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
 
 
@@ -69,7 +70,7 @@ class Qwen2_5VisionTower(VisionTower):
         order, window_lengths = window_order(grid_thw, merge, self._window)
         patch_order = (order[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
         x = yield from self.patch_embed.steps(pixel_values, limits)
-        x = x[patch_order.to(x.device)]
+        x = x[to_device(patch_order, x.device)]
         rotary = self._rotary(patch_coordinates(grid_thw, merge)[:, patch_order], x.device)
         # a frame's windows stay inside it, so frames are contiguous in either order
         frames = Segments(frame_lengths(grid_thw), x.device)
@@ -78,4 +79,4 @@ class Qwen2_5VisionTower(VisionTower):
             yield from block.steps(x, rotary, frames if index in self._full_attention else windows, limits)
         embeds = x.new_empty(len(order), self.out_hidden_size)
         yield from self.merger.steps(x, limits, embeds)
-        return torch.empty_like(embeds).index_copy_(0, order.to(x.device), embeds)
+        return torch.empty_like(embeds).index_copy_(0, to_device(order, x.device), embeds)
