@@ -25,6 +25,7 @@ from vision.towers.pieces import (
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
 from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
+from vlmserve_common.compute.transfers import to_device
 
 NORM_EPS = 1e-6
 # Rows that go through products together, at the most: what is between an MLP's is several times as wide.
@@ -172,7 +173,7 @@ class AxialRotary:
         """coordinates int64 [2, P] on the CPU -> float32 cos and signed sin [P, 1, head_dim] on the device."""
         angles = coordinates[:, :, None].float() * self._frequencies
         cos, sin = rotation(torch.cat((angles[0], angles[1]), dim=-1), torch.float32)
-        return cos.to(device), sin.to(device)
+        return to_device(cos, device), to_device(sin, device)
 
 
 class VisionAttention(nn.Module):

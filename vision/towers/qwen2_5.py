@@ -25,6 +25,7 @@ from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import GatedMLP, RMSNorm
+from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
 
 
@@ -73,11 +74,11 @@ class Qwen2_5VisionTower(VisionTower):
         x = yield from self.patch_embed.steps(pixel_values, limits)
         device = x.device
         return LayerInputs(
-            x=x[patch_order.to(device)],
+            x=x[to_device(patch_order, device)],
             rotary=self._rotary(patch_coordinates(grid_thw, merge)[:, patch_order], device),
             # a frame's windows stay inside it, so frames are contiguous in either order
             segments=(Segments(frame_lengths(grid_thw), device), Segments(window_lengths, device)),
-            order=order.to(device),
+            order=to_device(order, device),
         )
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:

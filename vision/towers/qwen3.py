@@ -28,6 +28,7 @@ from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import Embedding, LayerNorm
 from vlmserve_common.compute.linear import Linear
+from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
 
 # Patches whose position embeddings are summed together on a CPU: four rows in float32 for each.
@@ -122,7 +123,9 @@ class Qwen3VisionTower(VisionTower):
 
     def _add_positions(self, x: torch.Tensor, grids: Sequence[Grid]) -> Steps[None]:
         """Add interpolated position embeddings, summed in float32 and in the dtype of x, to x [P, size]."""
-        taps, weights = (part.to(x.device) for part in interpolation(grids, self.spatial_merge_size, self._side))
+        taps, weights = (
+            to_device(part, x.device) for part in interpolation(grids, self.spatial_merge_size, self._side)
+        )
         for rows in even_tiles(len(x), _POSITION_ROWS if x.is_cpu else len(x)):
             yield Piece(Kind.ELEMENTS, 4.0 * x[rows].numel())
             x[rows] += (self.pos_embed(taps[rows]) * weights[rows, :, None]).sum(1).to(x.dtype)

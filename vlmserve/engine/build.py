@@ -25,7 +25,7 @@ from vlmserve.engine.decode_graphs import GraphBuilder, cuda_tools, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
-from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
+from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.grammar.compile_process import CompileProcess, CompilerSettings
@@ -243,7 +243,7 @@ def build_scheduler(
         eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
         worker=runner,
-        device=InlineQueue() if args.disable_overlap_schedule else ThreadQueue(partial(torch.set_num_threads, threads)),
+        device=_device_queue(args, runner.device, threads),
         encoder=build_encoder_pool(
             args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, start=start
         ),
@@ -257,6 +257,15 @@ def build_scheduler(
         send=send,
         drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
     )
+
+
+def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:
+    """threads: of torch on a CPU."""
+    if args.disable_overlap_schedule:
+        return InlineQueue()
+    if device.type != "cpu":
+        return StreamQueue()
+    return ThreadQueue(partial(torch.set_num_threads, threads))
 
 
 def _grammars(args: EngineArgs, runner: ModelRunner) -> GrammarQueue:

@@ -28,15 +28,17 @@ class ReqToTokenPool:
             slots, device=self.req_to_token.device
         )
 
-    def write_tokens(self, req_pool_indices: np.ndarray, positions: np.ndarray, slots: torch.Tensor) -> None:
-        """Set the slots (int [n], on the device) of tokens `positions` (int64 [n]) of requests (int64 [n]) at once."""
+    def check_tokens(self, req_pool_indices: np.ndarray, positions: np.ndarray) -> None:
+        """EngineError unless all of these tokens (int64 [n] each) have places in the table."""
         if len(positions):
             first, last = int(req_pool_indices.min()), int(req_pool_indices.max())
             for req_pool_idx, end in ((first, 0), (last, int(positions.max()) + 1)):
                 _check_range(req_pool_idx, 0, end, self.size, self.max_context_len)
-        index = (torch.from_numpy(req_pool_indices), torch.from_numpy(positions))
-        device = self.req_to_token.device
-        self.req_to_token[tuple(part.to(device) for part in index)] = slots.to(self.req_to_token.dtype)
+
+    def write_tokens(self, req_pool_indices: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set the slots (int32 [n]) of tokens `positions` of requests (int64 [n]) at once; all of these are on the
+        device, and were checked before."""
+        self.req_to_token[req_pool_indices, positions] = slots
 
 
 class ReqPoolAllocator:

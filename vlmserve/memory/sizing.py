@@ -24,17 +24,20 @@ _SLOT_BYTES = 4  # of a request's table of KV slots, once on the device and once
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """Peak bytes that computing takes beside weights and caches: a batch of the vision tower, the layers of a step, and
-    what is sampled from behind these. Tower and step take turns. graphs: what captured steps keep for themselves."""
+    what is sampled from behind these. Tower and step take turns, unless they are computed beside each other. graphs:
+    what captured steps keep for themselves."""
 
     tower: int = 0
     step: int = 0
     logits: int = 0
     graphs: int = 0
+    beside: bool = False
 
     @property
     def peak(self) -> int:
         """What must be left free for computing."""
-        return max(self.tower, self.step + self.logits) + self.graphs
+        step = self.step + self.logits
+        return (self.tower + step if self.beside else max(self.tower, step)) + self.graphs
 
     def __str__(self) -> str:
         parts = f"vision tower {show_gib(self.tower)}, prompt chunk {show_gib(self.step)}"
