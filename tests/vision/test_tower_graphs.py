@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.patches import random_patches
 from vision.towers.graphs.capturing import capture_tower
 from vision.towers.graphs.tower_graphs import BUCKETS, CapturedTower
+from vision.towers.grids import Segments
 from vision.towers.layer_inputs import StaticSegments
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
@@ -33,12 +33,12 @@ class Masked(StaticSegments):
     def __init__(self, patches: int, longest: int) -> None:
         self._mask = torch.ones(patches, patches, dtype=torch.bool)
 
-    def fits(self, lengths: Sequence[int]) -> bool:
-        return len(lengths) <= 40
+    def fits(self, segments: Segments) -> bool:
+        return len(segments.lengths) <= 40
 
-    def load(self, lengths: Sequence[int]) -> None:
+    def load(self, segments: Segments) -> None:
         numbers = torch.full((len(self._mask),), -1)
-        numbers[: sum(lengths)] = torch.repeat_interleave(torch.tensor(lengths))
+        numbers[: sum(segments.lengths)] = torch.repeat_interleave(torch.tensor(segments.lengths))
         torch.eq(numbers[:, None], numbers[None], out=self._mask)
 
     def attend(self, qkv: torch.Tensor, rotary: Rotation) -> torch.Tensor:
@@ -47,9 +47,9 @@ class Masked(StaticSegments):
 
 
 class Forgetful(Masked):
-    def load(self, lengths: Sequence[int]) -> None:
+    def load(self, segments: Segments) -> None:
         self._mask = self._mask.clone()
-        super().load(lengths)
+        super().load(segments)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from vision.towers.layer_inputs import StaticSegments
 from vision.towers.pieces import TORCH_ROWS, Kind, Piece, PieceLimits, Steps, even_tiles, limited_tiles
 from vlmserve_common.compute.rotary import Rotation, rotate
 from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAttention, can_attend
+from vlmserve_common.kernels.segment_trial import gpu_kernels_work
 
 # Turning and laying out a patch for attention takes as long as attending to so many others.
 _PACK_KEYS = 64
@@ -27,16 +28,34 @@ def segment_attention(
 ) -> Steps[torch.Tensor]:
     """Each patch attends to its own segment: qkv [P, 3, heads, dim], not turned yet -> [P, heads, dim] in its dtype.
 
-    rotary: float32 cos and signed sin [P, 1, dim].
+    rotary: float32 cos and signed sin [P, 1, dim]. qkv may be overwritten.
     """
     if isinstance(segments, StaticSegments):
         return segments.attend(qkv, rotary)
+    if qkv.is_cuda and gpu_kernels_work(qkv.device, qkv.dtype, qkv.shape[-1]):
+        return (yield from by_gpu_kernels(qkv, rotary, segments))
     out = qkv.new_empty(qkv[:, 0].shape)
     if can_attend(qkv):
         yield from _by_operators(qkv, rotary, segments, limits, out)
     else:
         yield from _by_torch(qkv, rotary, segments, out)
     return out
+
+
+def by_gpu_kernels(qkv: torch.Tensor, rotary: Rotation, segments: Segments) -> Steps[torch.Tensor]:
+    """Two launches, whatever the segments' lengths; qkv is overwritten.
+
+    Long segments too: torch's attention would pad heads of 72 or 80 elements to 96 or 128, want segments grouped by
+    length, and could not be captured in a CUDA graph for grids of another shape.
+    """
+    from vlmserve_common.kernels.gpu.segments import segment_attention as attend_segments
+    from vlmserve_common.kernels.gpu.segments import tile_rows, turn
+
+    _, _, heads, dim = qkv.shape
+    rows = tile_rows(qkv.dtype, max(segments.lengths))
+    yield Piece(Kind.ATTENTION, sum(attention_cost(length, length, heads * dim) for length in segments.lengths))
+    turn(qkv, *rotary)
+    return attend_segments(qkv, segments.tiles(rows), rows)
 
 
 def _by_operators(

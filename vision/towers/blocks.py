@@ -136,6 +136,11 @@ class VisionTower(nn.Module):
         """All blocks and mergers -> embeddings [P / merge**2, out_hidden_size * (1 + num_deepstack_layers)]."""
         raise NotImplementedError
 
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.patch_embed.width // self.layers()[0].attn.num_heads
+
     def layers(self) -> list[VisionBlock]:
         """The blocks, first to last."""
         return [block for block in self.blocks if isinstance(block, VisionBlock)]

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from vlmserve_common.compute.tensors import upload
 from vlmserve_common.compute.transfers import to_device
 
 Grid = tuple[int, int, int]
@@ -101,6 +102,26 @@ class Segments:
     def bounds(self) -> torch.Tensor:
         """int64 [segments + 1] on the CPU: where they begin, and where the last ends."""
         return torch.tensor((0, *self.lengths)).cumsum(0)
+
+    def tiles(self, rows: int) -> torch.Tensor:
+        """int32 [tiles, 3] on the device: where a segment begins and ends, and the first of up to `rows` queries of it.
+
+        Those of long segments come first: a GPU that ends with short ones ends evenly.
+        """
+        if rows not in self._tiles:
+            lengths = self.bounds.diff()
+            order = lengths.argsort(descending=True, stable=True)
+            counts = (lengths[order] + rows - 1) // rows
+            segment = order.repeat_interleave(counts)
+            place = torch.arange(len(segment)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+            begins, ends = self.bounds[:-1][segment], self.bounds[1:][segment]
+            tiles = torch.stack((begins, ends, begins + place * rows), dim=1).int()
+            self._tiles[rows] = upload(tiles.numpy(), self.device)
+        return self._tiles[rows]
+
+    @cached_property
+    def _tiles(self) -> dict[int, torch.Tensor]:
+        return {}
 
     @cached_property
     def groups(self) -> list[SegmentGroup]:

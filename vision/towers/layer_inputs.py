@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +16,11 @@ class StaticSegments(ABC):
     and what becomes of them is nobody's."""
 
     @abstractmethod
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether there is room for so many of such lengths, in patches."""
+    def fits(self, segments: Segments) -> bool:
+        """Whether there is room for so many of such lengths."""
 
     @abstractmethod
-    def load(self, lengths: Sequence[int]) -> None:
+    def load(self, segments: Segments) -> None:
         """Have these from now on, which fit."""
 
     @abstractmethod

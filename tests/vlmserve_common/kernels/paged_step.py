@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStep:
-    """lengths: of each request, tokens before the step and in it. table: slots nowhere, beyond a request's end."""
+    """lengths: of each request, tokens before the step and in it. table: nobody's slot, beyond a request's end."""
 
     lengths: list[tuple[int, int]]
     q: torch.Tensor
@@ -75,7 +75,8 @@ def make_step(
         num_slots=len(slots), num_layers=1, num_kv_heads=heads[1], head_dim=dim, dtype=stored or dtype, device=DEVICE
     )
     rows = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
-    table = torch.full((len(lengths) + 2, context or max(totals) + 3), 2**30, dtype=torch.int32)
+    nobodys = int(slots[-1])
+    table = torch.full((len(lengths) + 2, context or max(totals) + 3), nobodys, dtype=torch.int32)
     first = 0
     for row, total, count in zip(rows.tolist(), totals, pages, strict=True):
         table[row, :total] = slots[first : first + total]

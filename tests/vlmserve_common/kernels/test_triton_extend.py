@@ -34,7 +34,7 @@ def check(step: PagedStep, scale: float = 0.3) -> None:
     torch.testing.assert_close(attend(step, scale).double(), step.truth(scale), atol=atol, rtol=atol)
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     REQUESTS,
     st.sampled_from([(1, 1), (2, 2), (6, 2), (7, 1), (8, 1), (10, 2)]),

@@ -12,18 +12,18 @@ from vision.towers.blocks import VisionTower
 from vision.towers.graphs.tower_graphs import BUCKETS, CapturedTower, MakeSegments
 from vlmserve_common.compute.graphs import Capturer, CudaCapturer
 from vlmserve_common.compute.memory import free_memory, show_gib
+from vlmserve_common.kernels.segment_trial import gpu_kernels_work
 
 log = logging.getLogger(__name__)
 
 
 def capture_on_gpu(tower: VisionTower, device: torch.device) -> None:
-    """Capture the layers of a tower that is on a GPU. Call it before a KV cache is sized by what memory is left."""
-    try:
-        from vision.towers.graphs.tiled_segments import TiledSegments
-    except ImportError as error:  # without Triton
-        log.info("the vision tower is not captured as CUDA graphs: %s", error)
-        return
+    """Capture the layers of a tower that is on a GPU. Call it before a KV cache is sized by what memory is left. Where
+    attention is torch's, nothing is captured."""
     dtype = next(tower.parameters()).dtype
+    if not gpu_kernels_work(device, dtype, tower.head_dim):
+        return
+    from vision.towers.graphs.tiled_segments import TiledSegments
 
     def make_segments(patches: int, longest: int) -> TiledSegments:
         return TiledSegments(patches, longest, dtype=dtype, device=device)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
-from vlmserve_common.kernels.gpu.segments import segment_attention, tile_rows, turn
 
+from vision.towers.grids import Segments
 from vision.towers.layer_inputs import StaticSegments
 from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels.gpu.segments import segment_attention, tile_rows, turn
 
 # Tiles of a bucket: one for so many patches. Windows of 64 patches need one each, and up to four times as many where
 # a picture is narrower than they are. A tile that is not needed does nothing.
@@ -23,21 +21,15 @@ class TiledSegments(StaticSegments):
         self._rows = tile_rows(dtype, longest)
         self._tiles = torch.zeros(-(-patches // _PATCHES_OF_A_TILE), 3, dtype=torch.int32, device=device)
 
-    def fits(self, lengths: Sequence[int]) -> bool:
+    def fits(self, segments: Segments) -> bool:
         """See the base class."""
-        return sum(-(-length // self._rows) for length in lengths) <= len(self._tiles)
+        return sum(-(-length // self._rows) for length in segments.lengths) <= len(self._tiles)
 
-    def load(self, lengths: Sequence[int]) -> None:
+    def load(self, segments: Segments) -> None:
         """See the base class. Nobody waits for the copy."""
-        tiles = np.zeros(self._tiles.shape, dtype=np.int32)
-        counts = -(-np.array(lengths) // self._rows)
-        ends = np.cumsum(lengths)
-        begins = ends - lengths
-        among = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        rows = np.repeat(begins, counts) + among * self._rows
-        tiles[: len(rows)] = np.stack((np.repeat(begins, counts), np.repeat(ends, counts), rows), axis=1)
-        host = torch.from_numpy(tiles)
-        self._tiles.copy_(host.pin_memory() if self._tiles.is_cuda else host, non_blocking=True)
+        tiles = segments.tiles(self._rows)
+        self._tiles[: len(tiles)].copy_(tiles)
+        self._tiles[len(tiles) :].zero_()
 
     def attend(self, qkv: torch.Tensor, rotary: Rotation) -> torch.Tensor:
         """See the base class. Queries and keys are turned in place."""

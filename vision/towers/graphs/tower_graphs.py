@@ -42,10 +42,9 @@ class CapturedTower:
         self._joined = tower.spatial_merge_size**2
         self.buckets = tuple(sorted({-(-bucket // self._joined) * self._joined for bucket in buckets}))
         most, weight = self.buckets[-1], next(tower.parameters())
-        width, head_dim = tower.patch_embed.width, tower.patch_embed.width // tower.layers()[0].attn.num_heads
         embeds = tower.out_hidden_size * (1 + tower.num_deepstack_layers)
-        self._x = torch.zeros(most, width, dtype=weight.dtype, device=weight.device)
-        self._rotary = torch.zeros(2, most, 1, head_dim, device=weight.device)
+        self._x = torch.zeros(most, tower.patch_embed.width, dtype=weight.dtype, device=weight.device)
+        self._rotary = torch.zeros(2, most, 1, tower.head_dim, device=weight.device)
         self._out = torch.zeros(most // self._joined, embeds, dtype=weight.dtype, device=weight.device)
         self._graphs: dict[int, tuple[LayerInputs, Graph]] = {}
         for bucket in reversed(self.buckets):  # the largest first; see `Capturer`
@@ -69,7 +68,7 @@ class CapturedTower:
         if len(inputs.x) > self.buckets[-1]:
             return False
         static, _ = self._graphs[self._bucket(inputs)]
-        return all(one.fits(lengths) for one, lengths in _pairs(static, inputs))
+        return all(one.fits(segments) for one, segments in _pairs(static, inputs))
 
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
@@ -78,8 +77,8 @@ class CapturedTower:
         count = len(inputs.x)
         self._x[:count].copy_(inputs.x, non_blocking=True)
         torch._foreach_copy_([part[:count] for part in self._rotary], list(inputs.rotary))
-        for one, lengths in _pairs(static, inputs):
-            one.load(lengths)
+        for one, segments in _pairs(static, inputs):
+            one.load(segments)
         graph.replay()
         return self._out[: count // self._joined].clone()
 
@@ -87,10 +86,10 @@ class CapturedTower:
         return self.buckets[bisect_left(self.buckets, len(inputs.x))]
 
 
-def _pairs(static: LayerInputs, inputs: LayerInputs) -> list[tuple[StaticSegments, Sequence[int]]]:
-    """Of each kind: the static ones, and how long they are to be."""
+def _pairs(static: LayerInputs, inputs: LayerInputs) -> list[tuple[StaticSegments, Segments]]:
+    """Of each kind: the static ones, and those that they are to be."""
     return [
-        (one, other.lengths)
+        (one, other)
         for one, other in zip(static.segments, inputs.segments, strict=True)
         if isinstance(one, StaticSegments) and isinstance(other, Segments)
     ]

@@ -53,7 +53,7 @@ def compiled(variant: Variant, capability: int = 90) -> Resources:
         if multiple:
             attributes[(index,)] = [["tt.divisibility", int(multiple)]]
     source = ASTSource(variant.kernel, signature, dict(variant.constexprs), attributes)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    options = {name: getattr(variant, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])

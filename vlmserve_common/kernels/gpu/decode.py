@@ -112,6 +112,7 @@ def decode_attention(
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=warps,
         num_stages=stages,
+        enable_fp_fusion=True,
     )
     merge_kernel[heads, batch](
         workspace.partial,
@@ -123,6 +124,7 @@ def decode_attention(
         BLOCK_D=padded(dim),
         BLOCK_N=block_n,
         num_warps=merge_warps(splits, dim),
+        enable_fp_fusion=True,
     )
 
 

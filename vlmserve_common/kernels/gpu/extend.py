@@ -108,6 +108,7 @@ def extend_attention(
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        enable_fp_fusion=True,
     )
 
 

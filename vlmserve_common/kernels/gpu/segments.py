@@ -46,7 +46,7 @@ def turn(qkv: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None
     count, _, heads, dim = qkv.shape
     turn_kernel[(triton.cdiv(count, TURNED_ROWS),)](
         qkv, cos, signed_sin, count, HEADS=heads, HALF=dim // 2, BLOCK=half_block(dim),
-        ROWS=TURNED_ROWS, num_warps=4,
+        ROWS=TURNED_ROWS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def segment_attention(qkv: torch.Tensor, tiles: torch.Tensor, rows: int) -> torc
         WIDEN=INTERPRETED and qkv.dtype == torch.bfloat16,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        enable_fp_fusion=True,
     )
     return out
 

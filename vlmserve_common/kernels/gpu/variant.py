@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Variant:
     constexprs: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 3
-    options: Mapping[str, object] = field(default_factory=dict)
+    enable_fp_fusion: bool = True
 
 
 def pointer(dtype: torch.dtype) -> str:
