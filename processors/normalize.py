@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from processors.inputs import Normalization
+from vlmserve_common.compute.transfers import to_device
 
 # What one operation leaves for the next one then stays in the processor's cache.
 _BLOCK_ROWS = 128
@@ -24,7 +25,7 @@ def normalize(patches: np.ndarray, how: Normalization, out: torch.Tensor | None 
     if out.is_cpu:
         _on_cpu(patches, how, out.numpy())
     else:
-        _on_device(torch.tensor(patches, device=out.device), how, out)  # uint8 goes there, not float32
+        _on_device(to_device(torch.from_numpy(patches), out.device), how, out)  # uint8 goes there, not float32
     return out
 
 
@@ -52,7 +53,7 @@ def _on_cpu(patches: np.ndarray, how: Normalization, out: np.ndarray) -> None:
 
 def _on_device(patches: torch.Tensor, how: Normalization, out: torch.Tensor) -> None:
     channels, (count, width) = len(how.mean), patches.shape
-    each = torch.tensor((how.mean, how.std), dtype=torch.float32, device=out.device)
-    mean, std = each.repeat_interleave(width // channels, dim=1)
+    each = torch.tensor((how.mean, how.std), dtype=torch.float32).repeat_interleave(width // channels, dim=1)
+    mean, std = to_device(each, out.device)
     values = patches.to(torch.float32).sub_(mean).div_(std)
     out.view(count, channels, how.repeat, width // channels).copy_(values.view(count, channels, 1, width // channels))

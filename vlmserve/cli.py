@@ -28,6 +28,7 @@ _BENCHES = {
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.bench.api"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.bench.soak"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.bench.gpu"),
+    "trace": ("where the device waits for the host, step by step", "vlmserve.bench.trace"),
 }
 _TOOLS = {
     "verify": ("compare a model's answers with those of transformers", "vlmserve.verify.command"),
@@ -112,7 +113,9 @@ def _main(words: list[str]) -> int:
     if args.command is None:
         parser.error("name a command; vlmserve --help lists them")
     if args.command == "bench":
-        parser.error("name a benchmark: serve, peers, caption, processors, vision, sched, grammar, api, soak or gpu")
+        parser.error(
+            "name a benchmark: serve, peers, caption, processors, vision, sched, grammar, api, soak, gpu or trace"
+        )
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0

@@ -33,3 +33,7 @@ class CheckpointError(VlmserveError):
 
 class EngineError(VlmserveError):
     """The engine failed on its own account (a worker died, an invariant broke); answered with 5xx."""
+
+
+class DeviceLostError(EngineError):
+    """A GPU reported an error after which it computes nothing more for this process, which has to end."""

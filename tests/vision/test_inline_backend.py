@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -284,3 +285,92 @@ def test_one_thread_may_give_and_take_while_another_computes():
     thread.join(60)
     found += rig.backend.collect()
     assert sorted(result.number for result in found) == list(range(1, 201))
+
+
+class Gate:
+    """A mark that passes when it is told to, or fails."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.error: Exception | None = None
+
+    def passed(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.open
+
+
+class GatedLane:
+    """A lane whose device is as slow as a test says. inside: whether something is being launched in it."""
+
+    def __init__(self) -> None:
+        self.gates: list[Gate] = []
+        self.handed_over: list[int] = []
+        self.inside = False
+
+    @contextmanager
+    def launching(self):
+        self.inside = True
+        yield
+        self.inside = False
+
+    def mark(self) -> Gate:
+        self.gates.append(Gate())
+        return self.gates[-1]
+
+    def hand_over(self, tensors) -> None:
+        self.handed_over.append(len(tensors))
+
+
+class LaunchingTower(FakeTower):
+    """Its pieces are launched in a lane."""
+
+    lane: GatedLane
+
+    def steps(self, patches, limits):
+        for piece in super().steps(patches, limits):
+            assert self.lane.inside
+            yield piece
+        assert self.lane.inside
+        return (torch.full((1, 1), patches[0].digest[0]),)
+
+
+def on_a_lane() -> tuple[InlineBackend, GatedLane]:
+    tower = LaunchingTower()
+    tower.lane = lane = GatedLane()
+    backend = InlineBackend(tower, piece_s=PIECE_S, lane=lane, clock=tower.clock)
+    for number, name in ((1, "a"), (2, "b")):
+        backend.start(0, EncodeBatch(number=number, patches=(patch_of(name, 2),)))
+    return backend, lane
+
+
+def test_a_batch_has_its_result_when_the_device_has_computed_it():
+    backend, lane = on_a_lane()
+    assert backend.work(math.inf), "both are launched"
+    assert len(lane.gates) == 2
+    assert not backend.work(math.inf)
+    assert backend.has_work, "there is something to ask for"
+    assert backend.collect() == []
+    lane.gates[0].open = True
+    assert backend.work(math.inf)
+    assert [result.number for result in backend.collect()] == [1]
+    assert lane.handed_over == [1]
+    assert backend.has_work
+    lane.gates[1].open = True
+    assert backend.work(math.inf)
+    [second] = backend.collect()
+    assert (second.number, second.embeds[0].item()) == (2, ord("b"))
+    assert not backend.has_work
+
+
+def test_what_fails_on_the_device_is_the_result_s_error():
+    backend, lane = on_a_lane()
+    backend.work(math.inf)
+    lane.gates[0].error = RuntimeError("CUDA error: an illegal memory access")
+    lane.gates[1].open = True
+    assert backend.work(math.inf)
+    bad, good = backend.collect()
+    assert bad.embeds is None
+    assert "illegal memory access" in bad.error
+    assert good.embeds is not None
+    assert lane.handed_over == [1]

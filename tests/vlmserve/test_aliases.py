@@ -58,10 +58,23 @@ def test_what_means_the_same_is_taken(launched: list[ServerSettings]) -> None:
         assert engine.disable_radix_cache
     assert launched[1].engine.max_model_len == 512
     first = launched[0]
+    assert first.engine.disable_cuda_graph
+    assert first.engine.disable_vit_cuda_graph
     assert (first.max_images_per_request, first.max_videos_per_request) == (4, 1)
     assert (first.engine.processor_cache_mib, first.engine.sampling_defaults) == (512, "openai")
     assert (first.engine.dtype, first.log_level) == ("float16", "info")
     assert (first.engine.max_pixels, first.engine.video_fps) == (50176, 1.0)
+
+
+@pytest.mark.parametrize("sizes", ["1,2,4", "[1, 2, 4]", "1 2 4"])
+def test_sizes_of_captured_steps(sizes: str, launched: list[ServerSettings]) -> None:
+    words = ["serve", "m", "--cudagraph-capture-sizes", sizes, "--max-cudagraph-capture-size", "3"]
+    assert cli.main(words) == 0
+    assert cli.main(["serve", "m", "--cuda-graph-bs", "1,2, 4", "--cuda-graph-max-bs", "3"]) == 0
+    for settings in launched:
+        assert settings.engine.cuda_graph_sizes == (1, 2, 4)
+        assert settings.engine.cuda_graph_max_bs == 3
+        assert not settings.engine.disable_cuda_graph
 
 
 def test_switches_either_way(launched: list[ServerSettings]) -> None:
@@ -91,6 +104,9 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
             "--gpu-memory-utilization (here --mem-fraction-static) is 2.0; it must be above 0",
         ),
         ("--max-num-seqs many", "--max-num-seqs (here --max-running-requests) is 'many'; it must be a whole number"),
+        ("--cuda-graph-bs 0,2", "--cuda-graph-bs is '0,2'; it must be whole numbers of 1 or more, with commas between"),
+        ("--cuda-graph-max-bs 0", "--cuda-graph-max-bs is 0; it must be 1 or more"),
+        ("--cudagraph-capture-sizes few", "(here --cuda-graph-bs) is 'few'; it must be whole numbers of 1 or more"),
         ("--max-num-batched-tokens 24", "(here --chunked-prefill-size) is 24; it must be -1 (whole prompts), or a"),
     ],
 )

@@ -54,6 +54,8 @@ def _another_value(type_: typing.Any, default: object, name: str, folder: Path) 
         return 32  # chunks are whole pages
     if name in ("device", "encoder_devices"):
         return "cpu"
+    if name == "cuda_graph_bs":
+        return "1,2,4"
     if name == "metrics_prefixes":
         return "vllm,sglang"
     if name == "otlp_traces_endpoint":

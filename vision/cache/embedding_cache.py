@@ -146,4 +146,12 @@ class EmbeddingCache:
     def _pass_on(self, gone: list[tuple[bytes, torch.Tensor]]) -> None:
         if self.host is not None:
             for key, embeds in gone:
-                self.host.put(key, embeds.cpu())
+                self.host.put(key, _on_host(embeds))
+
+
+def _on_host(embeds: torch.Tensor) -> torch.Tensor:
+    """A copy in page-locked memory, of which a GPU makes the bytes in its turn: before it copies them back."""
+    if not embeds.is_cuda:
+        return embeds.cpu()
+    host = torch.empty(embeds.shape, dtype=embeds.dtype, pin_memory=True)
+    return host.copy_(embeds, non_blocking=True)

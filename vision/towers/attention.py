@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from vision.towers.grids import Segments
+from vision.towers.layer_inputs import StaticSegments
 from vision.towers.pieces import TORCH_ROWS, Kind, Piece, PieceLimits, Steps, even_tiles, limited_tiles
 from vlmserve_common.compute.rotary import Rotation, rotate
 from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAttention, can_attend
@@ -23,12 +24,14 @@ def attention_cost(rows: float, length: float, width: int) -> float:
 
 
 def segment_attention(
-    qkv: torch.Tensor, rotary: Rotation, segments: Segments, limits: PieceLimits
+    qkv: torch.Tensor, rotary: Rotation, segments: Segments | StaticSegments, limits: PieceLimits
 ) -> Steps[torch.Tensor]:
     """Each patch attends to its own segment: qkv [P, 3, heads, dim], not turned yet -> [P, heads, dim] in its dtype.
 
     rotary: float32 cos and signed sin [P, 1, dim]. qkv may be overwritten.
     """
+    if isinstance(segments, StaticSegments):
+        return segments.attend(qkv, rotary)
     if qkv.is_cuda and gpu_kernels_work(qkv.device, qkv.dtype, qkv.shape[-1]):
         return (yield from by_gpu_kernels(qkv, rotary, segments))
     out = qkv.new_empty(qkv[:, 0].shape)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from vision.towers.attention import segment_attention
-from vision.towers.grids import Grid, Segments
+from vision.towers.grids import Grid, Segments, check_grids
+from vision.towers.layer_inputs import LayerInputs, StaticSegments
 from vision.towers.pieces import (
     TORCH_ROWS,
     UNLIMITED,
@@ -23,6 +25,7 @@ from vision.towers.pieces import (
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
 from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
+from vlmserve_common.compute.transfers import to_device
 
 NORM_EPS = 1e-6
 # Rows that go through products together, at the most: what is between an MLP's is several times as wide.
@@ -70,6 +73,18 @@ def product_rows(
     return out
 
 
+class TowerGraphs(Protocol):
+    """What a tower needs of `vision.towers.graphs`."""
+
+    def fits(self, inputs: LayerInputs) -> bool:
+        """Whether there is a graph for them."""
+        ...
+
+    def run(self, inputs: LayerInputs) -> torch.Tensor:
+        """`VisionTower.layer_steps` by a graph."""
+        ...
+
+
 class VisionTower(nn.Module):
     """What the encoder knows of a tower.
 
@@ -83,6 +98,7 @@ class VisionTower(nn.Module):
     num_deepstack_layers: int = 0
     num_full_attention: int | None = None
     window_patches: int = 0
+    _graphs: TowerGraphs | None = None
     patch_embed: PatchEmbed
     blocks: nn.ModuleList
 
@@ -97,7 +113,33 @@ class VisionTower(nn.Module):
 
     def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
         """`forward` in pieces; the same bits, whatever the limits."""
+        check_grids(grid_thw, len(pixel_values), self.spatial_merge_size)
+        inputs = yield from self.input_steps(pixel_values, grid_thw, limits)
+        if self._graphs is not None and self._graphs.fits(inputs):
+            yield Piece(Kind.PRODUCT, len(inputs.x) * sum(block.flops for block in self.layers()))
+            embeds = self._graphs.run(inputs)
+        else:
+            embeds = yield from self.layer_steps(inputs, limits)
+        return embeds if inputs.order is None else torch.empty_like(embeds).index_copy_(0, inputs.order, embeds)
+
+    def attach_graphs(self, graphs: TowerGraphs) -> None:
+        """From now on layers of batches that fit are replayed."""
+        self._graphs = graphs
+
+    def input_steps(
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+    ) -> Steps[LayerInputs]:
+        """What depends on the grids, and the embedded patches."""
         raise NotImplementedError
+
+    def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
+        """All blocks and mergers -> embeddings [P / merge**2, out_hidden_size * (1 + num_deepstack_layers)]."""
+        raise NotImplementedError
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.patch_embed.width // self.layers()[0].attn.num_heads
 
     def layers(self) -> list[VisionBlock]:
         """The blocks, first to last."""
@@ -136,7 +178,7 @@ class AxialRotary:
         """coordinates int64 [2, P] on the CPU -> float32 cos and signed sin [P, 1, head_dim] on the device."""
         angles = coordinates[:, :, None].float() * self._frequencies
         cos, sin = rotation(torch.cat((angles[0], angles[1]), dim=-1), torch.float32)
-        return cos.to(device), sin.to(device)
+        return to_device(cos, device), to_device(sin, device)
 
 
 class VisionAttention(nn.Module):
@@ -150,7 +192,12 @@ class VisionAttention(nn.Module):
         self._qkv_flops, self._proj_flops = product_flops(self.qkv), product_flops(self.proj)
 
     def steps(
-        self, x: torch.Tensor, norm: nn.Module, rotary: Rotation, segments: Segments, limits: PieceLimits
+        self,
+        x: torch.Tensor,
+        norm: nn.Module,
+        rotary: Rotation,
+        segments: Segments | StaticSegments,
+        limits: PieceLimits,
     ) -> Steps[None]:
         """Add attention over norm(x) to x [P, size]."""
 
@@ -194,7 +241,9 @@ class VisionBlock(nn.Module):
         self._mlp_flops = product_flops(mlp)
         self.flops = product_flops(attn) + self._mlp_flops
 
-    def steps(self, x: torch.Tensor, rotary: Rotation, segments: Segments, limits: PieceLimits) -> Steps[None]:
+    def steps(
+        self, x: torch.Tensor, rotary: Rotation, segments: Segments | StaticSegments, limits: PieceLimits
+    ) -> Steps[None]:
         """Change x [P, size] to the block's output."""
 
         def add(rows: slice) -> torch.Tensor:

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from vlmserve_common.compute.tensors import upload
+from vlmserve_common.compute.transfers import to_device
 
 Grid = tuple[int, int, int]
 
@@ -148,5 +149,5 @@ def group_segments(lengths: Sequence[int], device: torch.device) -> list[Segment
             groups.append(SegmentGroup(length=length, rows=slice(begins[0], begins[-1] + length)))
         else:
             rows = (torch.tensor(begins)[:, None] + torch.arange(length)).view(-1)
-            groups.append(SegmentGroup(length=length, rows=rows.to(device)))
+            groups.append(SegmentGroup(length=length, rows=to_device(rows, device)))
     return groups

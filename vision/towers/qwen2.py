@@ -20,7 +20,8 @@ from vision.towers.blocks import (
     VisionTower,
 )
 from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, patch_coordinates
+from vision.towers.grids import Grid, Segments, frame_lengths, patch_coordinates
+from vision.towers.layer_inputs import LayerInputs
 from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
@@ -56,14 +57,19 @@ class Qwen2VisionTower(VisionTower):
         """See `VisionTower`."""
         return [self.merger]
 
-    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
+    def input_steps(
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+    ) -> Steps[LayerInputs]:
         """See `VisionTower`."""
-        check_grids(grid_thw, len(pixel_values), self.spatial_merge_size)
         x = yield from self.patch_embed.steps(pixel_values, limits)
         rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
-        segments = Segments(frame_lengths(grid_thw), x.device)
+        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
+
+    def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
+        """See `VisionTower`."""
+        x, (frames,) = inputs.x, inputs.segments
         for block in self.layers():
-            yield from block.steps(x, rotary, segments, limits)
+            yield from block.steps(x, inputs.rotary, frames, limits)
         out = x.new_empty(len(x) // self.spatial_merge_size**2, self.out_hidden_size)
         yield from self.merger.steps(x, limits, out)
         return out

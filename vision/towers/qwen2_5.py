@@ -19,11 +19,13 @@ from vision.towers.blocks import (
     VisionTower,
 )
 from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, patch_coordinates, window_order
+from vision.towers.grids import Grid, Segments, frame_lengths, patch_coordinates, window_order
+from vision.towers.layer_inputs import LayerInputs
 from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import GatedMLP, RMSNorm
+from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
 
 
@@ -62,20 +64,28 @@ class Qwen2_5VisionTower(VisionTower):
         """See `VisionTower`."""
         return [self.merger]
 
-    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
+    def input_steps(
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+    ) -> Steps[LayerInputs]:
         """See `VisionTower`. Between the first and the last layer, patches lie window by window."""
         merge = self.spatial_merge_size
-        check_grids(grid_thw, len(pixel_values), merge)
         order, window_lengths = window_order(grid_thw, merge, self._window)
         patch_order = (order[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
         x = yield from self.patch_embed.steps(pixel_values, limits)
-        x = x[patch_order.to(x.device)]
-        rotary = self._rotary(patch_coordinates(grid_thw, merge)[:, patch_order], x.device)
-        # a frame's windows stay inside it, so frames are contiguous in either order
-        frames = Segments(frame_lengths(grid_thw), x.device)
-        windows = Segments(window_lengths, x.device)
+        device = x.device
+        return LayerInputs(
+            x=x[to_device(patch_order, device)],
+            rotary=self._rotary(patch_coordinates(grid_thw, merge)[:, patch_order], device),
+            # a frame's windows stay inside it, so frames are contiguous in either order
+            segments=(Segments(frame_lengths(grid_thw), device), Segments(window_lengths, device)),
+            order=to_device(order, device),
+        )
+
+    def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
+        """See `VisionTower`."""
+        x, (frames, windows) = inputs.x, inputs.segments
         for index, block in enumerate(self.layers()):
-            yield from block.steps(x, rotary, frames if index in self._full_attention else windows, limits)
-        embeds = x.new_empty(len(order), self.out_hidden_size)
-        yield from self.merger.steps(x, limits, embeds)
-        return torch.empty_like(embeds).index_copy_(0, order.to(x.device), embeds)
+            yield from block.steps(x, inputs.rotary, frames if index in self._full_attention else windows, limits)
+        out = x.new_empty(len(x) // self.spatial_merge_size**2, self.out_hidden_size)
+        yield from self.merger.steps(x, limits, out)
+        return out

@@ -21,12 +21,14 @@ from vision.towers.blocks import (
     product_flops,
 )
 from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, Segments, check_grids, frame_lengths, interpolation, patch_coordinates
+from vision.towers.grids import Grid, Segments, frame_lengths, interpolation, patch_coordinates
+from vision.towers.layer_inputs import LayerInputs
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps, even_tiles
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import Embedding, LayerNorm
 from vlmserve_common.compute.linear import Linear
+from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
 
 # Patches whose position embeddings are summed together on a CPU: four rows in float32 for each.
@@ -98,17 +100,21 @@ class Qwen3VisionTower(VisionTower):
     def _deepstack_mergers(self) -> list[Qwen3PatchMerger]:
         return [merger for merger in self.deepstack_merger_list if isinstance(merger, Qwen3PatchMerger)]
 
-    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
-        """See `VisionTower`. DeepStack embeddings follow the main ones in layer order."""
-        merge = self.spatial_merge_size
-        check_grids(grid_thw, len(pixel_values), merge)
+    def input_steps(
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+    ) -> Steps[LayerInputs]:
+        """See `VisionTower`."""
         x = yield from self.patch_embed.steps(pixel_values, limits)
         yield from self._add_positions(x, grid_thw)
-        rotary = self._rotary(patch_coordinates(grid_thw, merge), x.device)
-        segments = Segments(frame_lengths(grid_thw), x.device)
-        out = x.new_empty(len(x) // merge**2, 1 + len(self._taps), self.out_hidden_size)
+        rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
+        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
+
+    def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
+        """See `VisionTower`. DeepStack embeddings follow the main ones in layer order."""
+        x, (frames,) = inputs.x, inputs.segments
+        out = x.new_empty(len(x) // self.spatial_merge_size**2, 1 + len(self._taps), self.out_hidden_size)
         for index, block in enumerate(self.layers()):
-            yield from block.steps(x, rotary, segments, limits)
+            yield from block.steps(x, inputs.rotary, frames, limits)
             if index in self._taps:
                 place = self._taps.index(index)
                 yield from self._deepstack_mergers()[place].steps(x, limits, out[:, 1 + place])
@@ -117,7 +123,9 @@ class Qwen3VisionTower(VisionTower):
 
     def _add_positions(self, x: torch.Tensor, grids: Sequence[Grid]) -> Steps[None]:
         """Add interpolated position embeddings, summed in float32 and in the dtype of x, to x [P, size]."""
-        taps, weights = (part.to(x.device) for part in interpolation(grids, self.spatial_merge_size, self._side))
+        taps, weights = (
+            to_device(part, x.device) for part in interpolation(grids, self.spatial_merge_size, self._side)
+        )
         for rows in even_tiles(len(x), _POSITION_ROWS if x.is_cpu else len(x)):
             yield Piece(Kind.ELEMENTS, 4.0 * x[rows].numel())
             x[rows] += (self.pos_embed(taps[rows]) * weights[rows, :, None]).sum(1).to(x.dtype)

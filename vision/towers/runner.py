@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-import numpy as np
 import torch
 
 from processors.inputs import Normalization
@@ -14,6 +13,7 @@ from vision.towers.blocks import VisionTower
 from vision.towers.cost import encoding_cost
 from vision.towers.pieces import UNLIMITED, Kind, Piece, PieceLimits, Steps, even_tiles, finish
 from vision.towers.temporal_patch import TemporalPatch
+from vlmserve_common.compute.transfers import gathered
 
 # Patches whose values are made together on a CPU.
 _VALUE_ROWS = 512
@@ -87,7 +87,7 @@ def _value_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Step
     values = torch.empty(sum(patch.num_patches for patch in patches), widths.pop(), dtype=torch.float32, device=device)
     done = 0
     for normalization, group in groupby(patches, key=_normalization):  # nearly always one or two
-        pixels = np.concatenate([patch.pixels for patch in group])
+        pixels = gathered([patch.pixels for patch in group], device)
         for rows in even_tiles(len(pixels), _VALUE_ROWS if values.is_cpu else len(pixels)):
             target = values[done + rows.start : done + rows.stop]
             yield Piece(Kind.ELEMENTS, target.numel())

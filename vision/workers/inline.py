@@ -18,12 +18,15 @@ from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.backend import EncodeResult, attempt
 from vision.workers.pace import Pace
+from vlmserve_common.compute.lanes import HostLane, Lane
+from vlmserve_common.compute.transfers import Mark
 
 PIECE_S = 0.01
 """Seconds that a piece is to take."""
 # ... where `work` has more time: that part of it, and so many at the most.
 _PIECE_SHARE, _LONGEST_PIECE_S = 0.25, 0.1
 BATCHES_IN_WORK = 3
+_NAP_S = 50e-6
 # While a later batch goes before it, the first one gets one second of so many.
 _FIRST_SHARE = 4
 
@@ -66,8 +69,11 @@ class InlineBackend:
     Batches in work take turns, so that a small picture need not wait for all of a large one: the one with the least
     left to do goes first, but the one that was started first gets a quarter of the time at least.
 
+    On a GPU pieces are launched in a lane of their own, beside the LLM's steps, and are short: their seconds are those
+    of launching. A batch has its result when the GPU has computed it, and until then there is work.
+
     piece_s: seconds that a piece is to take, unless there is plenty of time. most_batches: in work at a time, which
-    bounds the memory of what is half done. clock: in seconds.
+    bounds the memory of what is half done. lane: where pieces are computed. clock: in seconds.
     """
 
     def __init__(
@@ -76,10 +82,12 @@ class InlineBackend:
         *,
         piece_s: float = PIECE_S,
         most_batches: int = BATCHES_IN_WORK,
+        lane: Lane | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
         self._most_batches = most_batches
+        self._lane = lane or HostLane()
         self._clock = clock
         self._piece_s = piece_s
         self._pace = Pace(piece_s)
@@ -90,6 +98,7 @@ class InlineBackend:
         self._waiting: deque[EncodeBatch] = deque()
         self._jobs: list[_Job] = []  # in the order in which they were started
         self._owed_s = 0.0  # to the first of them
+        self._launched: deque[tuple[Mark, EncodeResult]] = deque()  # and not known to be computed yet
 
     # ------------------------------------------------------------ the scheduler's thread
 
@@ -116,7 +125,7 @@ class InlineBackend:
 
     def close(self) -> None:
         """Forget what was started; `work` is not to be called any more."""
-        for forgotten in (self._inbox, self._results, self._waiting, self._jobs):
+        for forgotten in (self._inbox, self._results, self._waiting, self._jobs, self._launched):
             forgotten.clear()
         self._ended = self._given
 
@@ -129,7 +138,7 @@ class InlineBackend:
 
     def work(self, budget_s: float) -> bool:
         """See `EncoderBackend`."""
-        began, worked = self._clock(), False
+        began, worked = self._clock(), self._take_computed()
         # cutting costs a little: where there is time, less of it
         self._pace.piece_s = max(self._piece_s, min(budget_s * _PIECE_SHARE, _LONGEST_PIECE_S))
         while (job := self._next_job()) is not None:
@@ -138,7 +147,27 @@ class InlineBackend:
                 break
             self._compute(job)
             worked = True
+        worked |= self._take_computed()
+        if not worked and self._launched:
+            time.sleep(_NAP_S)  # who has nothing else to do asks again and again
         return worked
+
+    def _take_computed(self) -> bool:
+        """Whether a batch that was launched is computed by now."""
+        taken = False
+        while self._launched:
+            mark, result = self._launched[0]
+            passed, error = attempt(mark.passed)
+            if passed is False:
+                break
+            self._launched.popleft()
+            if error:
+                result = EncodeResult(number=result.number, embeds=None, error=error)
+            elif result.embeds is not None:
+                self._lane.hand_over(result.embeds)
+            self._end(result)
+            taken = True
+        return taken
 
     def _next_job(self) -> _Job | None:
         """Take what has come, begin with what there is room for, and choose."""
@@ -161,17 +190,17 @@ class InlineBackend:
 
     def _begin(self, batch: EncodeBatch) -> None:
         steps = self._runner.steps(batch.patches, self._pace)
-        piece, error = attempt(lambda: _resume(steps))
+        piece, error = attempt(lambda: self._resume(steps))
         if isinstance(piece, Piece):
             self._jobs.append(
                 _Job(number=batch.number, steps=steps, next=piece, left=dict(self._runner.cost(batch.patches)))
             )
         else:
-            self._end(EncodeResult(number=batch.number, embeds=piece, error=error))
+            self._launched.append((self._lane.mark(), EncodeResult(number=batch.number, embeds=piece, error=error)))
 
     def _compute(self, job: _Job) -> None:
         piece, began = job.next, self._clock()
-        following, error = attempt(lambda: _resume(job.steps))
+        following, error = attempt(lambda: self._resume(job.steps))
         took_s = self._clock() - began
         self._pace.took(piece, took_s)
         job.left[piece.kind] = max(0.0, job.left.get(piece.kind, 0.0) - piece.cost)
@@ -183,7 +212,7 @@ class InlineBackend:
             job.next = following
         else:
             self._remove(job)
-            self._end(EncodeResult(number=job.number, embeds=following, error=error))
+            self._launched.append((self._lane.mark(), EncodeResult(number=job.number, embeds=following, error=error)))
 
     def _drop(self, number: int) -> None:
         """Give up a batch, unless it has ended."""
@@ -206,12 +235,11 @@ class InlineBackend:
         self._results.append(result)
         self._ended += 1
 
-
-def _resume(steps: Steps[tuple[torch.Tensor, ...]]) -> Piece | tuple[torch.Tensor, ...]:
-    """Compute the next piece: the one behind it, or the result."""
-    with torch.inference_mode():
-        try:
-            return next(steps)
-        except StopIteration as end:
-            result: tuple[torch.Tensor, ...] = end.value
-            return result
+    def _resume(self, steps: Steps[tuple[torch.Tensor, ...]]) -> Piece | tuple[torch.Tensor, ...]:
+        """Compute the next piece: the one behind it, or the result."""
+        with torch.inference_mode(), self._lane.launching():
+            try:
+                return next(steps)
+            except StopIteration as end:
+                result: tuple[torch.Tensor, ...] = end.value
+                return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vision.towers.fingerprint import tower_fingerprint
+from vision.towers.graphs.capturing import capture_on_gpu
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import EncodeBatch
@@ -36,6 +37,8 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     pack_linears(tower)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(settings.threads, next(tower.parameters()).dtype))
+    elif settings.cuda_graphs:
+        capture_on_gpu(tower, device)
     runner = TowerRunner(tower, device)
     channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     lent = LentRows(channel, share)

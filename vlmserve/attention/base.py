@@ -79,7 +79,8 @@ class AttentionBackend(ABC):
     can_capture: bool = False
 
     def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
-        """Make the buffers that captured kernels read and write; called once, before the first capture."""
+        """Make the buffers that captured kernels read and write, before the first capture; again where other graphs
+        take the place of all before, over another pool and KV cache."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     def init_graph_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -11,6 +11,7 @@ from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CACHE_SIZE, 
 _model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
 _memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))
 
+_SIZES = r" *0*[1-9]\d* *(, *0*[1-9]\d* *)*"
 AUTO, CHECKPOINT = "auto", "checkpoint"
 
 
@@ -30,6 +31,9 @@ _PROCESSES = Allowed(words="0 (threads do the work) or more", holds=lambda value
 _MAX_PIXELS = Allowed(
     words="auto, checkpoint, or a whole number of 1 or more",
     holds=lambda value: value in (AUTO, CHECKPOINT) or (isinstance(value, int) and value >= 1),
+)
+_BATCH_SIZES = Allowed(
+    words="whole numbers of 1 or more, with commas between them", holds=lambda sizes: re.fullmatch(_SIZES, sizes)
 )
 _ENCODERS = Allowed(words="0 (none beside the engine) or more", holds=lambda value: value >= 0)
 
@@ -131,6 +135,9 @@ class EngineArgs:
         None, "folder that keeps embeddings across restarts; several servers may share it; default: none"
     )
     embedding_cache_gib: float = _encoder(10.0, "limit of --embedding-cache-dir, in GiB", ABOVE_0)
+    disable_vit_cuda_graph: bool = _encoder(
+        False, "GPU: launch every kernel of the vision encoder by itself, also for small pictures"
+    )
     max_video_frames: int = _videos(768, "most frames used of one video", AT_LEAST_1)
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _videos(
         "transformers",
@@ -223,6 +230,20 @@ class EngineArgs:
     schedule_conservativeness: float = _scheduling(
         1.0, "above 1: admit fewer requests; below 1: admit more, and take more back", _POSITIVE
     )
+    disable_cuda_graph: bool = _scheduling(
+        False, "GPU: launch every kernel of a decode step by itself, instead of a captured step (CUDA graph) as a whole"
+    )
+    cuda_graph_max_bs: int | None = _scheduling(
+        None,
+        "GPU: requests of the largest decode step that is captured; default: --max-running-requests, at most 256",
+        AT_LEAST_1,
+    )
+    cuda_graph_bs: str | None = _scheduling(
+        None,
+        "GPU: requests of each decode step that is captured, with commas between them (1,2,4,8); a step is computed as "
+        "the next larger one; default: 1, 2, 4, then multiples of 8, of 16 and of 32",
+        _BATCH_SIZES,
+    )
     logits_processors: str | None = _other(
         None,
         "classes that requests may call by name to change logits: MODULE:CLASS, with commas between them; they are "
@@ -242,6 +263,11 @@ class EngineArgs:
         AT_LEAST_0,
     )
     check_pools_when_idle: bool = _other(True, "when idle, check that every KV slot and request row is accounted for")
+
+    @property
+    def cuda_graph_sizes(self) -> tuple[int, ...] | None:
+        """--cuda-graph-bs, as numbers."""
+        return tuple(map(int, self.cuda_graph_bs.split(","))) if self.cuda_graph_bs is not None else None
 
     @property
     def num_encoders(self) -> int:

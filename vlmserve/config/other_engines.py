@@ -113,6 +113,17 @@ def _whole_prompts(value: Any) -> Mapping[str, Any]:
     return {} if value else {"chunked_prefill_size": -1}
 
 
+def _no_graphs(value: Any) -> Mapping[str, Any]:
+    return {"disable_cuda_graph": value, "disable_vit_cuda_graph": value}
+
+
+def _capture_sizes(value: Any) -> Mapping[str, Any]:
+    sizes = value.strip("[] ").replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(sizes, list | tuple):
+        raise SettingsError("it must be a list such as 1,2,4")
+    return {"cuda_graph_bs": ",".join(map(str, sizes))}
+
+
 def _twenty_at_the_most(value: Any) -> Mapping[str, Any]:
     if str(value).isdecimal() and int(value) <= 20:
         return {}
@@ -120,7 +131,7 @@ def _twenty_at_the_most(value: Any) -> Mapping[str, Any]:
 
 
 _ONE_GPU = "more than one GPU is not supported yet"
-_NO_GRAPHS = "CUDA graphs and compiled models are not there yet"
+_NOT_COMPILED = "models are not compiled here; for CUDA graphs there are --cuda-graph-bs and --disable-cuda-graph"
 _ENCODERS = "--encoder-dp-size and --encoder-devices spread the vision encoder"
 _PROXY = "a reverse proxy in front of the server does that"
 
@@ -137,6 +148,9 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
     _same("chunked_prefill_size", vllm="enable_chunked_prefill", switch=True, convert=_whole_prompts, answer="off: -1"),
     _same("random_seed", vllm="seed"),
+    _same("disable_cuda_graph disable_vit_cuda_graph", vllm="enforce_eager", switch=True, convert=_no_graphs),
+    _same("cuda_graph_bs", vllm="cudagraph_capture_sizes", convert=_capture_sizes, answer="with commas between them"),
+    _same("cuda_graph_max_bs", vllm="max_cudagraph_capture_size"),
     _same("disable_overlap_schedule", vllm="async_scheduling", switch=True, negated=True),
     _same("schedule_policy", vllm="scheduling_policy"),
     _same("watchdog_timeout_s", sglang="watchdog_timeout"),
@@ -161,7 +175,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("requests with tools always may have calls", "enable_auto_tool_choice", switch=True, fine=ANY),
     _answered("GET /metrics is always there", sglang="enable_metrics", fine=ANY, switch=True),
     _answered("that is what is served", sglang="enable_multimodal", fine=ANY, switch=True),
-    _answered(_NO_GRAPHS, "enforce_eager", "disable_cuda_graph", fine=ANY, switch=True),
     _answered("there is none at the start", sglang="skip_server_warmup", fine=ANY, switch=True),
     _answered("requests that lose their KV cache are computed again", "swap_space", fine=ANY),
     _answered("weights are read from safetensors", both="load_format", fine="auto safetensors"),
@@ -202,8 +215,14 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
     _answered("mixture-of-experts models are not supported yet", "enable_expert_parallel", switch=True, fine="false"),
     _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
-    _answered(_NO_GRAPHS, "compilation_config O", "cuda_graph_max_bs cuda_graph_bs"),
-    _answered(_NO_GRAPHS, sglang="enable_torch_compile", switch=True, fine="false"),
+    _answered(_NOT_COMPILED, "compilation_config O"),
+    _answered(_NOT_COMPILED, sglang="enable_torch_compile", switch=True, fine="false"),
+    _answered(
+        "a step is always computed as the next larger one",
+        sglang="disable_cuda_graph_padding",
+        switch=True,
+        fine="false",
+    ),
     _answered("the one vision attention is PyTorch's so far", "mm_encoder_attn_backend", "mm_attention_backend"),
     _answered(
         "no draft models so far; for guesses without one: --speculative-algorithm ngram",

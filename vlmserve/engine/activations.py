@@ -89,6 +89,7 @@ def measure_activations(
             tower=meter(lambda: _encode(model.visual, limits.patches, device)) if limits.patches else 0,
             step=meter(lambda: _decode(model, batch)),
             logits=meter(lambda: sample(model.compute_logits(hidden), info)),
+            beside=True,  # each on a stream of its own
         )
 
 

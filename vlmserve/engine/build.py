@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from vision.towers.graphs.capturing import capture_on_gpu
 from vlmserve.attention.choice import choose_backend
 from vlmserve.attention.spec import AttentionSpec
 from vlmserve.config.engine_args import AUTO, EngineArgs
@@ -21,10 +22,11 @@ from vlmserve.engine.activations import (
     measure_activations,
     step_limits,
 )
+from vlmserve.engine.decode_graphs import GraphBuilder, cuda_tools, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
-from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
+from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.grammar.compile_process import CompileProcess, CompilerSettings
@@ -33,7 +35,7 @@ from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
+from vlmserve.memory.sizing import check_weights_fit, graph_room, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
@@ -108,9 +110,27 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
     if device.type == "cuda":
+        if not args.num_encoders and not args.disable_vit_cuda_graph:
+            capture_on_gpu(model.visual, device)
         activations = measure_activations(model, attn_backend, limits, cuda_meter(device))
     else:
         activations = estimate_activations(model, limits)
+    new_cache = partial(
+        KVCache,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=kv_dtype,
+        device=device,
+    )
+    graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=cuda_tools(device))
+    graph_plan = graph_builder.plan(
+        wanted_sizes(args, attn_backend, device),
+        kv_cache=new_cache(num_slots=args.page_size),
+        max_context_len=max_model_len + args.page_size,
+        room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
+    )
+    activations = replace(activations, graphs=graph_plan.reserved)
     tokens = kv_cache_size(
         args, bytes_per_token=per_token, max_model_len=max_model_len, device=device, activations=activations
     )
@@ -124,19 +144,15 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     )
     runner = ModelRunner(
         model=model,
-        kv_cache=KVCache(
-            num_slots=tokens + args.page_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=kv_dtype,
-            device=device,
-        ),
+        kv_cache=new_cache(num_slots=tokens + args.page_size),
         req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
         attn_backend=attn_backend,
         device=device,
         logits_processors=processors,
     )
+    graphs = graph_builder.capture(graph_plan, kv_cache=runner.kv_cache, req_to_token_pool=runner.req_to_token_pool)
+    if graphs is not None:
+        runner.attach_graphs(graphs)
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,
@@ -239,7 +255,7 @@ def build_scheduler(
         eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
         worker=runner,
-        device=InlineQueue() if args.disable_overlap_schedule else ThreadQueue(partial(torch.set_num_threads, threads)),
+        device=_device_queue(args, runner.device, threads),
         encoder=build_encoder_pool(
             args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, start=start
         ),
@@ -253,6 +269,15 @@ def build_scheduler(
         send=send,
         drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
     )
+
+
+def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:
+    """threads: of torch on a CPU."""
+    if args.disable_overlap_schedule:
+        return InlineQueue()
+    if device.type != "cpu":
+        return StreamQueue()
+    return ThreadQueue(partial(torch.set_num_threads, threads))
 
 
 def _grammars(args: EngineArgs, runner: ModelRunner) -> GrammarQueue:

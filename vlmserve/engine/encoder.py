@@ -25,6 +25,7 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.cpus import available_cpus, usable_threads
 from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.lanes import lane_beside
 from vlmserve_common.compute.linear import pack_linears
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.version import __version__
@@ -84,7 +85,7 @@ def build_encoder_pool(
             stack.callback(workers.close)
             backend, fingerprint = workers, workers.wait_ready()
         else:
-            backend = InlineBackend(TowerRunner(tower, device))
+            backend = InlineBackend(TowerRunner(tower, device), lane=lane_beside(device))
             fingerprint = tower_fingerprint(tower, hf_config["vision_config"])  # of the weights as they are stored
             pack_linears(tower)
         if store is None and args.embedding_cache_dir is not None:
@@ -146,6 +147,7 @@ def _start_workers(
         dtype=dtype_name(dtype),
         cpu_kernels=args.cpu_kernels,
         gpu_kernels=args.gpu_kernels,
+        cuda_graphs=not args.disable_vit_cuda_graph,
         threads=encoder_threads(args),
         log_level=start.log_level,
         startup_timeout_s=start.startup_timeout_s,

@@ -76,6 +76,13 @@ class InlineQueue:
         """See `DeviceQueue`."""
 
 
+class StreamQueue(InlineQueue):
+    """For a GPU: what is submitted is launched at once, in the caller's thread, and its stream does it in order. Who
+    needs what comes of it waits for an event behind it, while the next step is under way."""
+
+    depth = 2
+
+
 class _Later(Generic[T]):
     def __init__(self, run: Callable[..., T], args: tuple[Any, ...]) -> None:
         self._call: tuple[Callable[..., T], tuple[Any, ...]] | None = (run, args)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vlmserve.executor.model_worker_batch import LogprobRows, PromptLogprobRows, RowLogprobs
+from vlmserve_common.compute.transfers import Upload
 
 _TILE_BYTES = 64 * 2**20
 """Logits of so many rows of a prompt are there at a time."""
@@ -24,57 +25,76 @@ class DeviceLogprobs:
     top_logprobs: torch.Tensor
     asked: torch.Tensor
 
-    def to_host(self) -> RowLogprobs:
-        """Waits for the device."""
-        return RowLogprobs(
-            logprobs=self.logprobs.cpu().numpy(),
-            ranks=self.ranks.cpu().numpy(),
-            top_ids=self.top_ids.cpu().numpy(),
-            top_logprobs=self.top_logprobs.cpu().numpy(),
-            asked=self.asked.cpu().numpy(),
-        )
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What `on_host` takes, once it is on the host."""
+        return self.logprobs, self.ranks, self.top_ids, self.top_logprobs, self.asked
+
+    @staticmethod
+    def on_host(arrays: Sequence[np.ndarray]) -> RowLogprobs:
+        """Of the arrays of `tensors`."""
+        logprobs, ranks, top_ids, top_logprobs, asked = arrays
+        return RowLogprobs(logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs, asked=asked)
 
 
-def row_logprobs(logits: torch.Tensor, targets: torch.Tensor, rows: LogprobRows) -> DeviceLogprobs:
+class LogprobInputs:
+    """What is asked of rows, on its way to the device. width: of the likeliest tokens, so many are named."""
+
+    def __init__(self, rows: LogprobRows, upload: Upload) -> None:
+        self.width = max(int(rows.tops.max(initial=0)), 0)
+        cut = np.flatnonzero(rows.top_ps < 1)
+        self.temperatures = upload.add(rows.temperatures) if (rows.temperatures != 1).any() else None
+        self.cut = (upload.add(cut), upload.add(rows.top_ps[cut])) if len(cut) else None
+        asked = len(rows.asked_rows) > 0
+        self.asked = (upload.add(rows.asked_rows), upload.add(rows.asked_ids)) if asked else None
+
+
+class PromptTile:
+    """Some of the prompt tokens that logprobs are wanted of, on their way to the device."""
+
+    def __init__(self, asked: PromptLogprobRows, tile: slice, upload: Upload) -> None:
+        self.tokens = upload.add(asked.tokens[tile])
+        self.targets = upload.add(asked.targets[tile])
+        self.inputs = LogprobInputs(_part(asked.rows, tile), upload)
+
+
+def row_logprobs(logits: torch.Tensor, targets: torch.Tensor, inputs: LogprobInputs) -> DeviceLogprobs:
     """logits: float32 [R, vocab]. targets: int64 [R], the token of each row that `logprobs` and `ranks` are of."""
-    device = logits.device
-    normal = _log_distribution(logits, rows)
+    normal = _log_distribution(logits, inputs)
     chosen = normal.gather(1, targets[:, None])
-    width = max(int(rows.tops.max(initial=0)), 0)
-    top_logprobs, top_ids = normal.topk(min(width, normal.shape[1]), dim=-1)
-    asked = (torch.from_numpy(rows.asked_rows).to(device), torch.from_numpy(rows.asked_ids).to(device))
+    top_logprobs, top_ids = normal.topk(min(inputs.width, normal.shape[1]), dim=-1)
     return DeviceLogprobs(
         logprobs=chosen[:, 0],
         ranks=(normal > chosen).sum(dim=-1) + 1,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        asked=normal[asked],
+        asked=normal.new_zeros(0) if inputs.asked is None else normal[tuple(part.tensor for part in inputs.asked)],
     )
 
 
-def prompt_logprobs(
-    hidden: torch.Tensor, asked: PromptLogprobRows, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab: int
-) -> DeviceLogprobs:
-    """hidden: [N, hidden], of all tokens of a step. Tile by tile: the logits of a whole prompt may be gigabytes."""
+def prompt_tiles(asked: PromptLogprobRows, vocab: int, upload: Upload) -> list[PromptTile]:
+    """Tile by tile: the logits of a whole prompt may be gigabytes."""
     step = max(_TILE_BYTES // (4 * vocab), 1)
-    tiles = []
-    for start in range(0, len(asked.tokens), step):
-        tile = slice(start, start + step)
-        tokens = torch.from_numpy(asked.tokens[tile]).to(hidden.device)
-        targets = torch.from_numpy(asked.targets[tile]).to(hidden.device)
-        tiles.append(row_logprobs(compute_logits(hidden.index_select(0, tokens)), targets, _part(asked.rows, tile)))
-    return tiles[0] if len(tiles) == 1 else _join(tiles)
+    return [PromptTile(asked, slice(start, start + step), upload) for start in range(0, len(asked.tokens), step)]
 
 
-def _log_distribution(logits: torch.Tensor, rows: LogprobRows) -> torch.Tensor:
+def prompt_logprobs(
+    hidden: torch.Tensor, tiles: Sequence[PromptTile], compute_logits: Callable[[torch.Tensor], torch.Tensor]
+) -> DeviceLogprobs:
+    """hidden: [N, hidden], of all tokens of a step. tiles: one or more, sent."""
+    found = [
+        row_logprobs(compute_logits(hidden.index_select(0, tile.tokens.tensor)), tile.targets.tensor, tile.inputs)
+        for tile in tiles
+    ]
+    return found[0] if len(found) == 1 else _join(found)
+
+
+def _log_distribution(logits: torch.Tensor, inputs: LogprobInputs) -> torch.Tensor:
     """log_softmax of logits / temperature, of the likeliest tokens only that have a mass of top_p."""
-    if (rows.temperatures != 1).any():
-        logits = logits / torch.from_numpy(rows.temperatures).to(logits.device)[:, None]
+    if inputs.temperatures is not None:
+        logits = logits / inputs.temperatures.tensor[:, None]
     normal = torch.log_softmax(logits, dim=-1)
-    cut = np.flatnonzero(rows.top_ps < 1)
-    if len(cut):
-        index = torch.from_numpy(cut).to(logits.device)
-        limit = torch.from_numpy(rows.top_ps[cut]).to(logits.device)[:, None]
+    if inputs.cut is not None:
+        index, limit = inputs.cut[0].tensor, inputs.cut[1].tensor[:, None]
         values, ids = normal[index].sort(-1, descending=True)
         before = values.exp().cumsum(-1) - values.exp()  # mass of the better tokens
         values = torch.log_softmax(values.masked_fill((before > 0) & (before >= limit), -torch.inf), dim=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,6 +77,9 @@ class LogitsProcessing:
     output_ids: np.ndarray
 
 
+RECENT_TOKENS = 8
+"""So many of the tokens that it sampled last a worker knows of each request."""
+
 NO_MASKS = np.zeros((0, 0), dtype=np.int32)
 
 
@@ -92,10 +95,12 @@ class SamplingBatchInfo:
     as often as it has tokens. token_indices: int64, the batch token that each of the S follows. temperatures, top_ps,
     min_ps: float32. top_ks: int64, <= 0 is off. seeds, output_indices: int64; sampling noise depends on these two only.
     num_logprobs: int64, -1 is none. bias_*: [K] triples (index among the S, token id, value added to the logit).
-    count_*: [K] triples (index among the S, token id, times it was produced so far) of those with penalties.
-    presence, frequency: float32 penalties.
+    count_*: [K] triples (index among the S, token id, times it was produced so far) of those with penalties, by index
+    and id. presence, frequency: float32 penalties.
     seen_*: [K] pairs (index among the S, token id) of the tokens of prompt and answer, of those with a
     repetition penalty. repetition: float32, 1 is none.
+    in_flight_*: int64 [U] pairs (index among the S, its number among the tokens of its request) of tokens of those with
+    any penalty that only the worker knows: the last `RECENT_TOKENS` of a request at the most.
     logprobs: of these, where anything is asked beyond `num_logprobs`. processing: in the order of application.
     masked_rows: int64 [G], indices among the S of those with a grammar. bitmasks: int32 [G, ceil(vocab / 32)], a bit
     for each token, the lowest first: 1 where it may come next.
@@ -125,6 +130,8 @@ class SamplingBatchInfo:
     processing: tuple[LogitsProcessing, ...] = ()
     masked_rows: np.ndarray = field(default_factory=_no_ids)
     bitmasks: np.ndarray = field(default_factory=lambda: NO_MASKS)
+    in_flight_rows: np.ndarray = field(default_factory=_no_ids)
+    in_flight_places: np.ndarray = field(default_factory=_no_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +163,14 @@ class ModelWorkerBatch:
     kv_copies: tuple[KVCopyJob, ...] = ()
 
 
+class PendingResult(Protocol):
+    """What `ModelWorker.sample` returns: the result, or something to wait for it by."""
+
+    def result(self) -> ModelWorkerResult:
+        """Waits for it; raises what went wrong on the device."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWorkerResult:
     """compute_s: seconds that the step took. next_token_ids int64 [S]; logprobs float32 [S] of these; top_ids int64 and
@@ -173,3 +188,7 @@ class ModelWorkerResult:
     prompt_logprobs: RowLogprobs | None = None
     hidden_states: np.ndarray | None = None
     failures: tuple[tuple[int, str], ...] = ()
+
+    def result(self) -> ModelWorkerResult:
+        """Itself: see `PendingResult`."""
+        return self

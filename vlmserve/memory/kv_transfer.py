@@ -12,6 +12,7 @@ import torch
 
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_storage import KVStorage
+from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.attention import CacheLayer
 
@@ -78,7 +79,7 @@ class KVTransfer:
             copy = self._to_host if job.direction == "to_host" else self._to_device
             for start in range(0, len(job.host_slots), self._staged):
                 piece = slice(start, start + self._staged)
-                copy(torch.tensor(job.device_slots[piece], device=self._device), job.host_slots[piece])
+                copy(to_device(torch.tensor(job.device_slots[piece]), self._device), job.host_slots[piece])
 
     def _store(self, job: KVCopyJob) -> None:
         assert self._storage is not None

@@ -9,15 +9,17 @@ from vlmserve_common.errors import EngineError
 
 
 class ReqToTokenPool:
-    """The device table that attention reads: `req_to_token` int32 [size, max_context_len].
+    """The device table that attention reads: `req_to_token` int32 [size + 1, max_context_len].
 
-    Entries beyond a request's length are stale and mean nothing.
+    Entries beyond a request's length are stale and mean nothing. The last row, `padding_row`, is no request's: requests
+    that pad a batch are there, all in slot 0, which is in the dummy page (see `TokenToKVPoolAllocator`).
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         self.size = size
         self.max_context_len = max_context_len
-        self.req_to_token = torch.zeros((size, max_context_len), dtype=torch.int32, device=device)
+        self.padding_row = size
+        self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
 
     def write(self, req_pool_idx: int, start: int, slots: torch.Tensor | np.ndarray) -> None:
         """Set the slots (int [n]) of tokens start..start+n-1 of a request."""
@@ -26,15 +28,17 @@ class ReqToTokenPool:
             slots, device=self.req_to_token.device
         )
 
-    def write_tokens(self, req_pool_indices: np.ndarray, positions: np.ndarray, slots: torch.Tensor) -> None:
-        """Set the slots (int [n], on the device) of tokens `positions` (int64 [n]) of requests (int64 [n]) at once."""
+    def check_tokens(self, req_pool_indices: np.ndarray, positions: np.ndarray) -> None:
+        """EngineError unless all of these tokens (int64 [n] each) have places in the table."""
         if len(positions):
             first, last = int(req_pool_indices.min()), int(req_pool_indices.max())
             for req_pool_idx, end in ((first, 0), (last, int(positions.max()) + 1)):
                 _check_range(req_pool_idx, 0, end, self.size, self.max_context_len)
-        index = (torch.from_numpy(req_pool_indices), torch.from_numpy(positions))
-        device = self.req_to_token.device
-        self.req_to_token[tuple(part.to(device) for part in index)] = slots.to(self.req_to_token.dtype)
+
+    def write_tokens(self, req_pool_indices: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set the slots (int32 [n]) of tokens `positions` of requests (int64 [n]) at once; all of these are on the
+        device, and were checked before."""
+        self.req_to_token[req_pool_indices, positions] = slots
 
 
 class ReqPoolAllocator:

@@ -17,26 +17,32 @@ log = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _USABLE = 0.95  # of the memory that is left: computing takes some, too
+_GRAPHS = 0.1  # of the same, for captured graphs at the most: they save time, KV slots let requests run at all
 _SLOT_BYTES = 4  # of a request's table of KV slots, once on the device and once on the host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """Peak bytes that computing takes beside weights and caches: a batch of the vision tower, the layers of a step, and
-    what is sampled from behind these. Tower and step take turns."""
+    what is sampled from behind these. Tower and step take turns, unless they are computed beside each other. graphs:
+    what captured steps keep for themselves."""
 
     tower: int = 0
     step: int = 0
     logits: int = 0
+    graphs: int = 0
+    beside: bool = False
 
     @property
     def peak(self) -> int:
         """What must be left free for computing."""
-        return max(self.tower, self.step + self.logits)
+        step = self.step + self.logits
+        return (self.tower + step if self.beside else max(self.tower, step)) + self.graphs
 
     def __str__(self) -> str:
         parts = f"vision tower {show_gib(self.tower)}, prompt chunk {show_gib(self.step)}"
-        return f"{show_gib(self.peak)} ({parts}, logits {show_gib(self.logits)})"
+        graphs = f", CUDA graphs {show_gib(self.graphs)}" if self.graphs else ""
+        return f"{show_gib(self.peak)} ({parts}, logits {show_gib(self.logits)}{graphs})"
 
 
 def activation_bytes(rows: int, *, stream: int, widest: int, itemsize: int, beside: int = 0) -> int:
@@ -128,6 +134,17 @@ def kv_cache_size(
             "(--max-model-len makes them shorter)"
         )
     return tokens
+
+
+def graph_room(args: EngineArgs, *, bytes_per_token: int, device: torch.device, activations: Activations) -> int:
+    """Bytes that captured graphs may take, when weights are loaded and the KV cache is not there yet: a tenth of what
+    computing leaves, and no more than `max_total_tokens` leave, if that is set."""
+    free, _ = free_memory(device)
+    left = free - activations.peak
+    room = int(left * _GRAPHS)
+    if args.max_total_tokens is not None:
+        room = min(room, left - int(args.max_total_tokens * bytes_per_token / _USABLE))
+    return max(0, room)
 
 
 def host_pool_size(args: EngineArgs, *, bytes_per_token: int, device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vlmserve_common.compute.rotary import inverse_frequencies, rotation
+from vlmserve_common.compute.transfers import to_device
 
 
 def contiguous_axes(section: tuple[int, int, int]) -> torch.Tensor:
@@ -35,6 +36,7 @@ class MRotary:
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int64 [3, N] -> cos and signed sin [N, 1, head_dim]; see `compute.rotary.rotate`."""
         if self._axes.device != positions.device:
-            self._axes, self._frequencies = self._axes.to(positions.device), self._frequencies.to(positions.device)
+            self._axes = to_device(self._axes, positions.device)
+            self._frequencies = to_device(self._frequencies, positions.device)
         angles = positions[self._axes].t().float() * self._frequencies
         return rotation(angles, self._dtype)

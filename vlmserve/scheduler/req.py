@@ -79,14 +79,9 @@ class Req:
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.arrival = arrival
         self.turn = arrival + TURNS_PER_CHOICE * message.choice
-        # of other than the newest token, when it samples: see `Scheduler.run_batch`
-        self.is_penalised = bool(
-            params.presence_penalty
-            or params.frequency_penalty
-            or params.repetition_penalty != 1
-            or message.logits_processors
-        )
-        self.samples_by_history = self.is_penalised or params.grammar is not None
+        self.is_penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        # the host needs all its tokens for how the next is sampled: see `Scheduler.run_batch`
+        self.samples_by_history = bool(message.logits_processors) or params.grammar is not None
         self.times = times or ReqTimes()
 
         self.status = ReqStatus.WAITING
@@ -121,7 +116,8 @@ class Req:
     def may_draft(self) -> bool:
         """Whether its next tokens may be guessed: all so far are known, and none is needed for how the next is
         sampled."""
-        return not self.in_flight and not self.samples_by_history and self.returns.hidden_states != "all"
+        by_history = self.is_penalised or self.samples_by_history
+        return not self.in_flight and not by_history and self.returns.hidden_states != "all"
 
     @property
     def matchable_len(self) -> int:

@@ -35,12 +35,12 @@ class SamplingArrays:
         """batch_indices: which requests of the step get a token. token_indices: the batch token it follows. reqs:
         these. output_indices: of that token in its answer.
 
-        Penalties, logits processors and grammars are of the tokens that are known now: those in flight must have come,
-        for requests that have any.
+        Logits processors and grammars are of the tokens that are known now: those in flight must have come, for
+        requests that have any. Of tokens that penalties need and are in flight, their places are told.
         """
         if reqs != self._reqs:
             self._reqs, self._arrays = reqs, _arrays_of(reqs)
-            self._by_history = [i for i, req in enumerate(reqs) if req.is_penalised]
+            self._by_history = [i for i, req in enumerate(reqs) if req.is_penalised or req.logits_processors]
             self._by_length = [i for i, req in enumerate(reqs) if req.sampling_params.min_tokens]
             self._masked_rows = _ints([i for i, req in enumerate(reqs) if req.grammar is not None])
             self._matchers = [req.grammar for req in reqs if req.grammar is not None]
@@ -48,9 +48,12 @@ class SamplingArrays:
         seen: list[np.ndarray] = []
         seen_of: list[int] = []
         processing: list[LogitsProcessing] = []
+        in_flight: list[tuple[int, int]] = []
         for i in self._by_history:
             req, p = reqs[i], reqs[i].sampling_params
             known = np.asarray(req.output_ids[: output_indices[i]], dtype=np.int64)
+            if req.is_penalised:
+                in_flight += [(i, req.prompt_len + index) for index in range(len(known), output_indices[i])]
             if p.presence_penalty or p.frequency_penalty:
                 ids, times = np.unique(known, return_counts=True)
                 counts.extend((i, token, n) for token, n in zip(ids.tolist(), times.tolist(), strict=True))
@@ -80,6 +83,8 @@ class SamplingArrays:
             processing=tuple(processing),
             masked_rows=self._masked_rows,
             bitmasks=masks_of(self._matchers),
+            in_flight_rows=_ints([row for row, _ in in_flight]),
+            in_flight_places=_ints([place for _, place in in_flight]),
         )
 
 

@@ -25,7 +25,7 @@ from vision.encoder_pool import EncoderPool
 from vlmserve.attention.base import ForwardMode
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import DeviceQueue, Work
-from vlmserve.executor.model_worker_batch import ModelWorkerResult
+from vlmserve.executor.model_worker_batch import RECENT_TOKENS, ModelWorkerResult
 from vlmserve.grammar.grammar_queue import GrammarQueue
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.messages import (
@@ -54,7 +54,7 @@ from vlmserve.scheduler.step import ModelWorker, StepHandle
 from vlmserve.scheduler.step_costs import StepCosts
 from vlmserve.scheduler.step_results import PartResult, part_results
 from vlmserve.scheduler.waiting_queue import WaitingQueue
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import DeviceLostError, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Scheduler:
         )
         self._reqs: dict[str, Req] = {}
         self._worker = worker
+        assert device.depth <= RECENT_TOKENS, "workers forget what they sampled longer ago"
         self._device = device
         self._ratio = new_token_ratio
         self._costs = StepCosts(slowdown=args.max_decode_slowdown, max_step_s=args.max_step_s, page_size=args.page_size)
@@ -134,6 +135,11 @@ class Scheduler:
         self._urgent: bytes | None = None
         self._prompt_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
+
+    def wrap_worker(self, wrap: Callable[[ModelWorker], ModelWorker]) -> None:
+        """Have steps computed by `wrap` of what computes them now, while none is in flight."""
+        assert not self._in_flight
+        self._worker = wrap(self._worker)
 
     # ------------------------------------------------------------ messages
 
@@ -251,6 +257,8 @@ class Scheduler:
                     rids,
                 )
                 self._fail(oldest.batch, failure)
+                if isinstance(failure, DeviceLostError):
+                    raise
                 return
             self._in_flight.popleft()  # not before: an interrupted wait leaves it to the next turn
             if isinstance(oldest, StepHandle):
@@ -454,7 +462,8 @@ class Scheduler:
         """End the requests of a step that raised; the others go on."""
         for part in batch.reqs:
             if not part.req.is_finished:
-                self._cut_off(part.req, error(500, f"internal error: {type(failure).__name__}"))
+                why = failure if isinstance(failure, EngineError) else type(failure).__name__
+                self._cut_off(part.req, error(500, f"internal error: {why}"))
 
     def process_batch_result(self, batch: ScheduleBatch, result: ModelWorkerResult) -> None:
         """Take what a step brought: KV is committed, tokens are appended, prefixes shared, answers ended."""

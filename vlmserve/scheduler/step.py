@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from vlmserve.executor.device_queue import Work
-from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, PendingResult, SamplingBatchInfo
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 
 
@@ -17,8 +17,8 @@ class ModelWorker(Protocol):
         """A step up to what it is sampled from."""
         ...
 
-    def sample(self, forwarded: Any, info: SamplingBatchInfo) -> ModelWorkerResult:
-        """Its tokens."""
+    def sample(self, forwarded: Any, info: SamplingBatchInfo) -> PendingResult:
+        """Its tokens, which may be still to come."""
         ...
 
 
@@ -34,7 +34,7 @@ class StepHandle:
         self.number = number
         self._submit = submit
         self._worker = worker
-        self._sampled: Work[ModelWorkerResult] | None = None
+        self._sampled: Work[PendingResult] | None = None
         self._forwarded = submit(worker.forward, batch.get_model_worker_batch(number))
         if not batch.samples_late:
             self.sample()
@@ -53,7 +53,7 @@ class StepHandle:
         """What came of it; raises what it raised. Waits for it."""
         self.sample()
         assert self._sampled is not None
-        return self._sampled.result()
+        return self._sampled.result().result()
 
-    def _sample(self, info: SamplingBatchInfo) -> ModelWorkerResult:
+    def _sample(self, info: SamplingBatchInfo) -> PendingResult:
         return self._worker.sample(self._forwarded.result(), info)

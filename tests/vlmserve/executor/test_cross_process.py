@@ -24,7 +24,7 @@ def work(pipe, args: EngineArgs) -> None:
     while (frames := receive(pipe)) is not None:
         forwarded = runner.forward(codec.decode(frames))
         info = codec.decode(receive(pipe))
-        send(pipe, codec.encode(runner.sample(forwarded, info)))
+        send(pipe, codec.encode(runner.sample(forwarded, info).result()))
 
 
 def send(pipe, frames) -> None:

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from vlmserve.executor.device_queue import InlineQueue, ThreadQueue
+from vlmserve.executor.device_queue import InlineQueue, StreamQueue, ThreadQueue
 from vlmserve_common.errors import EngineError
 
 LIMIT_S = 60  # of waits that only end by it if something is broken
 
 
-@pytest.fixture(params=[InlineQueue, ThreadQueue])
+@pytest.fixture(params=[InlineQueue, StreamQueue, ThreadQueue])
 def device(request):
     device = request.param()
     yield device
@@ -95,3 +95,9 @@ def test_closing_does_what_was_submitted():
 def test_one_work_may_use_the_result_of_an_earlier_one(device):
     first = device.submit(int, "3")
     assert device.submit(lambda: first.result() + 1).result() == 4
+
+
+def test_on_a_gpu_work_is_launched_in_the_thread_that_submits_it():
+    device = StreamQueue()
+    assert (device.depth, device.least_reqs) == (2, 0)
+    assert device.submit(threading.current_thread).result() is threading.current_thread()

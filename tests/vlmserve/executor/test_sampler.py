@@ -5,8 +5,13 @@ import pytest
 import torch
 
 from tests import hf_env  # noqa: F401
+from vlmserve.executor.forwarded import Forwarded
+from vlmserve.executor.launched_result import LaunchedResult
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
-from vlmserve.executor.sampler import _adjust, _unpacked_zeros, sample
+from vlmserve.executor.penalties import adjust
+from vlmserve.executor.sampler import _unpacked_zeros, sample
+from vlmserve.executor.sampler_inputs import SamplerInputs
+from vlmserve_common.compute.transfers import HostMark, HostTransfers, Upload
 
 VOCAB = 40
 
@@ -35,6 +40,28 @@ def info(rows=1, **overrides):
         "repetition": np.ones(rows, np.float32),
     }
     return SamplingBatchInfo(**(values | {k: np.asarray(v) for k, v in overrides.items()}))
+
+
+def adjusted(rows, given, in_flight=None):
+    upload = Upload(HostTransfers())
+    inputs = SamplerInputs(given, VOCAB, upload)
+    upload.send()
+    return adjust(rows, inputs, None if in_flight is None else torch.tensor(in_flight))
+
+
+def result(rows, given):
+    """What the scheduler gets of it."""
+    forwarded = Forwarded(
+        step=0,
+        req_pool_indices=np.arange(len(rows)),
+        places=np.arange(len(rows)),
+        hidden=rows,
+        returned=None,
+        prompt_logprobs=None,
+        began=HostMark(),
+        ended=HostMark(),
+    )
+    return LaunchedResult(forwarded, sample(rows, given), HostMark(), HostTransfers()).result()
 
 
 def logits(seed=0):
@@ -119,7 +146,7 @@ def test_bias_and_penalties_change_the_choice_and_not_the_logprobs():
     row = logits()
     best = int(row.argmax())
     greedy = {"temperatures": np.zeros(1, np.float32), "num_logprobs": [2]}
-    biased = sample(row, info(1, bias_rows=[0], bias_ids=[5], bias_values=np.float32([100]), **greedy))
+    biased = result(row, info(1, bias_rows=[0], bias_ids=[5], bias_values=np.float32([100]), **greedy))
     assert biased.next_token_ids[0] == 5
     assert biased.logprobs[0] == pytest.approx(torch.log_softmax(row, -1)[0, 5].item(), abs=1e-6)
     assert biased.top_ids[0, 0] == best
@@ -139,7 +166,7 @@ def test_repetition_penalty_is_that_of_transformers():
     rows = torch.cat([logits(i) for i in range(3)])
     seen = torch.tensor([[1, 5, 7, 5], [0, 2, 4, 39]])
     want = RepetitionPenaltyLogitsProcessor(1.7)(seen, rows[:2].clone())
-    got = _adjust(
+    got = adjusted(
         rows,
         info(
             3,
@@ -154,12 +181,12 @@ def test_repetition_penalty_is_that_of_transformers():
 
 def test_logprobs_where_asked_for():
     rows = torch.cat([logits(i) for i in range(3)])
-    out = sample(rows, info(3, temperatures=np.zeros(3, np.float32), num_logprobs=[-1, 0, 3]))
+    out = result(rows, info(3, temperatures=np.zeros(3, np.float32), num_logprobs=[-1, 0, 3]))
     want = torch.log_softmax(rows, -1)
-    assert torch.isnan(out.logprobs[0])
+    assert np.isnan(out.logprobs[0])
     assert out.logprobs[1] == pytest.approx(want[1].max().item(), abs=1e-6)
     assert out.top_logprobs.shape == (3, 3)
-    assert torch.allclose(out.top_logprobs[2], want[2].topk(3).values)
+    assert np.allclose(out.top_logprobs[2], want[2].topk(3).values)
 
 
 def bitmask(*ids):
@@ -180,12 +207,12 @@ def test_a_grammar_has_the_last_word_and_only_on_its_rows(temperature):
         "bias_ids": [best, 7],
         "bias_values": np.array([-100, 100], np.float32),
     }
-    free = sample(rows, info(3, **given))
-    masked = sample(rows, info(3, masked_rows=[1], bitmasks=[bitmask(best)], **given))
+    free = result(rows, info(3, **given))
+    masked = result(rows, info(3, masked_rows=[1], bitmasks=[bitmask(best)], **given))
     assert int(masked.next_token_ids[1]) == best
     assert masked.next_token_ids[[0, 2]].tolist() == free.next_token_ids[[0, 2]].tolist()
     assert torch.equal(rows, before), "the model's logits stay"
-    assert torch.isclose(masked.logprobs[1], torch.log_softmax(before[1], -1)[best])
+    assert np.isclose(masked.logprobs[1], torch.log_softmax(before[1], -1)[best])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -200,3 +227,60 @@ def test_masks_are_unpacked_alike_on_every_device():
     words = np.random.default_rng(3).integers(-(2**31), 2**31, (4, 7), dtype=np.int32)
     wanted = np.unpackbits(words.view(np.uint8), axis=1, count=220, bitorder="little") == 0
     assert np.array_equal(_unpacked_zeros(torch.from_numpy(words), 220).numpy(), wanted)
+
+
+def by_the_book(row, known, all_of_them, given):
+    """Penalties as they are defined, of one row with all its tokens known."""
+    out = row.clone()
+    prompt = {3, 5}
+    for token in prompt | set(all_of_them):
+        out[token] = out[token] / given["repetition"] if out[token] > 0 else out[token] * given["repetition"]
+    for token in set(all_of_them):
+        times = np.float32(all_of_them.count(token))
+        out[token] -= torch.tensor(np.float32(given["frequency"]) * times + np.float32(given["presence"]))
+    return out
+
+
+@pytest.mark.parametrize("in_flight", [[7], [5], [9], [7, 7], [11, 11], [11, 7, 30], [5, 11, 11, 5, 7]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"repetition": 1.3, "frequency": 0.0, "presence": 0.0},
+        {"repetition": 1.0, "frequency": 0.7, "presence": 0.0},
+        {"repetition": 1.0, "frequency": 0.0, "presence": 0.4},
+        {"repetition": 1.7, "frequency": -0.3, "presence": 0.9},
+    ],
+)
+@pytest.mark.parametrize("known", [[], [7, 9, 7, 30]])
+def test_tokens_in_flight_are_penalised_bit_for_bit_like_known_ones(known, given, in_flight):
+    """Beside a request whose tokens are all known, and one without penalties."""
+    rows = torch.cat([logits(i) for i in range(3)])
+
+    def of(histories, unknown):
+        counts = [
+            (row, *one) for row, ids in histories for one in zip(*np.unique(ids, return_counts=True), strict=True)
+        ]
+        seen = [(row, token) for row, ids in histories for token in sorted({3, 5, *ids})]
+        count_rows, count_ids, count_values = np.array(counts, np.int64).reshape(-1, 3).T
+        seen_rows, seen_ids = np.array(seen, np.int64).reshape(-1, 2).T
+        return info(
+            3,
+            count_rows=count_rows,
+            count_ids=count_ids,
+            count_values=count_values,
+            seen_rows=seen_rows,
+            seen_ids=seen_ids,
+            repetition=np.float32([given["repetition"], given["repetition"], 1]),
+            frequency=np.float32([given["frequency"], given["frequency"], 0]),
+            presence=np.float32([given["presence"], given["presence"], 0]),
+            in_flight_rows=np.zeros(len(unknown), np.int64),
+            in_flight_places=np.arange(len(unknown)),
+        )
+
+    mate = [7, 7, 2]
+    want = adjusted(rows, of([(0, known + in_flight), (1, mate)], []))
+    got = adjusted(rows, of([(0, known), (1, mate)], in_flight), in_flight)
+    assert torch.equal(got, want)
+    assert torch.equal(got[2], rows[2])
+    assert not torch.equal(got[0], rows[0])
+    assert torch.allclose(got[0], by_the_book(rows[0], known, known + in_flight, given))

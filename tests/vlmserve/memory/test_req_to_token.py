@@ -59,7 +59,7 @@ def test_device_table():
     pool.write(1, 2, torch.tensor([30, 31, 32]))
     pool.write(1, 5, np.array([33]))
     assert pool.req_to_token.dtype == torch.int32
-    assert pool.req_to_token.tolist() == [[0] * 6, [0, 0, 30, 31, 32, 33]]
+    assert pool.req_to_token.tolist() == [[0] * 6, [0, 0, 30, 31, 32, 33], [0] * 6]
     for req_pool_idx, start in ((2, 0), (-1, 0), (0, 6), (0, -1)):
         with pytest.raises(EngineError):
             pool.write(req_pool_idx, start, torch.tensor([1]))

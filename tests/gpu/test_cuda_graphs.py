@@ -1,0 +1,60 @@
+"""Captured work on a GPU: the same as without."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.vision.patches import random_patches
+from vision.towers.graphs.capturing import capture_on_gpu
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner
+from vlmserve import LLM, SamplingOverrides
+from vlmserve_common.compute.graphs import CudaCapturer
+
+QUESTIONS = ["Count.", "What is in the picture?", "Name a colour.", "Why?", "Two circles on the left"]
+
+
+def test_a_replay_reads_what_is_there_now(cuda: torch.device) -> None:
+    x, out = torch.zeros(8, device=cuda), torch.zeros(8, device=cuda)
+    capturer = CudaCapturer(cuda)
+    both = [capturer.capture(lambda factor=factor: out.copy_((x * factor).relu())) for factor in (2, 3)]
+    x.fill_(5)
+    for graph, expected in zip(both, (10, 15), strict=True):
+        graph.replay()
+        assert out.tolist() == [expected] * 8
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_same_tokens_with_and_without(
+    cuda: torch.device, folder: Path, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = [[{"role": "user", "content": question * (1 + number)}] for number, question in enumerate(QUESTIONS)]
+    sampling = SamplingOverrides(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    settings = {"device": str(cuda), "max_running_requests": 4, "attention_backend": "triton"}
+    answers = []
+    for without in (True, False):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO),
+            LLM(folder, disable_cuda_graph=without, disable_overlap_schedule=not overlap, **settings) as llm,
+        ):
+            answers.append([done.token_ids for done in llm.chat_batch(asked, sampling)])
+        assert ("captured decode steps of 1, 2, 4 requests" in caplog.text) == (not without)
+    assert answers[0] == answers[1]
+
+
+def test_rows_of_a_tower(cuda: torch.device, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    eager = TowerRunner(load_tower(folder, device=cuda), cuda)
+    tower = load_tower(folder, device=cuda)
+    with caplog.at_level(logging.INFO):
+        capture_on_gpu(tower, cuda)
+    assert "captured the vision tower's layers for 256, 512" in caplog.text
+    runner = TowerRunner(tower, cuda)
+    for grids in ([(16, 16)], [(4, 6), (10, 8), (2, 2)], [(2, 60)], [(40, 52)]):
+        patches = random_patches(tower, grids)
+        for rows, wanted in zip(runner.encode(patches), eager.encode(patches), strict=True):
+            torch.testing.assert_close(rows, wanted, atol=1e-3, rtol=1e-3)

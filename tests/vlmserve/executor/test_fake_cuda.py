@@ -1,0 +1,113 @@
+"""The GPU that is not there sees what a real one would: what waits for it, and what is read too early."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests import hf_env  # noqa: F401
+from tests.fake_cuda.tensors import CUDA, FakeCuda
+from vlmserve_common.compute.transfers import PackedTransfers, to_device
+
+WAITS = {
+    "item": lambda x: x[0].item(),
+    "int": lambda x: int(x[1]),
+    "bool": lambda x: bool((x > 1).any()),
+    "if": lambda x: 1 if x[0] > 0 else 2,
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to cpu": lambda x: x.to("cpu"),
+    "nonzero": lambda x: x.nonzero(),
+    "mask": lambda x: x[x > 1],
+    "mask assigned": lambda x: x.__setitem__(x > 1, torch.zeros(1, device=CUDA)),
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "made there of host values": lambda x: torch.tensor([1, 2], device=CUDA),
+    "plain upload": lambda x: torch.ones(3).to(CUDA),
+    "upload that is not page-locked": lambda x: torch.ones(3).to(CUDA, non_blocking=True),
+    "index of the host": lambda x: x[torch.tensor([0, 2])],
+    "equal": lambda x: torch.equal(x, x),
+}
+WAITS_NOT = {
+    "compute": lambda x: (x * 2 + 1).softmax(-1).topk(2),
+    "index": lambda x: x[torch.arange(2, device=CUDA)],
+    "slice": lambda x: x[1:].clone(),
+    "where": lambda x: torch.where(x > 1, x, 0),
+    "masked_fill": lambda x: x.masked_fill(x > 1, 0),
+    "upload": lambda x: to_device(torch.ones(3), CUDA),
+    "zeros": lambda x: torch.zeros(4, device="cuda"),
+    "shape": lambda x: (x.shape, len(x), x.dtype, x.device, x.is_cuda, x.view(-1)),
+}
+
+
+@pytest.fixture
+def cuda():
+    with FakeCuda() as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_waits_is_counted(cuda, name):
+    x = to_device(torch.arange(3.0), CUDA)
+    assert not cuda.counts.syncs
+    WAITS[name](x)
+    assert sum(cuda.counts.syncs.values()) == 1, name
+
+
+@pytest.mark.parametrize("name", WAITS_NOT)
+def test_what_does_not_wait_is_not(cuda, name):
+    WAITS_NOT[name](to_device(torch.arange(3.0), CUDA))
+    assert not cuda.counts.syncs
+
+
+def test_host_and_device_do_not_mix(cuda):
+    x = torch.ones(3, device=CUDA)
+    assert (x.device, x.is_cuda, x.is_cpu) == (CUDA, True, False)
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(3)
+    with pytest.raises(TypeError, match=r"Use Tensor\.cpu"):
+        x.numpy()
+
+
+def test_a_download_is_garbage_until_it_is_waited_for(cuda):
+    transfers = PackedTransfers(CUDA, cuda.mark)
+    ids, values = torch.arange(5, device=CUDA), torch.full((2, 3), 0.5, device=CUDA)
+    download = transfers.download([ids, values, ids[:0]])
+    early = download._take()
+    assert early[0].tolist() != [0, 1, 2, 3, 4]
+    ids += 7  # launched behind the copy
+    got = download.arrays()
+    assert got[0].tolist() == [0, 1, 2, 3, 4]
+    assert got[1].tolist() == [[0.5] * 3] * 2
+    assert got[2].shape == (0,)
+    assert (cuda.counts.downloads, cuda.counts.download_bytes) == (1, 5 * 8 + 6 * 4)
+    assert not cuda.counts.syncs
+
+
+def test_uploads_of_all_dtypes_arrive_in_one_copy_and_aligned(cuda):
+    transfers = PackedTransfers(CUDA, cuda.mark)
+    arrays = [
+        np.arange(3),
+        np.arange(5, dtype=np.int32),
+        np.zeros((0, 4), np.float32),
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        np.array([True, False, True]),
+        np.arange(7, dtype=np.uint8),
+    ]
+    tensors = transfers.upload(arrays)
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert tensor.device == CUDA
+        assert tensor.inner.numpy().dtype == array.dtype
+        assert np.array_equal(tensor.inner.numpy(), array)
+        assert tensor.inner.storage_offset() * tensor.inner.element_size() % 16 == 0
+    assert cuda.counts.uploads == 1
+    assert not cuda.counts.syncs
+    assert not cuda.counts.launches
+
+
+def test_nothing_to_download_still_has_a_mark(cuda):
+    torch.ones(3, device=CUDA)
+    download = PackedTransfers(CUDA, cuda.mark).download([])
+    assert cuda.done < cuda.launched
+    assert download.arrays() == []
+    assert cuda.done == cuda.launched

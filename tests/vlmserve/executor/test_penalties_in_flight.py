@@ -1,0 +1,65 @@
+"""Penalties of tokens that are in flight: the answers of one step at a time, whatever is launched ahead."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import hf_env  # noqa: F401
+from tests.tiny_checkpoints import make_checkpoint
+from tests.vlmserve.reference import conversations
+from tests.vlmserve.scheduler.lazy_queue import LazyQueue
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.executor.device_queue import InlineQueue
+
+NEW = 16
+WAYS = {
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.5},
+    "counts": {"temperature": 0.0, "frequency_penalty": 1.1, "presence_penalty": 0.7},
+    "all, sampled": {
+        "temperature": 1.0,
+        "seed": 11,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.3,
+        "logit_bias": {5: 3.0},
+        "min_tokens": 4,
+    },
+}
+
+
+class Ahead:
+    """Notes how many steps named tokens that were in flight."""
+
+    def __init__(self, worker) -> None:
+        self.worker = worker
+        self.forward = worker.forward
+        self.in_flight: list[int] = []
+
+    def sample(self, forwarded, info):
+        self.in_flight.append(len(info.in_flight_rows))
+        return self.worker.sample(forwarded, info)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = make_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+    with LLM(str(folder), num_threads=1, max_total_tokens=4096) as made:
+        yield made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_do_not_depend_on_steps_in_flight(llm, way):
+    scheduler, worker = llm._scheduler, llm._runner
+    answers = []
+    for device in (InlineQueue(), LazyQueue(2), LazyQueue(3)):
+        scheduler._device.close()
+        scheduler._device = device
+        scheduler._worker = ahead = Ahead(worker)
+        llm.flush_cache()
+        sampling = SamplingOverrides(max_new_tokens=NEW, ignore_eos=True, **WAYS[way])
+        answers.append([answer.token_ids for answer in llm.chat_batch(conversations()[:4], sampling)])
+        longest = max(ahead.in_flight)
+        assert longest == 4 * (device.depth - 1), "as many tokens of each request as there are steps ahead"
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+    assert any(len(set(ids)) > 2 for ids in answers[0]), "there is something to penalise"

@@ -1,0 +1,151 @@
+"""What steps did by the events of a torch profiler's trace: busy and idle times, launches, copies, and what waited.
+
+On a GPU these are its kernels and copies, each the step's whose host code launched it; on a CPU torch's outermost
+operators stand for kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Event: TypeAlias = Mapping[str, Any]
+"""One of Chrome's: ts and dur in microseconds."""
+
+RANGE = "vlmserve step"
+_COPIES = ("gpu_memcpy", "gpu_memset")
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuStreamSynchronize")
+
+
+@dataclass(kw_only=True)
+class StepTrace:
+    """number and kind: as its range says. began: on the host. spans: of kernels and copies on the device, (start, end).
+    All in microseconds. launches: kernels. waits: calls that waited for the whole stream."""
+
+    number: int
+    kind: str
+    began: float
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    launches: int = 0
+    copies: int = 0
+    waits: int = 0
+
+    @property
+    def busy(self) -> float:
+        """How long the device did something."""
+        total, until = 0.0, float("-inf")
+        for start, end in sorted(self.spans):
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
+
+    @property
+    def first(self) -> float:
+        """When the device began with it."""
+        return min(start for start, _ in self.spans)
+
+    @property
+    def last(self) -> float:
+        """When the device had done it."""
+        return max(end for _, end in self.spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindFigures:
+    """Medians of the steps of a kind, in microseconds. wall: from a step's end on the device to the next one's.
+    gaps: on the device between its first kernel and its last; before: between the last step's last and its first."""
+
+    kind: str
+    steps: int
+    wall: float
+    busy: float
+    gaps: float
+    before: float
+    launches: float
+    copies: float
+    waits: float
+
+
+def range_name(number: int, kind: str) -> str:
+    """What a step's part is recorded as."""
+    return f"{RANGE} {number} {kind}"
+
+
+def read_steps(events: Iterable[Event]) -> list[StepTrace]:
+    """The steps of a trace that did something, in the order in which they were launched."""
+    complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    ranges = sorted(
+        (event for event in complete if event.get("cat") == "user_annotation" and event["name"].startswith(RANGE)),
+        key=lambda event: event["ts"],
+    )
+    steps: dict[int, StepTrace] = {}
+    owners: list[StepTrace] = []
+    for event in ranges:
+        number, kind = event["name"].removeprefix(RANGE).split(maxsplit=1)
+        owners.append(steps.setdefault(int(number), StepTrace(number=int(number), kind=kind, began=event["ts"])))
+    starts = [event["ts"] for event in ranges]
+
+    def owner(event: Event) -> StepTrace | None:
+        place = bisect_right(starts, event["ts"]) - 1
+        inside = place >= 0 and event["ts"] < starts[place] + ranges[place]["dur"]
+        return owners[place] if inside and event.get("tid") == ranges[place].get("tid") else None
+
+    calls = [event for event in complete if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    device = [event for event in complete if event.get("cat") == "kernel" or event.get("cat") in _COPIES]
+    launched = {event["args"]["correlation"]: event for event in calls if "correlation" in event.get("args", {})}
+    for event in device:
+        call = launched.get(event.get("args", {}).get("correlation"))
+        _take(owner(call) if call is not None else None, event, copy=event["cat"] in _COPIES)
+    if not device:
+        for event in _outermost(complete):
+            _take(owner(event), event, copy=False)
+    for event in calls:
+        step = owner(event)
+        if step is not None:
+            step.waits += event["name"] in _WAITS
+    return sorted((step for step in steps.values() if step.spans), key=lambda step: step.number)
+
+
+def figures(steps: Sequence[StepTrace]) -> list[KindFigures]:
+    """Of each kind of steps; each but the first is compared with the one before it."""
+    found: dict[str, list[tuple[StepTrace, StepTrace]]] = {}
+    for before, step in itertools.pairwise(steps):
+        found.setdefault(step.kind, []).append((before, step))
+    return [_figures(kind, pairs) for kind, pairs in sorted(found.items())]
+
+
+def _figures(kind: str, pairs: Sequence[tuple[StepTrace, StepTrace]]) -> KindFigures:
+    of = statistics.median
+    return KindFigures(
+        kind=kind,
+        steps=len(pairs),
+        wall=of(step.last - before.last for before, step in pairs),
+        busy=of(step.busy for _, step in pairs),
+        gaps=of(step.last - step.first - step.busy for _, step in pairs),
+        before=of(max(0.0, step.first - before.last) for before, step in pairs),
+        launches=of(step.launches for _, step in pairs),
+        copies=of(step.copies for _, step in pairs),
+        waits=of(step.waits for _, step in pairs),
+    )
+
+
+def _take(step: StepTrace | None, event: Event, *, copy: bool) -> None:
+    if step is not None:
+        step.spans.append((event["ts"], event["ts"] + event["dur"]))
+        step.copies += copy
+        step.launches += not copy
+
+
+def _outermost(events: Iterable[Event]) -> Iterable[Event]:
+    """Operators that no other operator of their thread called."""
+    until: dict[Any, float] = {}
+    operators = [event for event in events if event.get("cat") == "cpu_op"]
+    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        thread = event.get("pid"), event.get("tid")
+        if event["ts"] >= until.get(thread, float("-inf")):
+            until[thread] = event["ts"] + event["dur"]
+            yield event

@@ -1,0 +1,54 @@
+"""Work that is recorded once and then launched as a whole: CUDA graphs, behind an interface that a test can fake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+_WARM_UPS = 2
+
+
+class Graph(Protocol):
+    """Something recorded."""
+
+    def replay(self) -> None:
+        """Do it again, on the same memory."""
+        ...
+
+
+class Capturer(Protocol):
+    """Records graphs that share one pool of memory for what is between their inputs and their outputs.
+
+    So no two of them may run at a time, and the largest is best captured first: the others then fit into what it took.
+    """
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Record what `run` launches, which is called a few times. It may read and write tensors that outlive the graph
+        and those it makes itself; it may not wait for the device, nor decide by values on it. RuntimeError if it does,
+        and where memory is short."""
+        ...
+
+
+class CudaCapturer:
+    """See `Capturer`; on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Capturer`."""
+        with torch.cuda.device(self._device):
+            # kernels are compiled, and libraries take their workspaces, at the first run: no capture may hold that
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    run()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                run()
+        return graph
