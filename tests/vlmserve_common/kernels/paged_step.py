@@ -1,0 +1,115 @@
+"""A step over a paged KV cache, for tests of attention kernels: scattered slots, and NaN in all that are not its."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve_common.kernels.attention import CacheLayer
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedStep:
+    """lengths: of each request, tokens before the step and in it. table: slots nowhere, beyond a request's end."""
+
+    lengths: list[tuple[int, int]]
+    q: torch.Tensor
+    cache: KVCache
+    table: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+
+    @property
+    def layer(self) -> CacheLayer:
+        return self.cache.layers[0]
+
+    def truth(self, scale: float) -> torch.Tensor:
+        """float64 [N, heads, dim], written out."""
+        outs = []
+        queries = self.q.double().split([new for _, new in self.lengths])
+        for (past, new), row, q in zip(self.lengths, self.req_pool_indices.tolist(), queries, strict=True):
+            keys, values = self.cache.read(0, self.table[row, : past + new].long(), torch.float64)
+            keys, values = (x.repeat_interleave(q.shape[1] // keys.shape[1], 1) for x in (keys, values))
+            seen = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
+            scores = torch.einsum("thd,shd->hts", q, keys) * scale
+            outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
+        return torch.cat(outs)
+
+    def alone(self, request: int) -> PagedStep:
+        """One of its requests, in the same cache."""
+        first, last = self.starts[request : request + 2].tolist()
+        return PagedStep(
+            lengths=[self.lengths[request]],
+            q=self.q[first:last],
+            cache=self.cache,
+            table=self.table,
+            req_pool_indices=self.req_pool_indices[request : request + 1],
+            seq_lens=self.seq_lens[request : request + 1],
+            starts=torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
+        )
+
+
+def make_step(
+    lengths: list[tuple[int, int]],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    stored: torch.dtype | None = None,
+    page: int = 1,
+    context: int | None = None,
+    seed: int = 0,
+) -> PagedStep:
+    """heads: of queries, of keys. stored: dtype of the cache; None: dtype. page: slots that lie side by side."""
+    generator = torch.Generator().manual_seed(seed)
+    totals = [past + new for past, new in lengths]
+    pages = [-(-total // page) for total in totals]
+    places = torch.randperm(sum(pages) + 3, generator=generator)
+    slots = (places[:, None] * page + torch.arange(page)).view(-1)
+    cache = KVCache(
+        num_slots=len(slots), num_layers=1, num_kv_heads=heads[1], head_dim=dim, dtype=stored or dtype, device=DEVICE
+    )
+    rows = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
+    table = torch.full((len(lengths) + 2, context or max(totals) + 3), 2**30, dtype=torch.int32)
+    first = 0
+    for row, total, count in zip(rows.tolist(), totals, pages, strict=True):
+        table[row, :total] = slots[first : first + total]
+        first += count * page
+    _poison(cache.layers[0])
+    own = torch.cat([table[row, :total] for row, total in zip(rows.tolist(), totals, strict=True)]).long().to(DEVICE)
+    keys, values = (torch.randn(len(own), heads[1], dim, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    cache.write(0, own, keys, values)
+    new = [new for _, new in lengths]
+    # as it comes out of a product with keys and values: with a stride
+    q = torch.randn(sum(new), heads[0] + 2 * heads[1], dim, generator=generator).to(DEVICE, dtype)[:, : heads[0]]
+    return PagedStep(
+        lengths=lengths,
+        q=q,
+        cache=cache,
+        table=table.to(DEVICE),
+        req_pool_indices=rows.to(DEVICE),
+        seq_lens=torch.tensor(totals, dtype=torch.int32, device=DEVICE),
+        starts=torch.tensor([0, *new], device=DEVICE).cumsum(0, dtype=torch.int32),
+    )
+
+
+def _poison(layer: CacheLayer) -> None:
+    nan = float("nan")
+    for stored, scales in ((layer.keys, layer.key_scales), (layer.values, layer.value_scales)):
+        if scales is not None:
+            scales.fill_(nan)
+            stored.fill_(77)
+        elif stored.dtype == torch.float8_e4m3fn:
+            stored.view(torch.uint8).fill_(0x7F)
+        else:
+            stored.fill_(nan)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of a kernel in that dtype, against float64 over the cache as it is read."""
+    return {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]

@@ -1,0 +1,60 @@
+"""Kernels compile for a Hopper GPU that need not be there: nothing spills, and blocks fit into shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from vlmserve_common.kernels.gpu.catalogue import catalogue
+
+SHARED_BYTES = 227 << 10
+"""Of a block, on compute capability 9.0."""
+FEW = ("extend: bfloat16, cache float8_e4m3fn, dim 128", "segments: bfloat16, dim 72, tiles of 128", "merge: bfloat16")
+
+
+def resources(folder, *names: str) -> list[dict]:
+    """In a process whose Triton compiles; that of the tests interprets."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmserve_common.kernels.gpu.catalogue", *names],
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(found: list[dict]) -> None:
+    """That all are as fast code must be."""
+    for variant in found:
+        assert variant["spilled"] == 0, variant
+        assert variant["shared"] <= SHARED_BYTES, variant
+        kernel = variant["name"].split(":")[0]
+        if kernel in ("extend", "segments", "decode", "decode, some requests") and "float32" not in variant["name"]:
+            assert variant["tensor_cores"] == ("mma" if kernel.startswith("decode") else "wgmma"), variant
+            assert variant["async_copies"], variant
+
+
+def test_names_are_unique():
+    names = [variant.name for variant in catalogue()]
+    assert len(set(names)) == len(names)
+
+
+def test_some_compile(tmp_path):
+    found = resources(tmp_path, *FEW)
+    assert {variant["name"].split(":")[0] for variant in found} == {name.split(":")[0] for name in FEW}
+    check(found)
+
+
+@pytest.mark.slow
+def test_all_compile(tmp_path):
+    found = resources(tmp_path)
+    assert [variant["name"] for variant in found] == [variant.name for variant in catalogue()]
+    check(found)
