@@ -18,7 +18,8 @@ from vlmserve_common.kernels.gpu.narrow import to_fp8
 
 FP8 = torch.float8_e4m3fn
 GROUP = 128
-_FUSED_ROWS = 16
+FUSED_ROWS = 16
+"""Rows up to which inputs are rounded where they are multiplied."""
 _ROUNDED = 16  # groups that a program rounds
 
 
@@ -133,8 +134,7 @@ def quantize(x: torch.Tensor, group: int, scale: torch.Tensor | None = None) -> 
     groups = triton.cdiv(inner, group)
     numbers = torch.empty((rows, inner), dtype=FP8, device=x.device)
     scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(group)
-    count = _ROUNDED if block <= GROUP else 1
+    block, count, warps = rounding_of(group)
     quantize_kernel[(triton.cdiv(rows * groups, count),)](
         x,
         x.stride(0),
@@ -149,7 +149,7 @@ def quantize(x: torch.Tensor, group: int, scale: torch.Tensor | None = None) -> 
         COUNT=count,
         GIVEN=scale is not None,
         INTERPRETED=INTERPRETED,
-        num_warps=4 if block <= 4096 else 8,
+        num_warps=warps,
     )
     return numbers, scales
 
@@ -161,7 +161,7 @@ def block_linear(
     total, inner = x.shape
     outer = len(weight)
     out = torch.empty((total, outer), dtype=x.dtype, device=x.device)
-    fused = total <= _FUSED_ROWS
+    fused = total <= FUSED_ROWS
     inputs, input_scales = (x, None) if fused else quantize(x, GROUP)
     tiling = tiling_of(total, rows)
     grid = (triton.cdiv(total, tiling["M"]) * triton.cdiv(outer, tiling["N"]),)
@@ -192,8 +192,14 @@ def tiling_of(total: int, scale_rows: int) -> dict[str, Any]:
 
     Where outputs have a scale each, these take registers, too.
     """
-    if total <= _FUSED_ROWS:
+    if total <= FUSED_ROWS:
         return {"M": 16, "N": 32, "BAND": 1, "num_warps": 4, "num_stages": 6}
     if total <= 64:
         return {"M": 64, "N": 64, "BAND": 1, "num_warps": 4, "num_stages": 5}
     return {"M": 128, "N": 64 if scale_rows == 1 else 128, "BAND": 8, "num_warps": 8, "num_stages": 4}
+
+
+def rounding_of(group: int) -> tuple[int, int, int]:
+    """For groups of so many columns: columns of a block, groups and warps of a program."""
+    block = triton.next_power_of_2(group)
+    return block, _ROUNDED if block <= GROUP else 1, 4 if block <= 4096 else 8
