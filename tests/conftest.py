@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels import library as kernels
 from vlmserve_common.kernels.build import CannotBuild, best_level, cache_folder, cpu_words, library
 
@@ -38,9 +39,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def _operators_as_before() -> Iterator[None]:
     """Activated operators and torch's threads are the process's: they must not reach the tests that come after."""
-    before, threads = kernels._active, torch.get_num_threads()
+    before, fused_before, threads = kernels._active, fused._device_type, torch.get_num_threads()
     yield
-    kernels._active = before
+    kernels._active, fused._device_type = before, fused_before
     torch.set_num_threads(threads)
 
 

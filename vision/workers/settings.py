@@ -13,7 +13,7 @@ class WorkerSettings:
     """model: a checkpoint folder. devices: "cpu", "cuda:1" ..., one worker each; one may stand there several times.
 
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. threads: of each worker on a CPU.
-    cpu_kernels: whether it uses our operators there.
+    cpu_kernels: whether it uses our operators there; gpu_kernels: what it computes with on a GPU.
     rows_device: where rows are wanted, the LLM's.
     shared_dir: an existing private directory for `SharedArrays`, on tmpfs. startup_timeout_s: for loading the tower.
     ready_by: when it is over for a worker's first start, by `time.monotonic`, if it began before that start did.
@@ -27,6 +27,7 @@ class WorkerSettings:
     dtype: str = "auto"
     threads: int = 1
     cpu_kernels: Literal["auto", "off"] = "auto"
+    gpu_kernels: Literal["auto", "triton", "torch"] = "auto"
     log_level: str = "info"
     startup_timeout_s: float = 600.0
     ready_by: float = math.inf

@@ -16,6 +16,7 @@ from vision.workers.settings import WorkerSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.linear import pack_linears
 from vlmserve_common.compute.tensors import dtype_setting, to_array
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, torch_threads
 from vlmserve_common.process.child import Parent
 from vlmserve_common.transport.shm import SharedArrays
@@ -28,6 +29,8 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     device = torch.device(device_name)
     if device.type == "cpu":
         activate(settings.cpu_kernels, threads=settings.threads)
+    else:
+        fused.activate(settings.gpu_kernels, device)
     tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))
     fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"])
     pack_linears(tower)

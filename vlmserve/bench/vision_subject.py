@@ -31,6 +31,7 @@ from vlmserve.bench.random_checkpoint import VISION_SIZES, write_random_checkpoi
 from vlmserve.engine.encoder import embed_shape, make_cache
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.linear import pack_linears
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate
 
 PLENTY = 1 << 40
@@ -56,7 +57,7 @@ def write_checkpoint(folder: Path, *, depth: int) -> Path:
 def use_threads(device: torch.device, threads: int) -> str:
     """Let this process compute with so many threads; what computes, for people."""
     torch.set_num_threads(threads)
-    return activate("auto", threads=threads) if device.type == "cpu" else "torch"
+    return activate("auto", threads=threads) if device.type == "cpu" else fused.activate("auto", device)
 
 
 class Subject:

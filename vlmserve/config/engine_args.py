@@ -54,6 +54,11 @@ class EngineArgs:
         "auto",
         "our own operators on a CPU, built with the machine's C++ compiler at the first start; off: torch's, slower",
     )
+    gpu_kernels: Literal["auto", "triton", "torch"] = _model(
+        "auto",
+        "norms, rotation, KV writes, gates and sampling on a GPU: fused, in Triton, or by torch in many launches; "
+        "auto: Triton where a trial shows that it works",
+    )
     quantization: Literal["none", "int8", "int4"] = _model(
         "none",
         "round the decoder's and the head's weights to so many bits as they are loaded (our own operators are needed); "

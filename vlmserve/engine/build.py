@@ -47,6 +47,7 @@ from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
 from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, active, torch_threads
 from vlmserve_common.kernels.quantized import MODE_BITS, Mode
 
@@ -77,6 +78,9 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     if device.type == "cpu":
         operators = activate(args.cpu_kernels, threads=threads)
         log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
+    operators = fused.activate(args.gpu_kernels, device)
+    if device.type == "cuda":
+        log.info("%s: %s", device, operators)
     mode = _quantization(args, device)
     _check_sizes(args, device, mode)
     # encoder processes have the tower, and no copy of it is needed here

@@ -145,6 +145,7 @@ def _start_workers(
         rows_device=str(device),
         dtype=dtype_name(dtype),
         cpu_kernels=args.cpu_kernels,
+        gpu_kernels=args.gpu_kernels,
         threads=encoder_threads(args),
         log_level=start.log_level,
         startup_timeout_s=start.startup_timeout_s,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vlmserve.executor.gumbel import choose
 from vlmserve.executor.logits_processors import LogitsProcessors
 from vlmserve.executor.logprobs import row_logprobs
 from vlmserve.executor.model_worker_batch import LogprobRows, SamplingBatchInfo
@@ -19,9 +20,6 @@ from vlmserve_common.kernels.argmax import argmax
 
 # Below, logits divided by it may overflow, and the choice is the greedy one anyway.
 MIN_TEMPERATURE = 1e-5
-_M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9, the multipliers of SplitMix64's finalizer (Steele et al. 2014)
-_M2 = -7723592293110705685  # 0x94D049BB133111EB
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -143,24 +141,8 @@ def _sample_random(logits: torch.Tensor, info: SamplingBatchInfo, rows: np.ndarr
     if (min_ps > 0).any():
         best = values.max(dim=-1, keepdim=True).values
         values = values.masked_fill(values < best + column(info.min_ps).log(), -torch.inf)
-    noise_ids = torch.arange(vocab, device=device)[None] if ids is None else ids
-    choice = (values + _gumbel(column(info.seeds), column(info.output_indices), noise_ids)).argmax(dim=-1)
-    return choice if ids is None else ids.gather(1, choice[:, None])[:, 0]
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer on int64 bit patterns (arithmetic shifts masked into logical ones)."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _M1
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _M2
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _gumbel(seeds: torch.Tensor, output_indices: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """seeds, output_indices int64 [S, 1], token_ids int64 [S or 1, V] -> float32 [S, V]."""
-    stream = _mix(_mix(seeds + _GOLDEN) + output_indices * _GOLDEN)
-    bits = _mix(stream + token_ids * _GOLDEN)
-    uniform = ((bits >> 11) & 0x1FFFFFFFFFFFFF).double().add_(0.5).mul_(2.0**-53)
-    return -torch.log(-torch.log(uniform)).float()
+    seeds, indices = (torch.from_numpy(array[rows]).to(device) for array in (info.seeds, info.output_indices))
+    return choose(values, ids, seeds, indices)
 
 
 def _with_logprobs(

@@ -15,6 +15,7 @@ from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm
 from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
 from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
 from vlmserve_common.kernels.decoder import DecoderLayers, DecoderShape, LayerWeights
 from vlmserve_common.kernels.quantized import Mode
@@ -55,7 +56,7 @@ class DecoderAttention(nn.Module):
         return self.qkv_proj.scale_parts({"v_proj": 1 / by}) and self.o_proj.scale(by)
 
     def forward(
-        self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, residual: torch.Tensor
+        self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden], added to `residual`."""
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -76,6 +77,15 @@ class DecoderLayer(nn.Module):
         """x [N, hidden] -> [N, hidden], a new tensor."""
         x = self.self_attn(self.input_layernorm(x), rotary, forward_batch, residual=x)
         return self.mlp(self.post_attention_layernorm(x), residual=x)
+
+    def forward_pending(
+        self, x: torch.Tensor, pending: torch.Tensor | None, rotary: Rotation, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """`forward` of x + pending, in x: what it returns is still to be added to x, which the next norm does in one
+        launch with its own work. pending: what the layer before returned."""
+        normed = self.input_layernorm(x) if pending is None else self.input_layernorm.add(pending, x)
+        attended = self.self_attn(normed, rotary, forward_batch)
+        return self.mlp(self.post_attention_layernorm.add(attended, x))
 
     def packed(self) -> LayerWeights | None:
         """Its weights for the operators that compute whole layers; None unless all of them are packed."""
@@ -156,8 +166,19 @@ class Decoder(nn.Module):
                 return whole
 
         def one_by_one(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+            if fused.usable(x):
+                return self._sums_pending(x, rotary, forward_batch, first, last)
             for layer in self.layers[first:last]:
                 x = layer(x, rotary, forward_batch)
             return x
 
         return one_by_one
+
+    def _sums_pending(
+        self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, first: int, last: int
+    ) -> torch.Tensor:
+        """x behind layers first .. last - 1, in its own memory."""
+        pending = None
+        for layer in self.layers[first:last]:
+            pending = cast(DecoderLayer, layer).forward_pending(x, pending, rotary, forward_batch)
+        return x if pending is None else x.add_(pending)

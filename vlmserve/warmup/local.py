@@ -29,6 +29,7 @@ from vlmserve_common.compute.cpus import usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_setting
 from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, torch_threads
 
 
@@ -47,6 +48,7 @@ class LocalTarget:
         torch.set_num_threads(num_threads)
         if device.type == "cpu":  # also where encoder processes compute: their speed is measured here
             activate(args.cpu_kernels, threads=num_threads)
+        fused.activate(args.gpu_kernels, device)
         limits = stage_limits(settings)
         self._pin = pin
         self._counts = limits.counts

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from vlmserve_common.errors import CheckpointError
+from vlmserve_common.kernels import fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,15 @@ class Activation:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x of any shape -> the same shape and dtype."""
         return self.function(x)
+
+    def gate(self, product: torch.Tensor) -> torch.Tensor:
+        """product [N, 2 * size], gates first -> act(gates) * rest [N, size]."""
+        if self.name == "silu" and fused.usable(product):
+            from vlmserve_common.kernels.gpu.activation import silu_mul  # not where there is no GPU
+
+            return silu_mul(product)
+        gates, rest = product.chunk(2, dim=-1)
+        return self.function(gates).mul_(rest)
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, MergedLinear
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.norm import can_normalise, layer_norm, rms_norm
 
 
@@ -23,7 +24,19 @@ class RMSNorm(nn.Module):
         """x [..., size] -> the same shape and dtype."""
         if can_normalise(x):
             return rms_norm(x, self.weight, self.eps)
+        if fused.usable(x):
+            from vlmserve_common.kernels.gpu import norm  # not where there is no GPU
+
+            return norm.rms_norm(x, self.weight, self.eps)
         return rms_normalise(x, self.eps).mul_(self.weight)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`forward` of x + residual, a new tensor. residual, of x's shape and dtype, becomes the sum."""
+        if fused.usable(x) and fused.usable(residual):
+            from vlmserve_common.kernels.gpu import norm
+
+            return norm.add_rms_norm(x, residual, self.weight, self.eps)
+        return self(residual.add_(x))
 
 
 def rms_normalise(x: torch.Tensor, eps: float) -> torch.Tensor:

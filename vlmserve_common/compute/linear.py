@@ -176,8 +176,7 @@ class Linear(nn.Module):
         out = self._product(x)
         if self.gated:
             assert act is not None
-            gates, rest = out.chunk(2, dim=-1)
-            out = act(gates).mul_(rest)
+            out = act.gate(out)
         elif act is not None:
             out = act(out)
         return out if residual is None else out.add_(residual)

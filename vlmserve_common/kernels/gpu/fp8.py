@@ -1,8 +1,8 @@
 """Products of 8-bit floats (e4m3) whose blocks have scales, and the rounding of their inputs.
 
 A tile of the product is summed over blocks of 128 columns: each block's sum, which the tensor cores make, is multiplied
-by its two scales and added in float32. Few rows are rounded where they are multiplied, which saves a launch; more are
-rounded once, before.
+by its two scales and added in float32. Inputs are rounded before, in a launch of its own: to do it where they are
+multiplied would be to do it again for each tile of outputs, between loads that should follow one another closely.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.narrow import to_fp8
+from vlmserve_common.kernels.gpu.rounding import rounded
 
 FP8 = torch.float8_e4m3fn
 GROUP = 128
-FUSED_ROWS = 16
-"""Rows up to which inputs are rounded where they are multiplied."""
 _ROUNDED = 16  # groups that a program rounds
-
-
-@triton.jit
-def _scale_of(x: tl.tensor, axis: tl.constexpr) -> tl.tensor:
-    """What rows of x, or x, are divided by, such that the largest becomes 448."""
-    return tl.maximum(tl.max(tl.abs(x), axis) / 448.0, 1e-12)
+_MOST, _SMALLEST = tl.constexpr(448.0), tl.constexpr(1e-12)
 
 
 @triton.jit
@@ -43,7 +36,6 @@ def quantize_kernel(
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
     GIVEN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ) -> None:
     """COUNT of all `total` groups of all rows: numbers [M, inner], scales [M, groups]. GIVEN: a scale for all."""
     index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
@@ -55,8 +47,10 @@ def quantize_kernel(
     if GIVEN:
         scale = tl.zeros((COUNT,), dtype=tl.float32) + tl.load(given_ptr)
     else:
-        scale = _scale_of(x, 1)
-    tl.store(numbers_ptr + row[:, None] * inner + columns, to_fp8(x / scale[:, None], INTERPRETED), mask=mask)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), _MOST), _SMALLEST)
+    x = tl.div_rn(x, tl.broadcast_to(scale[:, None], (COUNT, BLOCK)))
+    x = tl.minimum(tl.maximum(x, -_MOST), _MOST)
+    tl.store(numbers_ptr + row[:, None] * inner + columns, rounded(x, tl.float8e4nv), mask=mask)
     tl.store(scales_ptr + index, scale, mask=index < total)
 
 
@@ -74,7 +68,6 @@ def block_linear_kernel(
     inner: tl.tensor,
     groups: tl.tensor,
     SCALE_ROWS: tl.constexpr,
-    FUSED: tl.constexpr,
     BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     M: tl.constexpr,
@@ -82,7 +75,7 @@ def block_linear_kernel(
     K: tl.constexpr,
     BAND: tl.constexpr,
 ) -> None:
-    """A tile [M, N] of out = x @ weight^T + bias. FUSED: x is to be rounded. Tiles are taken in bands of BAND rows of
+    """A tile [M, N] of out = x @ weight^T + bias. Tiles are taken in bands of BAND rows of
     tiles, whose inputs stay in the L2 cache."""
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(total, M), tl.cdiv(outer, N)
@@ -105,12 +98,7 @@ def block_linear_kernel(
         left = inner - group * K
         weight = tl.load(weight_ptrs, mask=output_mask[None, :] & (columns < left)[:, None], other=0.0)
         x = tl.load(x_ptrs, mask=row_mask[:, None] & (columns < left)[None, :], other=0.0)
-        if FUSED:
-            x = x.to(tl.float32)
-            x_scale = _scale_of(x, 1)
-            x = to_fp8(x / x_scale[:, None], INTERPRETED)
-        else:
-            x_scale = tl.load(x_scales_ptr + rows * groups + group, mask=row_mask, other=0.0)
+        x_scale = tl.load(x_scales_ptr + rows * groups + group, mask=row_mask, other=0.0)
         if INTERPRETED:
             product = tl.dot(x.to(tl.float32), weight.to(tl.float32))
         else:
@@ -148,7 +136,6 @@ def quantize(x: torch.Tensor, group: int, scale: torch.Tensor | None = None) -> 
         BLOCK=block,
         COUNT=count,
         GIVEN=scale is not None,
-        INTERPRETED=INTERPRETED,
         num_warps=warps,
     )
     return numbers, scales
@@ -161,13 +148,12 @@ def block_linear(
     total, inner = x.shape
     outer = len(weight)
     out = torch.empty((total, outer), dtype=x.dtype, device=x.device)
-    fused = total <= FUSED_ROWS
-    inputs, input_scales = (x, None) if fused else quantize(x, GROUP)
+    numbers, input_scales = quantize(x, GROUP)
     tiling = tiling_of(total, rows)
     grid = (triton.cdiv(total, tiling["M"]) * triton.cdiv(outer, tiling["N"]),)
     block_linear_kernel[grid](
-        inputs,
-        inputs.stride(0),
+        numbers,
+        numbers.stride(0),
         input_scales,
         weight,
         scales,
@@ -178,7 +164,6 @@ def block_linear(
         inner,
         scales.shape[1],
         SCALE_ROWS=rows,
-        FUSED=fused,
         BIAS=bias is not None,
         INTERPRETED=INTERPRETED,
         K=GROUP,
@@ -192,7 +177,7 @@ def tiling_of(total: int, scale_rows: int) -> dict[str, Any]:
 
     Where outputs have a scale each, these take registers, too.
     """
-    if total <= FUSED_ROWS:
+    if total <= 16:
         return {"M": 16, "N": 32, "BAND": 1, "num_warps": 4, "num_stages": 6}
     if total <= 64:
         return {"M": 64, "N": 64, "BAND": 1, "num_warps": 4, "num_stages": 5}

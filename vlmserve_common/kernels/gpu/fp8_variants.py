@@ -14,14 +14,14 @@ _HIDDEN, _INTERMEDIATE = 4096, 12288
 
 def _linear(dtype: torch.dtype, total: int, rows: int, *, bias: bool) -> Variant:
     tiling = fp8.tiling_of(total, rows)
-    fused = total <= fp8.FUSED_ROWS
     what = f"{total} rows, blocks of {rows} outputs{', bias' if bias else ''}"
     return Variant(
         name=f"fp8 linear: {dtype_name(dtype)}, {what}",
         kernel=fp8.block_linear_kernel,
         signature={
-            "x_ptr": pointer(dtype) if fused else _FP8,
+            "x_ptr": _FP8,
             "x_stride": _MULTIPLE,
+            "x_scales_ptr": _FLOATS,
             "weight_ptr": _FP8,
             "scales_ptr": _FLOATS,
             "out_ptr": pointer(dtype),
@@ -30,17 +30,14 @@ def _linear(dtype: torch.dtype, total: int, rows: int, *, bias: bool) -> Variant
             "inner": _MULTIPLE,
             "groups": _MULTIPLE,
         }
-        | ({} if fused else {"x_scales_ptr": _FLOATS})
         | ({"bias_ptr": pointer(dtype)} if bias else {}),
         constexprs={
             "SCALE_ROWS": rows,
-            "FUSED": fused,
             "BIAS": bias,
             "INTERPRETED": False,
             "K": fp8.GROUP,
             **{name: tiling[name] for name in ("M", "N", "BAND")},
         }
-        | ({"x_scales_ptr": None} if fused else {})
         | ({} if bias else {"bias_ptr": None}),
         num_warps=tiling["num_warps"],
         num_stages=tiling["num_stages"],
@@ -62,7 +59,7 @@ def _quantize(dtype: torch.dtype, group: int, *, given: bool) -> Variant:
             "groups": "i32",
         }
         | ({"given_ptr": _FLOATS} if given else {}),
-        constexprs={"GROUP_SIZE": group, "BLOCK": block, "COUNT": count, "GIVEN": given, "INTERPRETED": False}
+        constexprs={"GROUP_SIZE": group, "BLOCK": block, "COUNT": count, "GIVEN": given}
         | ({} if given else {"given_ptr": None}),
         num_warps=warps,
     )
