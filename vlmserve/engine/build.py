@@ -102,7 +102,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
     if device.type == "cuda":
-        activations = measure_activations(model, attn_backend, limits, cuda_meter(device))
+        activations = measure_activations(model, attn_backend, limits, cuda_meter(device), kv_dtype)
     else:
         activations = estimate_activations(model, limits)
     tokens = kv_cache_size(
