@@ -44,7 +44,7 @@ def test_tensors_come_back_in_their_own_and_in_other_dtypes(tmp_path, shards, dt
 
 
 def test_a_tensor_larger_than_the_conversion_buffer_is_cast_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("vlmserve_common.checkpoint.reader._CHUNK_BYTES", 64)
+    monkeypatch.setattr("vlmserve_common.checkpoint.reader._PART_BYTES", 64)
     value = torch.randn(7, 33, generator=torch.Generator().manual_seed(1))
     write_safetensors(tmp_path, {"a": value})
     torch.testing.assert_close(read_all(tmp_path, torch.bfloat16)["a"], value.bfloat16(), rtol=0, atol=0)
@@ -135,7 +135,7 @@ def rewrite_header(folder, change) -> None:
     [
         (lambda header: header["a"].update(shape=[3, 5]), r"a has shape \[3, 5\] but 48 bytes of F32"),
         (lambda header: header["a"].update(data_offsets=[-48, 0]), "a has shape"),
-        (lambda header: header["a"].update(dtype="F8_E4M3"), "a is stored as F8_E4M3; supported are F32, BF16, F16"),
+        (lambda header: header["a"].update(dtype="F8_E5M2"), "a is stored as F8_E5M2; supported are F32, BF16, F16"),
         (lambda header: header["a"].pop("shape"), "broken safetensors header"),
         (lambda header: header.update(a=[1]), "broken safetensors header"),
     ],

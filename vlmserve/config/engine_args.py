@@ -68,7 +68,7 @@ class EngineArgs:
     quantization: Literal["none", "int8", "int4"] = _model(
         "none",
         "round the decoder's and the head's weights to so many bits as they are loaded (our own operators are needed); "
-        "AWQ and GPTQ checkpoints need no setting",
+        "AWQ, GPTQ and FP8 checkpoints need no setting",
     )
     sampling_defaults: Literal["model", "openai"] = _model(
         "model",
@@ -170,8 +170,8 @@ class EngineArgs:
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory(
         "auto",
-        "what the KV cache holds: auto is --dtype; fp8_e4m3 and int8 take half of bfloat16's memory, on a CPU; int8, "
-        "with a scale for each token and head, is the closer one",
+        "what the KV cache holds: auto is --dtype; fp8_e4m3 and int8 take half of bfloat16's memory; int8, with a "
+        "scale for each token and head, is the closer one, and on a GPU for --attention-backend torch only",
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
     disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")

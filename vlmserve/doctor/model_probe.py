@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from processors.families.registry import make_processor
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.models.registry import outline_model
-from vlmserve.models.vlm import WEIGHT_RULES
 from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 from vlmserve_common.checkpoint.hf_config import read_hf_config
-from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
-from vlmserve_common.checkpoint.weights import load_weights
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.memory import free_memory
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import EngineError
 
 
-class _HeadersOnly(CheckpointReader):
-    """Reads no tensor: what is missing or misshaped, and whether files are whole, is known without."""
-
-    def read_into(self, targets: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
-        pass
-
-
 def examine(name: str) -> dict[str, Any]:
     """name: a checkpoint folder. Figures in bytes and tokens; `error` says why it does not fit. CheckpointError."""
     folder = Path(name)
-    model = outline_model(folder)
-    load_weights(model, _HeadersOnly(folder), WEIGHT_RULES)
+    args = EngineArgs(model=name)
+    device = resolve_device(args.device)
+    model = outline_model(folder, device=device)
     tokenizer = load_text_tokenizer(folder)
     load_chat_template(folder)
     make_processor(folder, read_hf_config(folder), continue_text=tokenizer.continue_text)
     config = model.config
-    args = EngineArgs(model=name)
-    device = resolve_device(args.device)
     weights = weight_bytes(model)
     per_token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
     facts: dict[str, Any] = {

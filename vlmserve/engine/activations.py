@@ -77,12 +77,16 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
 
 
 def measure_activations(
-    model: VisionLanguageModel, attn_backend: AttentionBackend, limits: StepLimits, meter: Meter
+    model: VisionLanguageModel,
+    attn_backend: AttentionBackend,
+    limits: StepLimits,
+    meter: Meter,
+    cache_dtype: torch.dtype | None = None,
 ) -> Activations:
-    """Of a loaded model, by computing such steps over zeros."""
+    """Of a loaded model, by computing such steps over zeros. cache_dtype: the KV cache's, by default the model's."""
     with torch.inference_mode():
         device = model.language_model.embed_tokens.weight.device
-        batch = _dummy_batch(model.config, model.dtype, attn_backend, limits.tokens, device)
+        batch = _dummy_batch(model.config, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
         info = _dummy_sampling(limits.rows)
         return Activations(

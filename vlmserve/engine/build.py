@@ -45,6 +45,7 @@ from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sessions import Sessions
+from vlmserve_common.checkpoint.quantized import Scheme
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import check_dtype, resolve_device
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
@@ -112,7 +113,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     if device.type == "cuda":
         if not args.num_encoders and not args.disable_vit_cuda_graph:
             capture_on_gpu(model.visual, device)
-        activations = measure_activations(model, attn_backend, limits, cuda_meter(device))
+        activations = measure_activations(model, attn_backend, limits, cuda_meter(device), kv_dtype)
     else:
         activations = estimate_activations(model, limits)
     new_cache = partial(
@@ -181,9 +182,7 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
 
 def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> None:
     """EngineError for a context that the model was not made for, and for what has no room in memory."""
-    outline = outline_model(Path(args.model), dtype_setting(args.dtype))
-    if device.type != "cpu" and args.kv_cache_dtype != "auto":
-        raise EngineError(f"--kv-cache-dtype {args.kv_cache_dtype} is for a CPU so far, and the model is on {device}")
+    outline = outline_model(Path(args.model), dtype_setting(args.dtype), device)
     most = outline.config.max_position_embeddings
     max_model_len = args.max_model_len or most
     if max_model_len > most:
@@ -198,7 +197,7 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> N
         copy = weight_bytes(outline.language_model.embed_tokens)
         weights += copy if mode is None else int(copy * _part_of(MODE_BITS[mode], outline.dtype))
     scheme = quantization_of(Path(args.model))
-    if active() is not None and scheme is not None:
+    if active() is not None and isinstance(scheme, Scheme):
         decoder = weight_bytes(outline.language_model.layers)
         weights -= int(decoder * (1 - _part_of(scheme.bits, outline.dtype)))
     check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)

@@ -40,6 +40,21 @@ class DecoderAttention(nn.Module):
         """What heads of q and k are normalised by before they are turned."""
         return None
 
+    def divide_keys(self, by: float) -> bool:
+        """Have keys come out divided by a power of two, and queries multiplied by it. False if they cannot."""
+        norms = self.norms()
+        if norms is not None:  # behind which nothing is left of a factor before
+            norms.q_weight.mul_(by)
+            norms.k_weight.div_(by)
+            return True
+        return self.qkv_proj.scale_parts({"q_proj": by, "k_proj": 1 / by})
+
+    def divide_values(self, by: float) -> bool:
+        """Have values come out divided by a power of two, and what attention makes of them multiplied by it."""
+        if self.qkv_proj.weight is None or self.o_proj.weight is None:
+            return False
+        return self.qkv_proj.scale_parts({"v_proj": 1 / by}) and self.o_proj.scale(by)
+
     def forward(
         self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, residual: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,13 +15,15 @@ from vision.towers.loading import OF_THE_TOWER
 from vision.towers.registry import make_tower
 from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
+from vlmserve.models.kv_scales import KVScales
 from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
 from vlmserve.models.qwen3 import QWEN3_DEFAULTS, Qwen3Decoder
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
+from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
-from vlmserve_common.checkpoint.quantized import QuantizedTensors, Scheme, read_scheme
-from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
-from vlmserve_common.checkpoint.weights import load_weights
+from vlmserve_common.checkpoint.quantized import Scheme, quantized_tensors, read_scheme
+from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor, read_json
+from vlmserve_common.checkpoint.weights import match_weights
 from vlmserve_common.compute.linear import share_workspace
 from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
@@ -49,14 +51,18 @@ def load_config(folder: Path) -> ModelConfig:
     return _model_config(folder, read_hf_config(folder))
 
 
-def outline_model(folder: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
+def outline_model(
+    folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> VisionLanguageModel:
     """The model of a checkpoint folder without its weights, on the meta device: its sizes, and no memory.
 
-    dtype, errors: those of `load_model`, but for the tensors'.
+    dtype, device, errors: those of `load_model`; tensors are found, and not read.
     """
     hf_config = read_hf_config(folder)
     config = _model_config(folder, hf_config)
-    return _outline(hf_config, config, dtype or config.dtype)
+    model = _outline(hf_config, config, dtype or config.dtype)
+    _Tensors(folder, hf_config, model, torch.device(device)).check()
+    return model
 
 
 def load_model(
@@ -65,37 +71,77 @@ def load_model(
     dtype: torch.dtype | None = None,
     *,
     with_tower: bool = True,
+    keep_fp8: bool | None = None,
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
     dtype: what it computes in; the checkpoint's own by default, but bfloat16 for quantised weights of float16 on a CPU.
     with_tower: see `make_model`; without it, the tower's tensors are passed over. Quantised weights are packed at once.
+    keep_fp8: whether 8-bit floats stay as they are, and so inputs are rounded; where the device multiplies them, by
+    default.
     Raises CheckpointError when the family is unknown, the configuration impossible, or a tensor missing, unexpected or
     misshaped.
     """
-    folder = resolve_model(str(path))
+    folder, device = resolve_model(str(path)), torch.device(device)
     hf_config = read_hf_config(folder)
     config, scheme = _model_config(folder, hf_config), quantization_of(folder, hf_config)
-    if dtype is None and scheme is not None and config.dtype == torch.float16 and torch.device(device).type == "cpu":
+    if dtype is None and isinstance(scheme, Scheme) and config.dtype == torch.float16 and device.type == "cpu":
         dtype = torch.bfloat16  # float16 is what GPUs of their time wanted; only bfloat16 has operators here
-    dtype = dtype or config.dtype
-    reader = CheckpointReader(folder)
-    model = make_model(hf_config, config, torch.device(device), dtype, with_tower=with_tower)
-    module: nn.Module = model
-    rules = WEIGHT_RULES
-    if not with_tower:
-        module = nn.ModuleDict({name: part for name, part in model.named_children() if part is not model.visual})
-        rules = replace(rules, ignored=(*rules.ignored, OF_THE_TOWER))
-    if scheme is None:
-        load_weights(module, reader, rules)
-    else:
-        quantized = QuantizedTensors(module, reader, rules, scheme)
-        load_weights(module, reader, rules, otherwise=quantized.weights, passed_over=quantized.stored)
-        quantized.load()
+    model = _outline(hf_config, config, dtype or config.dtype)
+    tensors = _Tensors(folder, hf_config, model, device, with_tower=with_tower, keep_fp8=keep_fp8)
+    _commit(model, device, with_tower=with_tower)
+    tensors.load()
     return model
 
 
-def quantization_of(folder: Path, hf_config: Mapping[str, Any] | None = None) -> Scheme | None:
+class _Tensors:
+    """A checkpoint's tensors, for a model that is on the meta device still."""
+
+    def __init__(
+        self,
+        folder: Path,
+        hf_config: Mapping[str, Any],
+        model: VisionLanguageModel,
+        device: torch.device,
+        *,
+        with_tower: bool = True,
+        keep_fp8: bool | None = None,
+    ) -> None:
+        self._reader, self._rules = CheckpointReader(folder), WEIGHT_RULES
+        self._decoder, self._module = model.language_model, cast(nn.Module, model)
+        if not with_tower:
+            parts = {name: part for name, part in model.named_children() if part is not model.visual}
+            self._module = nn.ModuleDict(parts)
+            self._rules = replace(WEIGHT_RULES, ignored=(*WEIGHT_RULES.ignored, OF_THE_TOWER))
+        self._kv_scales = KVScales(self._reader, self._rules)
+        scheme = quantization_of(folder, hf_config)
+        self._quantized = quantized_tensors(
+            self._module, self._reader, self._rules, scheme, device=device, keep_fp8=keep_fp8
+        )
+
+    def check(self) -> None:
+        """CheckpointError for what is missing, unexpected or misshaped."""
+        self._match()
+
+    def load(self) -> None:
+        """Fill the module, which has memory by now."""
+        self._reader.read_into(self._match())
+        self._quantized.load()
+        self._kv_scales.fold_into(self._decoder)
+
+    def _match(self) -> list[tuple[StoredTensor, torch.Tensor]]:
+        quantized = self._quantized
+        return match_weights(
+            self._module,
+            self._reader,
+            self._rules,
+            otherwise=quantized.weights,
+            passed_over=quantized.stored | self._kv_scales.stored,
+            eight_bit=quantized.eight_bit,
+        )
+
+
+def quantization_of(folder: Path, hf_config: Mapping[str, Any] | None = None) -> Scheme | Fp8Scheme | None:
     """How a checkpoint folder's weights are quantised, None if they are not. CheckpointError for ways not supported."""
     try:
         return read_scheme(read_hf_config(folder) if hf_config is None else hf_config)
@@ -116,6 +162,12 @@ def make_model(
     with_tower: otherwise the tower stays on the meta device, for pictures are encoded elsewhere.
     """
     model = _outline(hf_config, config, dtype)
+    _commit(model, device, with_tower=with_tower)
+    return model
+
+
+def _commit(model: VisionLanguageModel, device: torch.device, *, with_tower: bool) -> None:
+    """Give a model on the meta device its memory."""
     for part in model.children():
         if with_tower or part is not model.visual:
             give_memory(part, device)
@@ -123,7 +175,6 @@ def make_model(
     # one buffer for the tower and one for the rest
     share_workspace(model)
     share_workspace(model.visual)
-    return model
 
 
 def _outline(hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> VisionLanguageModel:

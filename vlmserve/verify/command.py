@@ -15,7 +15,7 @@ from vlmserve.config.number_words import above_zero, positive
 from vlmserve.verify.cases import KINDS, Case, made_cases, own_case
 from vlmserve.verify.comparison import Finding, Verdict, compare
 from vlmserve.verify.ours import RunSettings, our_answers
-from vlmserve.verify.reference import check_reference_can_run, reference_answers
+from vlmserve.verify.reference import check_reference_can_load, check_reference_can_run, reference_answers
 from vlmserve_common.version import __version__
 
 # Of logprobs. In 16 bits a logit around 20 is itself only exact to 1/16 (bfloat16) or 1/128 (float16).
@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     check_reference_can_run()
     folder = resolve_model(args.model)
+    check_reference_can_load(folder)
     settings = RunSettings(
         dtype=args.dtype, device=args.device, max_tokens=args.max_tokens, num_threads=args.num_threads
     )

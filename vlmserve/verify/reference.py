@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from vlmserve.verify.cases import Case, media_paths
 from vlmserve.verify.comparison import TOP, Answer, Step
 from vlmserve.verify.ours import RunSettings
 from vlmserve.verify.plain_clip import length_of, read_frames
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 from vlmserve_common.errors import EngineError
 
+_READERS: Mapping[str, str] = MappingProxyType({"fp8": "accelerate", "compressed-tensors": "compressed_tensors"})
+"""quant_method -> what transformers reads such checkpoints with."""
 _DEFAULT_FPS = 2.0  # of ours too, where a checkpoint says nothing
 
 
@@ -29,6 +34,19 @@ def check_reference_can_run() -> None:
             raise EngineError(
                 f"this compares with the processors and models of transformers, which need {name}: install it with "
                 "pip install 'vlmserve[verify]', or pip install --no-deps torchvision beside a torch of another build"
+            )
+
+
+def check_reference_can_load(folder: Path) -> None:
+    """Raises EngineError when transformers lacks what it reads a quantised checkpoint with; CheckpointError."""
+    config = Fields(read_hf_config(folder), "config.json")
+    for fields in (config, text_fields(config)):
+        method = fields.section("quantization_config").string("quant_method", "")
+        package = _READERS.get(method)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise EngineError(
+                f"{folder}: transformers reads checkpoints of quant_method {method!r} with {package}: install it with "
+                f"pip install {package.replace('_', '-')}"
             )
 
 

@@ -57,6 +57,11 @@ class Fields:
         """Whether the field is there and not null."""
         return self.values.get(name) is not None
 
+    def allow(self, name: str, value: object, allowed: tuple[object, ...]) -> None:
+        """CheckpointError if a field has none of the values that are supported."""
+        if value not in allowed:
+            raise CheckpointError(f"{self.where}: {name} is {value!r}; supported: {', '.join(map(repr, allowed))}")
+
     def _get(self, name: str, types: type | tuple[type, ...], default: Any) -> Any:
         value = self.values.get(name)
         if value is None:

@@ -1,4 +1,5 @@
-"""Checkpoints whose weights are quantised: AWQ, GPTQ and compressed-tensors' packed whole numbers.
+"""Checkpoints whose weights are quantised: AWQ, GPTQ and compressed-tensors' packed whole numbers (8-bit floats are in
+`checkpoint.fp8`).
 
 Such a weight [N, K] is stored as several tensors. Numbers and zeros lie in 32-bit words, the lowest bits first:
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +25,10 @@ import torch
 from torch import nn
 
 from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.fp8 import Fp8Scheme, Fp8Tensors, compressed_fp8_scheme, fp8_scheme
 from vlmserve_common.checkpoint.hf_config import text_fields
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
-from vlmserve_common.checkpoint.weights import WeightRules, parameters_of
-from vlmserve_common.compute.linear import Linear
+from vlmserve_common.checkpoint.weights import WeightRules, linears_of
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels.quantized import QuantizedWeight, can_pack_quantized, merged
 
@@ -75,7 +77,7 @@ class Scheme:
         return {"qweight": numbers, "qzeros": (groups, outer // packed), "scales": (groups, outer), "g_idx": (inner,)}
 
 
-def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
+def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | Fp8Scheme | None:
     """How config.json says that weights are quantised; None if they are not. CheckpointError for other ways."""
     top = Fields(hf_config, "config.json")
     for fields in (top, text_fields(top)):
@@ -84,32 +86,37 @@ def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
     return None
 
 
-def _scheme(fields: Fields) -> Scheme:
+def _scheme(fields: Fields) -> Scheme | Fp8Scheme:
     method = fields.string("quant_method")
+    if method == "fp8":
+        return fp8_scheme(fields)
     if method == "awq":
-        _allow(fields, "version", fields.string("version", "gemm").lower(), ("gemm",))
-        _allow(fields, "zero_point", fields.flag("zero_point", True), (True,))
+        fields.allow("version", fields.string("version", "gemm").lower(), ("gemm",))
+        fields.allow("zero_point", fields.flag("zero_point", True), (True,))
         return _checked(fields, Scheme(method=method, bits=fields.integer("bits"), group=_group(fields)), (4,))
     if method == "gptq":
         form = fields.string("checkpoint_format", "gptq")
-        _allow(fields, "checkpoint_format", form, ("gptq", "gptq_v2"))
+        fields.allow("checkpoint_format", form, ("gptq", "gptq_v2"))
         scheme = Scheme(method=method, bits=fields.integer("bits"), group=_group(fields), less_one=form == "gptq")
         return _checked(fields, scheme, (4, 8))
     if method == "compressed-tensors":
-        _allow(fields, "format", fields.string("format"), ("pack-quantized",))
+        form = fields.string("format")
+        fields.allow("format", form, ("pack-quantized", "float-quantized"))
         groups = fields.section("config_groups")
         if len(groups.values) != 1:
             raise CheckpointError(f"{groups.where} has {len(groups.values)} entries; one is supported")
         own = groups.section(next(iter(groups.values)))
+        if form == "float-quantized":
+            return compressed_fp8_scheme(own)
         if own.has("input_activations"):
             raise CheckpointError(f"{own.where}: input_activations are quantised; only weights are supported")
         weights = own.section("weights")
-        _allow(weights, "type", weights.string("type", "int"), ("int",))
+        weights.allow("type", weights.string("type", "int"), ("int",))
         scheme = Scheme(method=method, bits=weights.integer("num_bits"), group=_group(weights))
         return _checked(weights, scheme, (4, 8))
     raise CheckpointError(
-        f"{fields.where}: quant_method {method!r} is not supported; supported are awq, gptq and compressed-tensors "
-        "(pack-quantized)"
+        f"{fields.where}: quant_method {method!r} is not supported; supported are awq, gptq, fp8 and "
+        "compressed-tensors (pack-quantized, float-quantized)"
     )
 
 
@@ -121,42 +128,65 @@ def _group(fields: Fields) -> int:
 
 
 def _checked(fields: Fields, scheme: Scheme, bits: tuple[int, ...]) -> Scheme:
-    _allow(fields, "bits", scheme.bits, bits)
+    fields.allow("bits", scheme.bits, bits)
     return scheme
 
 
-def _allow(fields: Fields, name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise CheckpointError(f"{fields.where}: {name} is {value!r}; supported: {', '.join(map(repr, allowed))}")
+class PlainTensors:
+    """No weight is quantised; see `QuantizedTensors`."""
+
+    weights: AbstractSet[str] = frozenset()
+    stored: AbstractSet[str] = frozenset()
+    eight_bit: AbstractSet[str] = frozenset()
+
+    def load(self) -> None:
+        """Nothing."""
+
+
+def quantized_tensors(
+    module: nn.Module,
+    reader: CheckpointReader,
+    rules: WeightRules,
+    scheme: Scheme | Fp8Scheme | None,
+    *,
+    device: torch.device,
+    keep_fp8: bool | None = None,
+) -> PlainTensors | QuantizedTensors | Fp8Tensors:
+    """A checkpoint's quantised weights; `module` is on the meta device until `load`. keep_fp8: see `Fp8Tensors`."""
+    if scheme is None:
+        return PlainTensors()
+    if isinstance(scheme, Fp8Scheme):
+        return Fp8Tensors(module, reader, rules, scheme, device=device, keep=keep_fp8)
+    return QuantizedTensors(module, reader, rules, scheme)
 
 
 class QuantizedTensors:
     """A checkpoint's quantised weights, as far as they belong to the `Linear`s of a module.
 
-    weights: our names of the plain weights that they stand for. stored: the names of their tensors. Raises
-    CheckpointError for missing and misshaped ones.
+    weights: our names of the plain weights that they stand for. stored: the names of their tensors. eight_bit: our
+    names of weights that may be 8-bit floats. Raises CheckpointError for missing and misshaped ones.
     """
 
+    eight_bit: AbstractSet[str] = frozenset()
+
     def __init__(self, module: nn.Module, reader: CheckpointReader, rules: WeightRules, scheme: Scheme) -> None:
-        self._reader, self._scheme = reader, scheme
+        self._module, self._reader, self._scheme = module, reader, scheme
         by_name: dict[str, dict[str, StoredTensor]] = {}
         for name, stored in reader.tensors.items():
             prefix, _, leaf = rules.our_name(name).rpartition(".")
             if leaf in (*scheme.needed, *scheme.others):
                 by_name.setdefault(prefix, {})[leaf] = stored
-        self._of_layer: list[tuple[Linear, list[tuple[torch.Tensor, dict[str, StoredTensor] | None]]]] = []
+        self._tensors: dict[str, dict[str, StoredTensor]] = {}
         self.weights: set[str] = set()
         self.stored: set[str] = set()
-        for _, layer, stored_weights in _linears(module):
-            pieces = [(name, view, by_name.get(name.removesuffix(".weight"))) for name, view in stored_weights]
-            if not any(tensors for _, _, tensors in pieces):
-                continue
-            for name, view, tensors in pieces:
+        for _, _, pieces in linears_of(module):
+            for name, view in pieces:
+                tensors = by_name.get(name.removesuffix(".weight"))
                 if tensors:
                     self._check(name, view, tensors)
+                    self._tensors[name] = tensors
                     self.weights.add(name)
                     self.stored |= {stored.name for stored in tensors.values()}
-            self._of_layer.append((layer, [(view, tensors) for _, view, tensors in pieces]))
 
     def _check(self, name: str, view: torch.Tensor, tensors: Mapping[str, StoredTensor]) -> None:
         shapes = self._scheme.shapes(view.shape[0], view.shape[1])
@@ -178,16 +208,19 @@ class QuantizedTensors:
     def load(self) -> None:
         """Give each layer its weight, one at a time: packed where this process has the operators, else as numbers of
         the layer's dtype, which the log says. A weight of which only parts are quantised is one of the latter."""
-        plain = 0
-        for layer, pieces in self._of_layer:
-            parts = [None if tensors is None else self._read(tensors, view) for view, tensors in pieces]
+        plain = count = 0
+        for _, layer, pieces in linears_of(self._module):
+            parts = [self._read(self._tensors[name], view) if name in self._tensors else None for name, view in pieces]
+            if all(part is None for part in parts):
+                continue
+            count += 1
             whole = [part for part in parts if isinstance(part, QuantizedWeight)]
             on_cpu = layer.weight is not None and layer.weight.is_cpu and layer.dtype != torch.float16
             if on_cpu and len(whole) == len(parts) and can_pack_quantized(whole[0]):
                 layer.take(merged(whole))
                 continue
             plain += 1
-            for (view, _), part in zip(pieces, parts, strict=True):
+            for (_, view), part in zip(pieces, parts, strict=True):
                 if part is not None:
                     view.copy_(part.dequantize() if isinstance(part, QuantizedWeight) else part)
         if plain:
@@ -195,7 +228,7 @@ class QuantizedTensors:
                 "%d of %d quantised weights are dequantised, and take as much memory and time as others: quantised "
                 "ones need our own operators on a CPU (--cpu-kernels), bfloat16 or float32, and groups in order",
                 plain,
-                len(self._of_layer),
+                count,
             )
 
     def _read(self, tensors: Mapping[str, StoredTensor], view: torch.Tensor) -> QuantizedWeight | torch.Tensor:
@@ -254,11 +287,3 @@ _UNPACK: Mapping[str, Callable[[Scheme, _Parts], tuple[torch.Tensor, torch.Tenso
     "gptq": _unpack_gptq,
     "compressed-tensors": _unpack_compressed,
 }
-
-
-def _linears(module: nn.Module) -> Iterator[tuple[str, Linear, list[tuple[str, torch.Tensor]]]]:
-    """All `Linear`s, with their weights as checkpoints have them."""
-    for name, child in module.named_modules():
-        if isinstance(child, Linear):
-            stored = [(stored, view) for stored, view in parameters_of(name, child) if stored.endswith(".weight")]
-            yield name, child, [(stored, view) for stored, view in stored if view.ndim == 2]

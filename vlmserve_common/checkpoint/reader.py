@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from vlmserve_common.checkpoint.progress import Progress
+from vlmserve_common.checkpoint.stream import Part, Stream, copies_to
 from vlmserve_common.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -27,9 +29,11 @@ _DTYPES = {
     "F16": torch.float16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _MAX_HEADER_BYTES = 100 * 1024**2
-_CHUNK_BYTES = 16 * 1024**2
+_THREADS, _PART_BYTES = 4, 4 * 1024**2
 
 
 def read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, Any]:
@@ -80,16 +84,23 @@ class CheckpointReader:
     def read_into(self, targets: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
         """Copy tensors into `targets` (of the stored shape, any dtype and device), casting where they differ.
 
-        One file is open at a time and no tensor is held besides its target. CheckpointError if a file is unreadable.
+        The bytes of some `stream.Part`s are held besides the targets. CheckpointError if a file is unreadable.
         """
-        by_file: dict[Path, list[tuple[StoredTensor, torch.Tensor]]] = {}
+        by_device: dict[torch.device, list[Part]] = {}
         for stored, target in targets:
-            by_file.setdefault(stored.file, []).append((stored, target))
-        buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
-        for file, wanted in by_file.items():
-            with _opened(file) as source:
-                for stored, target in sorted(wanted, key=lambda pair: pair[0].start):
-                    _copy(source, stored, target, buffer)
+            part = Part(
+                file=stored.file,
+                name=stored.name,
+                start=stored.start,
+                dtype=stored.dtype,
+                target=target.detach().view(-1),
+            )
+            by_device.setdefault(target.device, []).append(part)
+        progress = Progress(sum(part.size for parts in by_device.values() for part in parts))
+        for device, parts in by_device.items():
+            stream = Stream(copies_to(device), threads=_THREADS, part_bytes=_PART_BYTES)
+            stream.run(sorted(parts, key=lambda part: (part.file, part.start)), progress.add)
+        progress.end()
 
 
 def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
@@ -156,29 +167,6 @@ def _stored(file: Path, name: str, entry: dict[str, Any], data_start: int, file_
             f"{file}: truncated: {name} ends at byte {data_start + end}, the file has {file_size} bytes"
         )
     return StoredTensor(name=name, file=file, dtype=dtype, shape=shape, start=data_start + start)
-
-
-def _copy(source: BinaryIO, stored: StoredTensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
-    flat = target.detach().view(-1)
-    source.seek(stored.start)
-    if flat.is_cpu and flat.dtype == stored.dtype:
-        _fill(source, stored, flat.view(torch.uint8))
-        return
-    step = len(buffer) // stored.dtype.itemsize
-    for first in range(0, len(flat), step):
-        part = flat[first : first + step]
-        raw = buffer[: len(part) * stored.dtype.itemsize]
-        _fill(source, stored, raw)
-        part.copy_(raw.view(stored.dtype))
-
-
-def _fill(source: BinaryIO, stored: StoredTensor, raw: torch.Tensor) -> None:
-    view = raw.numpy().data
-    while len(view):
-        count = source.readinto(view)  # type: ignore[attr-defined]
-        if not count:
-            raise CheckpointError(f"{stored.file}: truncated while {stored.name} was read")
-        view = view[count:]
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
+from vlmserve_common.compute.linear import Linear
 from vlmserve_common.errors import CheckpointError
 
 _LISTED = 12
@@ -49,22 +50,29 @@ class StoresParametersOtherwise(Protocol):
         ...
 
 
-def load_weights(
+def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules) -> None:
+    """Fill all parameters of `module` from a checkpoint, cast to their dtype. Errors: those of `match_weights`."""
+    reader.read_into(match_weights(module, reader, rules))
+
+
+def match_weights(
     module: nn.Module,
     reader: CheckpointReader,
     rules: WeightRules,
     *,
     otherwise: Collection[str] = (),
     passed_over: Collection[str] = (),
-) -> None:
-    """Fill all parameters of `module` from a checkpoint, cast to their dtype.
+    eight_bit: Collection[str] = (),
+) -> list[tuple[StoredTensor, torch.Tensor]]:
+    """A checkpoint's tensors, each with what it fills of `module`, where they are to be cast to its dtype.
 
-    otherwise: our names of those that come in another way. passed_over: published names of tensors that are for these.
-    Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors; then nothing is loaded.
+    otherwise: our names of parameters that come in another way. passed_over: published names of tensors that are for
+    these. eight_bit: our names of those that may be stored as 8-bit floats, whose scales come in another way.
+    Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors.
     """
     targets = {name: target for name, target in stored_tensors(module) if name not in otherwise}
     found: dict[str, StoredTensor] = {}
-    unexpected, doubled, misshaped, whole = [], [], [], []
+    unexpected, doubled, misshaped, whole, unscaled = [], [], [], [], []
     for name, stored in reader.tensors.items():
         if name in passed_over:
             continue
@@ -81,6 +89,8 @@ def load_weights(
                 misshaped.append(f"{name} is {list(stored.shape)}, not {list(expected)}")
             elif not stored.dtype.is_floating_point:
                 whole.append(f"{name} is of {stored.dtype}")
+            elif stored.dtype.itemsize == 1 and ours not in eight_bit:
+                unscaled.append(name)
     missing = [_with_siblings(name, found.keys()) for name in targets if name not in found]
     problems = [
         f"{len(entries)} {what}: {'; '.join(entries[:_LISTED])}{'; ...' if len(entries) > _LISTED else ''}"
@@ -90,12 +100,13 @@ def load_weights(
             ("given twice", doubled),
             ("of the wrong shape", misshaped),
             ("of whole numbers", whole),
+            ("of 8-bit floats without a scale", unscaled),
         )
         if entries
     ]
     if problems:
         raise CheckpointError(f"{reader.folder}: the tensors do not fit the configuration. " + ". ".join(problems))
-    reader.read_into((stored, targets[name]) for name, stored in found.items())
+    return [(stored, targets[name]) for name, stored in found.items()]
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,6 +122,14 @@ def parameters_of(name: str, child: nn.Module) -> Iterator[tuple[str, torch.Tens
     else:
         for leaf, parameter in child.named_parameters(recurse=False):
             yield f"{name}.{leaf}" if name else leaf, parameter
+
+
+def linears_of(module: nn.Module) -> Iterator[tuple[str, Linear, list[tuple[str, torch.Tensor]]]]:
+    """All `Linear`s, by their names, with their weights as checkpoints have them."""
+    for name, child in module.named_modules():
+        if isinstance(child, Linear):
+            stored = [(stored, view) for stored, view in parameters_of(name, child) if stored.endswith(".weight")]
+            yield name, child, [(stored, view) for stored, view in stored if view.ndim == 2]
 
 
 def _with_siblings(name: str, found: Iterable[str]) -> str:

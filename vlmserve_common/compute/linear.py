@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.fp8 import FP8, Fp8Scales
 from vlmserve_common.kernels import linear as packed_products
 from vlmserve_common.kernels.linear import PackedWeight
 from vlmserve_common.kernels.quantized import Mode, QuantizedWeight, can_quantize, pack_quantized, quantize
@@ -128,10 +129,13 @@ class Linear(nn.Module):
         self.gated = gated
         self.workspace: Workspace | None = None
         self.packed: PackedWeight | None = None
+        self.fp8: Fp8Scales | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
+        if self.fp8 is not None:
+            return self.fp8.dtype
         return self.packed.dtype if self.weight is None else self.weight.dtype  # type: ignore[union-attr]
 
     def pack(self, mode: Mode | None = None) -> None:
@@ -149,6 +153,19 @@ class Linear(nn.Module):
         self.packed = pack_quantized(weight, self.bias, self.weight.dtype, gated=self.gated)
         self.weight = self.bias = None
 
+    def hold_fp8(self, scales: Fp8Scales) -> None:
+        """Have a weight of 8-bit floats, uninitialised, in place of the plain one, which goes."""
+        assert self.weight is not None
+        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=FP8), requires_grad=False)
+        self.fp8 = scales
+
+    def scale(self, by: float) -> bool:
+        """Multiply the product, its bias excepted, by a power of two. False if the weight is of whole numbers."""
+        if self.weight is None:
+            return False
+        (self.weight if self.fp8 is None else self.fp8.weights).mul_(by)
+        return True
+
     def forward(
         self, x: torch.Tensor, act: Activation | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -156,13 +173,19 @@ class Linear(nn.Module):
         if self.packed is not None:
             name = "" if act is None else act.name
             return packed_products.linear(x, self.packed, act=name, residual=residual)
-        assert self.weight is not None
+        out = self._product(x)
         if self.gated:
             assert act is not None
-            out = act.gate(linear(x, self.weight, self.bias, self.workspace))
-        else:
-            out = linear(x, self.weight, self.bias, self.workspace, act)
+            out = act.gate(out)
+        elif act is not None:
+            out = act(out)
         return out if residual is None else out.add_(residual)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight is not None
+        if self.fp8 is not None:
+            return self.fp8(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.workspace)
 
 
 class MergedLinear(Linear):
@@ -174,6 +197,22 @@ class MergedLinear(Linear):
     def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, gated: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias, gated=gated)
         self.parts = dict(parts)
+
+    def scale_parts(self, by: Mapping[str, float]) -> bool:
+        """Multiply parts of the output by powers of two. False if the weight is of whole numbers."""
+        if self.weight is None:
+            return False
+        start = 0
+        for part, size in self.parts.items():
+            rows = slice(start, start + size)
+            start += size
+            if self.fp8 is None:
+                self.weight[rows].mul_(by.get(part, 1.0))
+            else:
+                self.fp8.of_rows(rows).mul_(by.get(part, 1.0))
+            if self.bias is not None:
+                self.bias[rows].mul_(by.get(part, 1.0))
+        return True
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `checkpoint.weights.StoresParametersOtherwise`: `a.qkv_proj` is stored as `a.q_proj` and so on."""

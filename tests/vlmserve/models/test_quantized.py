@@ -96,14 +96,14 @@ def test_a_checkpoint_of_float16_is_computed_in_bfloat16(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "fp8"}, "quant_method 'fp8' is not supported; supported are awq, gptq"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported are awq, gptq"),
         ({"version": "gemv"}, "version is 'gemv'; supported: 'gemm'"),
         ({"bits": 3}, "bits is 3; supported: 4"),
         ({"group_size": 12}, "group_size is 12; it must be -1, or a multiple of 8"),
         ({"group_size": 64}, r"qweight|qzeros is \[2, 8\] of torch.int32, not \[1, 8\].*group_size 64"),
         ({"quant_method": "gptq", "bits": 2}, "bits is 2; supported: 4, 8"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format is 'float-quantized'"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format is 'int-quantized'"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups has 0 entries"),
     ],
 )

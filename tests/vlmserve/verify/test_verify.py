@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.fp8_checkpoints import make_fp8
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 
 # isort: split
@@ -198,6 +200,24 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         reference.check_reference_can_run()
     assert cli.main(["verify"]) == 1
     assert "pip install 'vlmserve[verify]'" in capsys.readouterr().err
+
+
+def test_weights_of_8_bit_floats_answer_as_the_same_dequantised(tmp_path: Path) -> None:
+    plain = make_checkpoint("qwen3_vl", tmp_path / "plain")
+    ours, theirs = make_fp8(plain, tmp_path, "block", block=(24, 40), shards=2)
+    assert {finding.verdict for finding in verify(ours, theirs)} == {Verdict.EQUAL}
+
+
+def test_it_says_what_transformers_lacks_for_a_quantised_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, _ = make_fp8(make_checkpoint("qwen3_vl", tmp_path / "plain"), tmp_path, "channel")
+    here = importlib.util.find_spec
+    monkeypatch.setattr(
+        reference.importlib.util, "find_spec", lambda name: None if name == "compressed_tensors" else here(name)
+    )
+    assert cli.main(["verify", str(made)]) == 1
+    assert "'compressed-tensors' with compressed_tensors: install it with pip" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

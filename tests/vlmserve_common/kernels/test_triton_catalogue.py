@@ -19,6 +19,7 @@ FEW = (
     "extend: bfloat16, cache float8_e4m3fn, dim 128",
     "segments: bfloat16, dim 72, tiles of 128",
     "merge: bfloat16, dim 128",
+    "fp8 linear: bfloat16, 8192 rows, blocks of 128 outputs, bias",
 )
 
 
@@ -43,6 +44,9 @@ def check(found: list[dict]) -> None:
         kernel = variant["name"].split(":")[0]
         if kernel in ("extend", "segments", "decode", "decode, some requests") and "float32" not in variant["name"]:
             assert variant["tensor_cores"] == ("mma" if kernel.startswith("decode") else "wgmma"), variant
+            assert variant["async_copies"], variant
+        if kernel == "fp8 linear":
+            assert variant["tensor_cores"] == ("mma" if ", 1 rows" in variant["name"] else "wgmma"), variant
             assert variant["async_copies"], variant
 
 

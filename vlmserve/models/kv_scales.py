@@ -1,0 +1,62 @@
+"""What a checkpoint wants keys and values to be divided by before a KV cache of 8-bit floats holds them.
+
+The next power of two is taken, and made part of the model: its keys and values come out divided, its queries and what
+follows attention are multiplied instead. Powers of two change no digit of a floating-point weight, so answers stay
+the same, to the bit, with a cache that rounds nothing; and no attention needs to know. A number that is rounded to a
+few binary digits loses as much whatever the power of two, so the exact scale would be no closer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+import torch
+
+from vlmserve.models.decoder import Decoder, DecoderAttention
+from vlmserve_common.checkpoint.reader import CheckpointReader
+from vlmserve_common.checkpoint.weights import WeightRules
+from vlmserve_common.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+# compressed-tensors and vLLM, ModelOpt, older versions of compressed-tensors
+_NAME = re.compile(
+    r"^language_model\.layers\.(\d+)\.self_attn\.(?:([kv])_scale|[kv]_proj\.([kv])_scale|([kv])_proj\.output_scale)$"
+)
+
+
+class KVScales:
+    """Those of a checkpoint. stored: their published names. CheckpointError for one that is no number."""
+
+    def __init__(self, reader: CheckpointReader, rules: WeightRules) -> None:
+        self._reader = reader
+        self._found = {}
+        for name, stored in reader.tensors.items():
+            match = _NAME.match(rules.our_name(name))
+            if match is not None:
+                if math.prod(stored.shape) != 1 or not stored.dtype.is_floating_point:
+                    raise CheckpointError(
+                        f"{reader.folder}: {name} is {list(stored.shape)} of {stored.dtype}, not one number"
+                    )
+                kind = match[2] or match[3] or match[4]
+                self._found[int(match[1]), kind] = stored
+        self.stored = {stored.name for stored in self._found.values()}
+
+    def fold_into(self, decoder: Decoder) -> None:
+        """Make them part of a loaded decoder. CheckpointError for layers that it has not, and scales not above 0."""
+        for (index, kind), stored in self._found.items():
+            value = torch.empty(stored.shape, dtype=stored.dtype)
+            self._reader.read_into([(stored, value)])
+            scale = value.float().item()
+            if not (0 < scale < math.inf) or index >= len(decoder.layers):
+                raise CheckpointError(
+                    f"{self._reader.folder}: {stored.name} is {scale:g}; it must be above 0, and of one of "
+                    f"{len(decoder.layers)} layers"
+                )
+            power = 2.0 ** math.ceil(math.log2(scale))
+            attention: DecoderAttention = decoder.layers[index].self_attn  # type: ignore[assignment]
+            done = attention.divide_keys(power) if kind == "k" else attention.divide_values(power)
+            if not done:
+                log.warning("%s is not used: the weights that it belongs to are whole numbers", stored.name)

@@ -1,0 +1,223 @@
+"""Checkpoints whose weights are 8-bit floats (e4m3), of which each block, output or tensor has a scale.
+
+Such a weight [N, K] is stored as `weight`, of that type, and
+
+- `weight_scale_inv` or `weight_scale`, which the numbers are to be multiplied by: [ceil(N / 128), ceil(K / 128)] for
+  blocks, [N, 1] for outputs, [] or [1] for the whole;
+- `input_scale` or `activation_scale`, [] or [1], where inputs are to be divided by a number that was found with data.
+
+`fp8` (transformers' FineGrainedFP8, vLLM's) and compressed-tensors' `float-quantized` are of this form.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
+from vlmserve_common.checkpoint.weights import WeightRules, linears_of
+from vlmserve_common.compute.fp8 import FP8, Fp8Scales, Inputs, can_multiply, dequantize_
+from vlmserve_common.compute.linear import Linear
+from vlmserve_common.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+_WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_Named: TypeAlias = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Scheme:
+    """block: rows and columns of those that have a scale each; None: outputs or whole tensors do. inputs: how they are
+    rounded, None: not at all."""
+
+    block: tuple[int, int] | None
+    inputs: Inputs | None
+
+
+def fp8_scheme(fields: Fields) -> Fp8Scheme:
+    """Of a quantization_config whose quant_method is "fp8". CheckpointError for what is not supported."""
+    fields.allow("fmt", fields.string("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
+    activations = fields.string("activation_scheme", "dynamic")
+    fields.allow("activation_scheme", activations, ("dynamic", "static"))
+    block = _block(fields, "weight_block_size")
+    return Fp8Scheme(block=block, inputs="static" if activations == "static" else "group" if block else "token")
+
+
+def compressed_fp8_scheme(group: Fields) -> Fp8Scheme:
+    """Of one of compressed-tensors' config_groups, of floats. CheckpointError for what is not supported."""
+    weights = group.section("weights")
+    weights.allow("type", weights.string("type"), ("float",))
+    weights.allow("num_bits", weights.integer("num_bits"), (8,))
+    strategy = weights.string("strategy", "tensor")
+    weights.allow("strategy", strategy, ("tensor", "channel", "block"))
+    block = _block(weights, "block_structure") if strategy == "block" else None
+    if strategy == "block" and block is None:
+        raise CheckpointError(f"{weights.where}: block_structure is missing")
+    if not group.has("input_activations"):
+        return Fp8Scheme(block=block, inputs=None)
+    inputs = group.section("input_activations")
+    inputs.allow("type", inputs.string("type"), ("float",))
+    inputs.allow("num_bits", inputs.integer("num_bits"), (8,))
+    if not inputs.flag("dynamic", False):
+        return Fp8Scheme(block=block, inputs="static")
+    return Fp8Scheme(block=block, inputs="group" if block else "token")
+
+
+def _block(fields: Fields, name: str) -> tuple[int, int] | None:
+    sizes = fields.integers(name, ())
+    if sizes and (len(sizes) != 2 or min(sizes) <= 0):
+        raise CheckpointError(f"{fields.where}: {name} is {list(sizes)}; it must be two sizes above 0")
+    return (sizes[0], sizes[1]) if sizes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """A weight's tensors."""
+
+    weight: StoredTensor
+    scale: StoredTensor
+    input_scale: StoredTensor | None
+
+
+class Fp8Tensors:
+    """A checkpoint's 8-bit weights, as far as they belong to the `Linear`s of a module, which is on the meta device
+    still: those that are kept as they are get their 8-bit parameters now.
+
+    keep: whether they are; None: where the device multiplies them. See `QuantizedTensors` for the rest. Their numbers
+    are loaded as other weights are (`eight_bit`), before `load`. Raises CheckpointError for scales that do not fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reader: CheckpointReader,
+        rules: WeightRules,
+        scheme: Fp8Scheme,
+        *,
+        device: torch.device,
+        keep: bool | None = None,
+    ) -> None:
+        self._module, self._reader, self._scheme, self._device, self._keep = module, reader, scheme, device, keep
+        self.weights: set[str] = set()
+        self.stored: set[str] = set()
+        self.eight_bit: set[str] = set()
+        self._tensors = self._find(rules)
+        self._kept: set[str] = set()
+        self._count = 0
+        for name, layer, pieces in linears_of(module):
+            found = [self._tensors[piece] for piece, _ in pieces if piece in self._tensors]
+            if not found:
+                continue
+            self._count += 1
+            for piece, view in pieces:
+                if piece in self._tensors:
+                    self._check(view, self._tensors[piece])
+                    self.eight_bit.add(piece)
+            self.stored |= {tensor.name for own in found for tensor in (own.scale, own.input_scale) if tensor}
+            if len(found) == len(pieces) and self._hold(layer, pieces, static=all(own.input_scale for own in found)):
+                self._kept.add(name)
+                self.weights |= {f"{name}.fp8.{leaf}" for leaf, _ in layer.fp8.named_parameters()}  # type: ignore[union-attr]
+
+    def _find(self, rules: WeightRules) -> dict[str, _Stored]:
+        """All 8-bit weights that have a scale, by our names."""
+        ours = {rules.our_name(name): stored for name, stored in self._reader.tensors.items()}
+
+        def beside(name: str, leaves: Sequence[str]) -> StoredTensor | None:
+            prefix = name.removesuffix("weight")
+            return next((ours[prefix + leaf] for leaf in leaves if prefix + leaf in ours), None)
+
+        found = {}
+        for name, stored in ours.items():
+            scale = beside(name, _WEIGHT_SCALES) if name.endswith(".weight") and stored.dtype == FP8 else None
+            if scale is not None:
+                found[name] = _Stored(weight=stored, scale=scale, input_scale=beside(name, _INPUT_SCALES))
+        return found
+
+    def _check(self, view: torch.Tensor, stored: _Stored) -> None:
+        outer, inner = view.shape
+        if self._scheme.block is not None:
+            rows, columns = self._scheme.block
+            shapes: tuple[tuple[int, ...], ...] = ((math.ceil(outer / rows), math.ceil(inner / columns)),)
+        else:
+            shapes = ((outer, 1), (outer,), (1, 1), (1,), ())
+        self._check_shape(stored.scale, shapes)
+        if stored.input_scale is not None:
+            self._check_shape(stored.input_scale, ((1,), (), (1, 1)))
+
+    def _check_shape(self, stored: StoredTensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+        if stored.shape not in shapes or not stored.dtype.is_floating_point:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise CheckpointError(
+                f"{self._reader.folder}: {stored.name} is {list(stored.shape)} of {stored.dtype}, not {expected} of "
+                f"floating-point numbers (blocks of {self._scheme.block})"
+            )
+
+    def _hold(self, layer: Linear, pieces: Sequence[_Named], *, static: bool) -> bool:
+        """Make room for a layer's weight as it is, if it is to be kept so."""
+        assert layer.weight is not None
+        inputs = self._scheme.inputs
+        if inputs is None or (inputs == "static" and (not static or self._scheme.block)):
+            return False
+        outer, inner = layer.weight.shape
+        rows, columns = self._scheme.block or (1, inner)
+        if any(len(view) % rows for _, view in pieces[:-1]):
+            rows = 1  # blocks of parts that do not end with one cannot be joined: each row gets its block's scales
+        keep = self._keep
+        if keep is None:
+            keep = can_multiply(self._device, (outer, inner), rows, columns, inputs, layer.dtype)
+        if keep:
+            with torch.device("meta"):
+                layer.hold_fp8(Fp8Scales((outer, inner), rows, columns, inputs, layer.dtype))
+        return keep
+
+    def load(self) -> None:
+        """Read the scales, and multiply weights that are not kept as they are by theirs, which the log says."""
+        for name, layer, pieces in linears_of(self._module):
+            if name in self._kept:
+                self._fill(layer, pieces)
+                continue
+            for piece, view in pieces:
+                if piece in self._tensors:
+                    scale = self._read(self._tensors[piece].scale).to(view.device)
+                    rows, columns = self._scheme.block or (1, view.shape[1])
+                    dequantize_(view, scale.expand(len(view), 1) if scale.numel() == 1 else scale, rows, columns)
+        if len(self._kept) < self._count:
+            log.warning(
+                "%d of %d weights of 8-bit floats are dequantised, and take as much memory and time as others: they "
+                "stay as they are on a GPU of compute capability 8.9 or later (see docs/gpu.md)",
+                self._count - len(self._kept),
+                self._count,
+            )
+
+    def _fill(self, layer: Linear, pieces: Sequence[_Named]) -> None:
+        """Join the scales of a layer's parts."""
+        assert layer.fp8 is not None
+        block_rows = self._scheme.block[0] if self._scheme.block else 1
+        joined = []
+        for piece, view in pieces:
+            scale = self._read(self._tensors[piece].scale)
+            if scale.numel() == 1 and self._scheme.block is None:
+                scale = scale.expand(len(view), 1)
+            elif layer.fp8.rows != block_rows:
+                scale = scale.repeat_interleave(block_rows, 0)[: len(view)]
+            joined.append(scale)
+        layer.fp8.weights.copy_(torch.cat(joined))
+        if layer.fp8.input is not None:
+            own = [self._tensors[piece].input_scale for piece, _ in pieces]
+            # parts have the same inputs, and so nearly always the same scale
+            layer.fp8.input.copy_(torch.stack([self._read(stored).flatten() for stored in own if stored]).amax(0))
+
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
+        """As float32, 2-dimensional."""
+        scale = torch.empty(stored.shape, dtype=stored.dtype)
+        self._reader.read_into([(stored, scale)])
+        return scale.float().reshape(stored.shape if scale.ndim == 2 else (-1, 1))

@@ -1,0 +1,199 @@
+"""Bytes of files into tensors: some threads read ahead while what was read travels to its device.
+
+A file's part goes straight into its tensor where that lies in host memory and has the stored dtype. Otherwise it goes
+through a ring of small staging buffers: `ahead` parts are being read or wait to be copied, the rest of the ring is on
+its way. So a checkpoint of any size takes a few dozen MiB of host memory beside its tensors. Reading is `os.preadv`,
+which lets other threads run; all else is done by the calling thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import torch
+
+from vlmserve_common.errors import CheckpointError
+
+Wait: TypeAlias = Callable[[], object]
+"""Returns when a copy has left its source."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Bytes `start` ... of a file, which are `target` [n] stored as `dtype`. name: the tensor's, for errors."""
+
+    file: Path
+    name: str
+    start: int
+    dtype: torch.dtype
+    target: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self.target.numel() * self.dtype.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file's bytes are the target's."""
+        return self.target.is_cpu and self.target.dtype == self.dtype
+
+
+class Copies(Protocol):
+    """How staging buffers get to a device."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """Host memory to read into: uint8 [size]."""
+        ...
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait | None:
+        """Begin to copy a part of a buffer, cast where dtypes differ. None: the source is free at once."""
+        ...
+
+
+class HostCopies:
+    """Done before they return; for all devices but NVIDIA's."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """See `Copies`."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait | None:
+        """See `Copies`."""
+        target.copy_(source)
+        return None
+
+
+class CudaCopies:
+    """From pinned memory, on a stream of their own. A copy that does not block casts on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        # who had the targets' memory before may still be at work
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """See `Copies`."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait:
+        """See `Copies`."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event().synchronize
+
+
+def copies_to(device: torch.device) -> Copies:
+    """What suits a device."""
+    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+
+
+def cut(part: Part, most: int) -> Iterator[Part]:
+    """A part as parts of at most so many bytes."""
+    count = most // part.dtype.itemsize
+    for first in range(0, part.target.numel(), count):
+        yield Part(
+            file=part.file,
+            name=part.name,
+            start=part.start + first * part.dtype.itemsize,
+            dtype=part.dtype,
+            target=part.target[first : first + count],
+        )
+
+
+class _Slot:
+    """A staging buffer and the copy that may still be leaving it."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.leaving: Wait | None = None
+
+    def wait(self) -> None:
+        leaving, self.leaving = self.leaving, None
+        if leaving is not None:
+            leaving()
+
+
+class Stream:
+    """Reads parts, with so many threads. part_bytes: the most that is read at a time, and the size of a buffer.
+
+    When `run` returns all targets are filled. CheckpointError for files that are too short or unreadable.
+    """
+
+    def __init__(self, copies: Copies, *, threads: int, part_bytes: int) -> None:
+        self._copies, self._threads, self._part_bytes = copies, threads, part_bytes
+        self._ahead = 2 * threads  # so that one slow part leaves no thread idle
+        self._ring: list[_Slot] = []
+        self._used = 0
+
+    def run(self, parts: Iterable[Part], done: Callable[[int], object]) -> None:
+        """done: told of each part's bytes when it has been read."""
+        reads: deque[tuple[Part, Future[None], _Slot | None]] = deque()
+        # reads end before files are closed
+        with ExitStack() as files, ThreadPoolExecutor(self._threads, "checkpoint-reader") as pool:
+            opened = _Opened(files)
+            for whole in parts:
+                for part in cut(whole, self._part_bytes):
+                    if len(reads) == self._ahead:
+                        self._finish(*reads.popleft(), done)
+                    slot = None if part.is_direct else self._slot()
+                    memory = part.target.view(torch.uint8) if slot is None else slot.buffer[: part.size]
+                    read = pool.submit(_fill, opened.number(part.file), part, memory.numpy().data)
+                    reads.append((part, read, slot))
+            while reads:
+                self._finish(*reads.popleft(), done)
+            for slot in self._ring:
+                slot.wait()
+
+    def _finish(self, part: Part, read: Future[None], slot: _Slot | None, done: Callable[[int], object]) -> None:
+        read.result()
+        if slot is not None:
+            slot.leaving = self._copies.start(slot.buffer[: part.size].view(part.dtype), part.target)
+        done(part.size)
+
+    def _slot(self) -> _Slot:
+        """The next of the ring, once what was in it has left."""
+        size = 3 * self._threads
+        if len(self._ring) < size:
+            self._ring.append(_Slot(self._copies.buffer(self._part_bytes)))
+        slot = self._ring[self._used % size]
+        self._used += 1
+        slot.wait()
+        return slot
+
+
+class _Opened:
+    """Files by their numbers, each opened when it is first asked for."""
+
+    def __init__(self, until: ExitStack) -> None:
+        self._until = until
+        self._numbers: dict[Path, int] = {}
+
+    def number(self, file: Path) -> int:
+        if file not in self._numbers:
+            try:
+                number = os.open(file, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(f"{file}: {error}") from error
+            self._until.callback(os.close, number)
+            self._numbers[file] = number
+        return self._numbers[file]
+
+
+def _fill(file: int, part: Part, memory: memoryview) -> None:
+    start = part.start
+    while len(memory):
+        try:
+            count = os.preadv(file, [memory], start)
+        except OSError as error:
+            raise CheckpointError(f"{part.file}: {error}") from error
+        if not count:
+            raise CheckpointError(f"{part.file}: truncated while {part.name} was read")
+        memory, start = memory[count:], start + count
