@@ -79,7 +79,13 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     mode = _quantization(args, device)
     _check_sizes(args, device, mode)
     # encoder processes have the tower, and no copy of it is needed here
-    model = load_model(args.model, device=device, dtype=dtype_setting(args.dtype), with_tower=not args.num_encoders)
+    model = load_model(
+        args.model,
+        device=device,
+        dtype=dtype_setting(args.dtype),
+        with_tower=not args.num_encoders,
+        random=args.load_format == "dummy",
+    )
     model.pack(mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, model.dtype))
