@@ -77,8 +77,8 @@ def test_positions(device, dtype, cache_dtype, normed):
     tokens = 700 if device.type == "cuda" else 9
     norms = None
     if normed:
-        weights = (torch.randn(heads.dim, device=device).to(dtype) for _ in range(2))
-        norms = HeadNorms(*weights, eps=1e-6)
+        q_weight, k_weight = (torch.randn(heads.dim, device=device).to(dtype) for _ in range(2))
+        norms = HeadNorms(q_weight=q_weight, k_weight=k_weight, eps=1e-6)
     caches = []
 
     def run() -> torch.Tensor:

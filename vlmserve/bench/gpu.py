@@ -6,6 +6,7 @@ Written without a GPU at hand: it has been run on CPUs only (`--device cpu --sma
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from vlmserve.bench.gpu_figures import BARS, Figure, line, table, write_json
+from vlmserve.bench.gpu_figures import BARS, COUNTED, Figure, line, table, write_json
 from vlmserve.bench.gpu_measures import PARTS, Bench, Budget, measured
 from vlmserve.bench.gpu_shapes import FULL, SHAPES, SMALL, small, write_folder
 from vlmserve.config.flags import CommandParser
@@ -27,8 +28,8 @@ from vlmserve_common.version import __version__
 
 _ROUNDS = 5
 _BUDGET_S = 420.0
-_WHEN_ASKED = {"loading": "2b"}
-"""Parts that by default are measured with this shape only."""
+_WHERE = {"loading": ("cuda", "2b"), "kernels": ("cuda", "8b"), "counts": ("cpu", "8b")}
+"""Parts that by default are measured on such a device and with this shape only."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +43,10 @@ def main(argv: Sequence[str]) -> int:
             "--device cpu --small tries the benchmark out on a CPU"
         )
     shape = small(SHAPES[args.model_shape]) if args.small else SHAPES[args.model_shape]
-    bars = {} if args.model else BARS.get(args.model_shape, {})
+    bars = {} if args.model else BARS[args.model_shape]
+    if device.type == "cpu":
+        bars = {**bars, **COUNTED}
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for GPUs are counted here; read with Triton's import
     counts = device.type == "cuda" and not args.small
     began = time.monotonic()
     figures: list[Figure] = []
@@ -60,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             load_format="auto" if args.model else "dummy",
         )
         with closing(bench):
-            for part in args.parts or default_parts(args.model_shape):
+            for part in args.parts or default_parts(args.model_shape, device):
                 for figure in measured(part, bench):
                     figures.append(figure)
                     print(line(figure), flush=True)
@@ -70,9 +74,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def default_parts(shape: str) -> list[str]:
-    """Of a model shape."""
-    return [part for part in PARTS if _WHEN_ASKED.get(part, shape) == shape]
+def default_parts(shape: str, device: torch.device) -> list[str]:
+    """Of a model shape on a device."""
+    here = (device.type, shape)
+    return [part for part in PARTS if _WHERE.get(part, here) == here]
 
 
 def describe(device: torch.device) -> dict[str, str]:

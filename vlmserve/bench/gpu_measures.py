@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,11 @@ from processors.image.decoding import decode_image
 from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.bench.gpu_ceilings import Ceilings, measure_ceilings
+from vlmserve.bench.gpu_counts import count_decode
 from vlmserve.bench.gpu_engine import DecodeSteps, Engine
 from vlmserve.bench.gpu_figures import Figure
 from vlmserve.bench.gpu_floors import decode_bytes, prefill_flops, tower_flops
+from vlmserve.bench.gpu_kernels import kernel_figures
 from vlmserve.bench.gpu_loading import seconds_until_ready
 from vlmserve.bench.gpu_shapes import Work
 from vlmserve.bench.interleaved import Spread
@@ -368,6 +371,39 @@ def loading(bench: Bench) -> Iterator[Figure]:
     )
 
 
+def counts(bench: Bench) -> Iterator[Figure]:
+    """What a greedy decode step asks of a GPU, counted on a CPU."""
+    requests = max(bench.work.batches)
+    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as made:
+        found = count_decode(Path(made), requests=requests)
+    step = found.step
+    layer, beside = (", ".join(f"{n} {name}" for name, n in some.items()) for some in (found.layer, found.beside))
+    for key, name, value, unit, about in (
+        ("launches-layer", "decode step, launches of a layer", found.layer.total(), "", layer),
+        ("launches-beside", "launches beside the layers", found.beside.total(), "", beside),
+        ("uploads", "copies to the device", step.uploads, "", ""),
+        ("upload-bytes", "bytes of these, a request", step.upload_bytes / requests, "bytes", ""),
+        ("downloads", "copies back", step.downloads, "", ""),
+        ("download-bytes", "bytes of these, a request", step.download_bytes / requests, "bytes", ""),
+    ):
+        yield Figure(key=key, name=name, unit=unit, ours=_one(value), value=value, about=about)
+
+
+def kernels(bench: Bench) -> Iterator[Figure]:
+    """Fused operators one by one, beside torch's, in the sizes of Qwen3-VL-8B."""
+    for one in kernel_figures(bench.device, dtype=bench.dtype, rounds=bench.rounds):
+        reached = one.moved / one.ours.median
+        yield Figure(
+            key=f"kernel-{one.name}",
+            name=one.name,
+            unit="us",
+            ours=Spread.of([second * 1e6 for second in (one.ours.median, one.ours.least, one.ours.most)]),
+            value=one.theirs.median / one.ours.median,
+            of="x as fast as torch",
+            about=f"torch {one.theirs.median * 1e6:.4g} us; {reached / bench.ceilings.bandwidth:.2f} of the bandwidth",
+        )
+
+
 PARTS: Mapping[str, Callable[[Bench], Iterator[Figure]]] = MappingProxyType(
     {
         "ceilings": ceilings,
@@ -380,6 +416,8 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[Figure]]] = MappingProxyType(
         "graphs": graphs,
         "many": many,
         "loading": loading,
+        "kernels": kernels,
+        "counts": counts,
     }
 )
 """In the order of what would be missed most, should the time run out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.bench import gpu_measures
 from vlmserve.bench.gpu import default_parts
-from vlmserve.bench.gpu_figures import BARS, Bar, Figure, table, verdict
+from vlmserve.bench.gpu_counts import _Operators
+from vlmserve.bench.gpu_figures import BARS, COUNTED, Bar, Figure, table, verdict
 from vlmserve.bench.gpu_floors import decode_bytes, kv_bytes, prefill_flops, tower_flops
 from vlmserve.bench.gpu_measures import PARTS, Bench, Budget, measured
 from vlmserve.bench.gpu_shapes import SHAPES, SMALL, small, write_folder
@@ -31,7 +33,7 @@ def outlines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VisionLangua
 def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
     out = tmp_path / "out.json"
     words = ["--device", "cpu", "--small", "--rounds", "1", "--dtype", "float32", "--json", str(out)]
-    parts = [part for part in PARTS if part != "loading"]  # a test of its own
+    parts = default_parts("2b", torch.device("cpu"))
     assert cli.main(["bench", "gpu", *words, "--parts", *parts]) == 0
     written = json.loads(out.read_text())
     assert {"commit", "torch", "transformers", "device", "seconds"} <= set(written["about"])
@@ -167,6 +169,28 @@ def test_shapes_have_the_published_sizes(outlines):
     assert {model.config.head_dim for model in outlines.values()} == {128}
 
 
+def test_a_decode_step_keeps_its_budget(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert cli.main(["bench", "gpu", "--device", "cpu", "--small", "--parts", "counts", "--json", str(out)]) == 0
+    figures = {one["key"]: one for one in json.loads(out.read_text())["figures"]}
+    assert {key: figures[key]["verdict"] for key in COUNTED} == dict.fromkeys(COUNTED, "met")
+    names = figures["launches-layer"]["about"]
+    assert "4 linear" in names, "all products of a layer"
+    assert "1 position_and_store_kernel" in names
+    assert "1 embedding" in figures["launches-beside"]["about"]
+
+
+def test_an_operator_that_copies_is_a_launch_and_one_that_does_not_is_none():
+    counted: Counter[str] = Counter()
+    x = torch.ones(4, 6)
+    with _Operators(counted):
+        x.float().view(6, 4).t().reshape(-1)  # the last of these copies
+        x.bfloat16().contiguous()
+        x[1:].add_(1)
+        torch.empty(3)
+    assert counted == {"reshape": 1, "to": 1, "add_": 1} or counted == {"clone": 1, "_to_copy": 1, "add_": 1}
+
+
 def test_bars():
     most, least = Bar(limit=1.35, at_most=True), Bar(limit=0.6, at_most=False)
     figure = Figure(key="decode-1", name="decode", value=1.3)
@@ -183,5 +207,9 @@ def test_bars():
 
 
 def test_parts_that_are_asked_of_one_shape_are_measured_with_that():
-    assert default_parts("2b") == list(PARTS)
-    assert default_parts("8b") == [part for part in PARTS if part != "loading"]
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    everywhere = [part for part in PARTS if part not in ("loading", "kernels", "counts")]
+    assert default_parts("2b", gpu) == [*everywhere, "loading"]
+    assert default_parts("8b", gpu) == [*everywhere, "kernels"]
+    assert default_parts("8b", cpu) == [*everywhere, "counts"]
+    assert default_parts("qwen2.5-7b", cpu) == everywhere

@@ -1,4 +1,4 @@
-"""Decode steps and towers that are captured answer as those that are launched kernel by kernel."""
+"""Captured decode steps under a load: batches that grow and shrink, in float32 against transformers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 
 from tests.gpu.test_answers import TOLERANCE, engine
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vision.patches import random_patches
 from tests.vlmserve.reference import Reference, assert_equal_answers, conversations
-from vision.towers.runner import TowerRunner
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.bench.gpu_shapes import SHAPES, small, write_folder
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
@@ -87,23 +85,3 @@ def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
     while not scheduler.is_idle():
         scheduler.step_or_wait()
     return [answers[rid] for rid in sorted(answers)]
-
-
-def test_embeddings_of_captured_towers_are_those_of_launched_ones(tiny, cuda):
-    """Pictures of all sizes, some of them larger than any that is captured; twice, as the second time is replayed."""
-    kept = []
-    for off in (False, True):
-        with engine(tiny, cuda, dtype="float32", disable_vit_cuda_graph=off) as llm:
-            tower = llm.engine.runner.model.visual
-            grids = [(4, 4), (16, 16), (2, 30), (24, 40), (64, 64)]
-            runner = _encoder(llm)
-            batches = [*([one] for one in random_patches(tower, grids)), random_patches(tower, grids)] * 2
-            kept += [torch.cat(runner.encode(patches)) for patches in batches]
-    half = len(kept) // 2
-    for replayed, launched in zip(kept[:half], kept[half:], strict=True):
-        torch.testing.assert_close(replayed, launched, rtol=1e-4, atol=1e-4)
-
-
-def _encoder(llm: LLM) -> TowerRunner:
-    """The runner that the engine encodes with."""
-    return llm.engine.scheduler.encoder._backend._runner
