@@ -34,6 +34,7 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
+from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
@@ -79,13 +80,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     mode = _quantization(args, device)
     _check_sizes(args, device, mode)
     # encoder processes have the tower, and no copy of it is needed here
-    model = load_model(
-        args.model,
-        device=device,
-        dtype=dtype_setting(args.dtype),
-        with_tower=not args.num_encoders,
-        random=args.load_format == "dummy",
-    )
+    model = _model(args, device)
     model.pack(mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, model.dtype))
@@ -144,6 +139,13 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         activations,
     )
     return runner, info
+
+
+def _model(args: EngineArgs, device: torch.device) -> VisionLanguageModel:
+    dtype, with_tower = dtype_setting(args.dtype), not args.num_encoders
+    if args.load_format == "dummy":
+        return random_model(Path(args.model), device, dtype, with_tower=with_tower)
+    return load_model(args.model, device=device, dtype=dtype, with_tower=with_tower)
 
 
 def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from vlmserve.models.registry import load_config, make_model
+from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.weights import stored_tensors
 
 _EMBED_STD, _LOGIT_STD = 0.05, 2.5
+
+
+def random_model(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, *, with_tower: bool = True
+) -> VisionLanguageModel:
+    """The model of a checkpoint folder, which needs no weights. dtype, with_tower, errors: those of `load_model`."""
+    config = load_config(folder)
+    model = make_model(
+        read_hf_config(folder), config, torch.device(device), dtype or config.dtype, with_tower=with_tower
+    )
+    fill_randomly(model)
+    return model
 
 
 def fill_randomly(model: nn.Module, *, seed: int = 0) -> None:

@@ -17,7 +17,6 @@ from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
 from vlmserve.models.qwen3 import QWEN3_DEFAULTS, Qwen3Decoder
-from vlmserve.models.random_weights import fill_randomly
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.quantized import QuantizedTensors, Scheme, read_scheme
@@ -66,11 +65,9 @@ def load_model(
     dtype: torch.dtype | None = None,
     *,
     with_tower: bool = True,
-    random: bool = False,
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
-    random: fill it with random weights instead; the folder needs none.
     dtype: what it computes in; the checkpoint's own by default, but bfloat16 for quantised weights of float16 on a CPU.
     with_tower: see `make_model`; without it, the tower's tensors are passed over. Quantised weights are packed at once.
     Raises CheckpointError when the family is unknown, the configuration impossible, or a tensor missing, unexpected or
@@ -82,10 +79,6 @@ def load_model(
     if dtype is None and scheme is not None and config.dtype == torch.float16 and torch.device(device).type == "cpu":
         dtype = torch.bfloat16  # float16 is what GPUs of their time wanted; only bfloat16 has operators here
     dtype = dtype or config.dtype
-    if random:
-        model = make_model(hf_config, config, torch.device(device), dtype, with_tower=with_tower)
-        fill_randomly(model)
-        return model
     reader = CheckpointReader(folder)
     model = make_model(hf_config, config, torch.device(device), dtype, with_tower=with_tower)
     module: nn.Module = model

@@ -19,7 +19,8 @@ from vlmserve.bench.gpu_measures import PARTS, Bench, Budget, measured
 from vlmserve.bench.gpu_shapes import SHAPES, SMALL, small, write_folder
 from vlmserve.bench.interleaved import Spread
 from vlmserve.bench.reference import share_weights
-from vlmserve.models.registry import load_model, outline_model
+from vlmserve.models.random_weights import random_model
+from vlmserve.models.registry import outline_model
 from vlmserve.models.vlm import VisionLanguageModel
 
 
@@ -74,7 +75,7 @@ def test_other_families_share_their_weights_with_transformers(tmp_path, name):
 def test_models_with_other_parameters_are_not_compared(tmp_path):
     untied, tied = (write_folder(tmp_path / name, small(SHAPES[name])) for name in ("8b", "2b"))
     with pytest.raises(AssertionError, match=r"other parameters: \['lm_head.weight'\] are missing"):
-        share_weights(untied, with_a_head(load_model(tied, random=True)), device=torch.device("cpu"))
+        share_weights(untied, with_a_head(random_model(tied)), device=torch.device("cpu"))
 
 
 def with_a_head(model: VisionLanguageModel) -> VisionLanguageModel:
