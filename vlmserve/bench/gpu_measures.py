@@ -32,7 +32,7 @@ from vlmserve.bench.media import jpeg
 from vlmserve.bench.questions import Question, make_questions
 from vlmserve.bench.reference import Reference, ReferenceTower, check_logits, check_rows, share_weights
 from vlmserve.bench.vision_subject import finish, grid_thw
-from vlmserve.models.registry import outline_model
+from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 
@@ -101,7 +101,7 @@ class Bench:
     @functools.cached_property
     def outline(self) -> VisionLanguageModel:
         """Its sizes."""
-        return outline_model(self.folder, self.dtype)
+        return random_model(self.folder, "meta", self.dtype)
 
     @functools.cached_property
     def _decoded(self) -> dict[int, DecodeSteps]:

@@ -141,6 +141,13 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     return runner, info
 
 
+def _outline(args: EngineArgs) -> VisionLanguageModel:
+    dtype = dtype_setting(args.dtype)
+    if args.load_format == "dummy":
+        return random_model(Path(args.model), "meta", dtype)
+    return outline_model(Path(args.model), dtype)
+
+
 def _model(args: EngineArgs, device: torch.device) -> VisionLanguageModel:
     dtype, with_tower = dtype_setting(args.dtype), not args.num_encoders
     if args.load_format == "dummy":
@@ -162,7 +169,7 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
 
 def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> None:
     """EngineError for a context that the model was not made for, and for what has no room in memory."""
-    outline = outline_model(Path(args.model), dtype_setting(args.dtype))
+    outline = _outline(args)
     if device.type != "cpu" and args.kv_cache_dtype != "auto":
         raise EngineError(f"--kv-cache-dtype {args.kv_cache_dtype} is for a CPU so far, and the model is on {device}")
     most = outline.config.max_position_embeddings

@@ -20,7 +20,10 @@ _EMBED_STD, _LOGIT_STD = 0.05, 2.5
 def random_model(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, *, with_tower: bool = True
 ) -> VisionLanguageModel:
-    """The model of a checkpoint folder, which needs no weights. dtype, with_tower, errors: those of `load_model`."""
+    """The model of a checkpoint folder, which needs no weights. dtype, with_tower, errors: those of `load_model`.
+
+    On the meta device it is an outline.
+    """
     config = load_config(folder)
     model = make_model(
         read_hf_config(folder), config, torch.device(device), dtype or config.dtype, with_tower=with_tower
