@@ -39,6 +39,7 @@ from vlmserve_common.checkpoint.hf_config import read_hf_config
 _MIB = 2**20
 _QUESTION = "What is shown? Answer in a few words."  # as long for each, so that transformers needs no padding
 _THEIR_STEPS = 8
+_COUNTED_REQUESTS = 2
 
 
 class Budget:
@@ -373,7 +374,7 @@ def loading(bench: Bench) -> Iterator[Figure]:
 
 def counts(bench: Bench) -> Iterator[Figure]:
     """What a greedy decode step asks of a GPU, counted on a CPU."""
-    requests = max(bench.work.batches)
+    requests = _COUNTED_REQUESTS
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as made:
         found = count_decode(Path(made), requests=requests)
     step = found.step
