@@ -5,6 +5,7 @@
 #   make test-full                       the slow tests
 #   make docs                            docs/flags.md, made of the settings
 #   make test-gpu                        the tests that need a CUDA device (DEVICE=cpu runs them on the CPU)
+#   make gpu-report OUT=folder           checks and measures everything on a GPU, with results in files
 #   PYTHON=/path/to/python               the interpreter that makes .venv (3.11 or newer; found by itself)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu      where torch comes from; this one is a small CPU-only build
 
@@ -20,7 +21,7 @@ PYTEST_ARGS ?=
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 DEVICE ?= cuda
 
-.PHONY: serve setup setup-test lint test test-full test-gpu docs clean
+.PHONY: serve setup setup-test lint test test-full test-gpu gpu-report docs clean
 .DEFAULT_GOAL := serve
 
 serve: setup
@@ -59,6 +60,9 @@ test-full: setup-test
 
 test-gpu: setup-test
 	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+gpu-report: setup-test
+	@PYTHON=$(BIN)/python DEVICE=$(DEVICE) sh tests/gpu/report.sh '$(OUT)'
 
 docs: setup
 	@$(BIN)/python -m docs.settings_pages > docs/flags.md.new

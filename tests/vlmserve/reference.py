@@ -79,7 +79,7 @@ class Reference:
         return Forwarded(
             inputs["input_ids"][0].tolist(),
             torch.log_softmax(out.logits[0].float(), -1).numpy(),
-            out.hidden_states[-1][0].numpy(),
+            out.hidden_states[-1][0].float().numpy(),
             start,
         )
 

@@ -17,7 +17,7 @@ import torch
 
 from vlmserve.bench.processes import process_memory
 from vlmserve.bench.questions import make_questions
-from vlmserve.bench.reference import Reference
+from vlmserve.bench.reference import Reference, load_reference
 
 
 def run_baseline(model_path: Path, plan: dict[str, int]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def run_baseline(model_path: Path, plan: dict[str, int]) -> dict[str, Any]:
             pass
 
     torch.set_num_threads(plan["num_threads"])
-    reference = Reference(model_path)
+    reference = Reference(model_path, load_reference(model_path, dtype="auto"), device=torch.device("cpu"))
     questions = make_questions(plan["count"], side=plan["side"], seed=plan["seed"])
     timings = []
     inputs = [reference.prepare(question) for question in questions]

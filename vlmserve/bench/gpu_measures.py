@@ -1,204 +1,484 @@
-"""The figures of `vlmserve bench gpu`: ours and transformers', which take turns on the same device."""
+"""The figures of `vlmserve bench gpu`, part by part: ours beside what the device can, and beside transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from vision.towers.runner import pixel_values
-from vlmserve.bench.gpu_sizes import Sizes, make_prompts
-from vlmserve.bench.interleaved import Spread, ratios
+from processors.families.base import data_item
+from processors.families.registry import make_processor
+from processors.image.decoding import decode_image
+from vision.towers.runner import TowerRunner, pixel_values
+from vision.towers.temporal_patch import TemporalPatch, temporal_patches
+from vlmserve.bench.gpu_ceilings import Ceilings, measure_ceilings
+from vlmserve.bench.gpu_counts import count_decode
+from vlmserve.bench.gpu_engine import DecodeSteps, Engine
+from vlmserve.bench.gpu_figures import Figure
+from vlmserve.bench.gpu_floors import decode_bytes, prefill_flops, tower_flops
+from vlmserve.bench.gpu_kernels import kernel_figures
+from vlmserve.bench.gpu_loading import seconds_until_ready
+from vlmserve.bench.gpu_shapes import Work
+from vlmserve.bench.interleaved import Spread
+from vlmserve.bench.media import jpeg
 from vlmserve.bench.questions import Question, make_questions
-from vlmserve.bench.reference import Reference, ReferenceTower, check_rows
-from vlmserve.bench.vision_subject import PLENTY, Subject, finish, grid_thw, take_rows, turns_on
-from vlmserve.offline.llm import LLM
-from vlmserve.tokenizer.sampling import SamplingOverrides
-from vlmserve_common.compute.tensors import dtype_name
+from vlmserve.bench.reference import Reference, ReferenceTower, check_logits, check_rows, share_weights
+from vlmserve.bench.vision_subject import finish, grid_thw
+from vlmserve.models.random_weights import random_model
+from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.checkpoint.hf_config import read_hf_config
 
 _MIB = 2**20
+_QUESTION = "What is shown? Answer in a few words."  # as long for each, so that transformers needs no padding
+_THEIR_STEPS = 8
+_COUNTED_REQUESTS = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """ours, theirs: in `unit`. ratio: how many times as good ours is, round by round. about: what else to know.
+class Budget:
+    """Seconds that all may take. clock: seconds."""
 
-    theirs and ratio are None where transformers has nothing like it.
-    """
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until = clock() + seconds
 
-    name: str
-    unit: str
-    ours: Spread
-    theirs: Spread | None = None
-    ratio: Spread | None = None
-    about: str = ""
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._until - self._clock()
+
+    def rounds(self, most: int) -> Iterator[int]:
+        """0, 1 ... while there is time for one more that takes as long as the one before; 0 in any case."""
+        longest = 0.0
+        for number in range(most):
+            before = self._clock()
+            if number and self.left < longest:
+                return
+            yield number
+            longest = max(longest, self._clock() - before)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Both engines, loaded one after the other so that each one's memory can be told. Ours is without a prefix cache:
-    equal work every time. Close it."""
+    """What the parts share; each thing is made when the first part needs it. folder: of the model, whose weights are
+    random unless `load_format` says otherwise. Close it."""
 
-    def __init__(self, folder: Path, sizes: Sizes, *, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
-        self._sizes, self._device, self._dtype, self._rounds = sizes, device, dtype, rounds
-        self._folder = folder
-        with self._peak() as ours_peak:
-            self._llm = LLM(
-                str(folder),
-                device=str(device),
-                dtype=dtype_name(dtype),
-                disable_radix_cache=True,
-                max_total_tokens=sizes.kv_tokens,
-                max_pixels="checkpoint",
-            )
-            self._largest(self._answer)
-        with self._peak() as theirs_peak:
-            self._theirs = Reference(folder, device=device, dtype=dtype)
-            self._largest(self._theirs.answer)
-        self._peaks = [*ours_peak, *theirs_peak]
+    folder: Path
+    work: Work
+    device: torch.device
+    dtype: torch.dtype
+    rounds: int
+    budget: Budget
+    load_format: str = "dummy"
+
+    @functools.cached_property
+    def ceilings(self) -> Ceilings:
+        """Measured before anything else is in the device's memory."""
+        found = measure_ceilings(
+            self.device, self.dtype, copy_bytes=self.work.copy_bytes, gemms=self.work.gemms, rounds=self.rounds
+        )
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """Ours."""
+        return Engine(self.folder, self.work, device=self.device, dtype=self.dtype, load_format=self.load_format)
+
+    @functools.cached_property
+    def theirs(self) -> Reference:
+        """transformers', over the same memory."""
+        model = share_weights(self.folder, self.engine.model, device=self.device)
+        return Reference(self.folder, model, device=self.device)
+
+    @functools.cached_property
+    def outline(self) -> VisionLanguageModel:
+        """Its sizes."""
+        return random_model(self.folder, "meta", self.dtype)
+
+    @functools.cached_property
+    def _decoded(self) -> dict[int, DecodeSteps]:
+        return {}
+
+    def decoded(self, batch: int) -> DecodeSteps:
+        """Steps with all settings as they are; measured once."""
+        if batch not in self._decoded:
+            self.engine.decode(batch)  # what is built late, and captured
+            self._decoded[batch] = self.engine.decode(batch)
+        return self._decoded[batch]
 
     def close(self) -> None:
-        """End the engine's threads."""
-        self._llm.close()
+        """End the engine."""
+        if "engine" in self.__dict__:
+            self.engine.close()
 
-    def memory(self) -> list[Figure]:
-        """Peak of what torch had allocated, weights, KV cache and all; of a GPU only."""
-        if not self._peaks:
-            return []
-        ours, theirs = (Spread.of([peak / _MIB]) for peak in self._peaks)
-        batch = max(self._sizes.batches)
-        return [
-            Figure(
-                name=f"peak memory, {batch} answers at a time",
-                unit="MiB",
-                ours=ours,
-                theirs=theirs,
-                ratio=Spread.of([theirs.median / ours.median]),
-                about=f"ours with a KV cache of {self._sizes.kv_tokens} tokens, allocated at the start",
-            )
-        ]
-
-    def tower(self) -> list[Figure]:
-        """Pictures to rows, in one batch. The rows are compared first."""
-        subject = Subject(self._folder, device=self._device, dtype=self._dtype)
-        side = self._sizes.side
-        media = [subject.picture(side, side, seed=number) for number in range(self._sizes.pictures)]
-        patches = [patch for medium in media for patch in medium]
-        pixels = pixel_values(patches, torch.device("cpu"))
-        grids = [grid_thw(medium) for medium in media]
-        reference = ReferenceTower(self._theirs.model, device=self._device, dtype=self._dtype)
-        off = check_rows(torch.cat(subject.runner.encode(patches)), reference.encode(pixels, grids))
-        found = self._turns(lambda: subject.runner.encode(patches), lambda: reference.encode(pixels, grids))
-        about = f"{len(pixels)} patches of {len(media)} pictures; rows are within {off:.2g} of each other"
-        return [_figure("vision tower", "patches/s", found, about, work=len(pixels))]
-
-    def prefill(self) -> list[Figure]:
-        """One long prompt and a token."""
-        tokens = self._sizes.long_prompt
-        prompts = make_prompts(self._theirs.tokenizer, 1, tokens)
-        found = self._turns(lambda: self._answer(prompts, 1), lambda: self._theirs.answer(prompts, 1))
-        return [_figure("prefill", "tokens/s", found, f"one prompt of {tokens} tokens", work=tokens)]
-
-    def decode(self) -> list[Figure]:
-        """Short prompts answered together."""
-        sizes, made = self._sizes, []
-        for batch in sizes.batches:
-            prompts = make_prompts(self._theirs.tokenizer, batch, sizes.short_prompt)
-            both = [partial(answer, prompts, sizes.answer) for answer in (self._answer, self._theirs.answer)]
-            same = sum(ours == theirs for ours, theirs in zip(*(answer() for answer in both), strict=True))
-            found = self._turns(*both)
-            about = (
-                f"prompts of {sizes.short_prompt} tokens, counted in; {sizes.answer} tokens an answer; "
-                f"{same} of {batch} answers are equal (16 bits: near ties fall either way)"
-            )
-            made.append(_figure(f"decode, {batch} at a time", "tokens/s", found, about, work=batch * sizes.answer))
-        return made
-
-    def picture(self) -> list[Figure]:
-        """The first token about a picture nobody has seen."""
-        side = self._sizes.side
-        # a warm-up and the rounds, for each engine its own: neither has them in a cache
-        questions = make_questions(self._rounds + 1, side=side, seed=0)
-        inputs = iter([self._theirs.prepare(question) for question in questions])
-        fresh = iter(questions)
-        found = self._turns(lambda: self._first_token(next(fresh)), lambda: self._theirs.generate(next(inputs), 1))
-        about = "ours from the file on; transformers' inputs are ready"
-        return [_figure(f"first token about a {side}x{side} picture", "ms", found, about)]
-
-    def cache(self) -> list[Figure]:
-        """A picture whose rows are on the device, or in the host's memory, beside encoding it."""
-        subject = Subject(self._folder, device=self._device, dtype=self._dtype)
-        picture = subject.picture(self._sizes.side, self._sizes.side, seed=100)
-        limits = {"encoding": (0, 0), "the device": (PLENTY, 0), "the host's memory": (0, PLENTY)}
-        if self._device.type == "cpu":
-            del limits["the host's memory"]  # the same
-        made = []
-        for name, (device_bytes, host_bytes) in limits.items():
-            with subject.pool(device_bytes=device_bytes, host_bytes=host_bytes, max_patches=1 << 20) as one:
-                found = self._turns(partial(take_rows, one, picture))
-                if name != "encoding" and one.stats().encoded != 1:
-                    raise AssertionError(f"rows that were to be found in {name} were encoded again")
-            title = "rows of a picture, encoded" if name == "encoding" else f"rows of a picture, found in {name}"
-            made.append(_figure(title, "ms", found, f"grid {grid_thw(picture)}"))
-        return made
-
-    def _answer(self, prompts: Sequence[str], tokens: int) -> list[tuple[int, ...]]:
-        return [done.token_ids for done in self._llm.generate(prompts, _greedy(tokens))]
-
-    def _first_token(self, question: Question) -> None:
-        """From a picture's file and a question."""
-        self._llm.chat(question.messages(lambda picture: {"type": "image", "image": picture}), _greedy(1))
-
-    def _turns(
-        self, ours: Callable[[], object], theirs: Callable[[], object] | None = None
-    ) -> dict[str, Sequence[float]]:
-        """Seconds of each round, by the clock."""
-        both = {"ours": ours} if theirs is None else {"ours": ours, "theirs": theirs}
-        found = turns_on(self._device, self._rounds, both)
-        return {name: timing.wall for name, timing in found.items()}
-
-    def _largest(self, answer: Callable[[Sequence[str], int], object]) -> None:
-        batch, tokenizer = max(self._sizes.batches), self._llm.builder.tokenizer
-        answer(make_prompts(tokenizer, batch, self._sizes.short_prompt), self._sizes.answer)
-
-    @contextmanager
-    def _peak(self) -> Iterator[list[int]]:
-        """Bytes that were allocated at the most meanwhile, over what was before: one, or none on a CPU."""
-        peak: list[int] = []
-        if self._device.type != "cuda":
-            yield peak
-            return
-        finish(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        yield peak
-        finish(self._device)
-        peak.append(torch.cuda.max_memory_allocated(self._device) - before)
+    def seconds(self, run: Callable[[int], object], *, warm: bool = True, rounds: int | None = None) -> list[float]:
+        """Of each round of run(number), until the device has computed it; numbers are 0 (to warm up), 1, 2 ..."""
+        if warm:
+            run(0)
+        taken = []
+        for number in self.budget.rounds(rounds or self.rounds):
+            finish(self.device)
+            before = time.perf_counter()
+            run(number + 1)
+            finish(self.device)
+            taken.append(time.perf_counter() - before)
+        return taken
 
 
-PARTS: dict[str, Callable[[Bench], list[Figure]]] = {
-    "memory": Bench.memory,
-    "tower": Bench.tower,
-    "prefill": Bench.prefill,
-    "decode": Bench.decode,
-    "picture": Bench.picture,
-    "cache": Bench.cache,
-}
+def ceilings(bench: Bench) -> Iterator[Figure]:
+    """What all else is compared with."""
+    found = bench.ceilings
+    about = f"{bench.work.copy_bytes / _MIB:.0f} MiB, bytes read and written"
+    yield Figure(key="copy", name="copying", unit="GB/s", ours=_one(found.bandwidth / 1e9), about=about)
+    about = f"{found.rows} x {found.rows} x {found.rows}, the best of {', '.join(map(str, bench.work.gemms))}"
+    yield Figure(key="gemm", name="matrix product", unit="TFLOP/s", ours=_one(found.flops / 1e12), about=about)
 
 
-def _figure(
-    name: str, unit: str, seconds: dict[str, Sequence[float]], about: str, *, work: float | None = None
-) -> Figure:
-    """work: in each round, of which the rate is told; None tells milliseconds."""
-    ratio = ratios(seconds["theirs"], seconds["ours"]) if "theirs" in seconds else None
-    shown = {
-        who: Spread.of([work / second if work else second * 1e3 for second in each]) for who, each in seconds.items()
+def agreement(bench: Bench) -> Iterator[Figure]:
+    """Whether both do the same work. AssertionError where they do not."""
+    [question] = make_questions(1, side=bench.work.many_side, seed=1000)
+    ours, theirs = bench.engine.first_logits(question), bench.theirs.logits(bench.theirs.prepare(question))
+    off = check_logits(ours, theirs, bench.dtype)
+    yield Figure(key="logits", name="logits, distance to transformers'", ours=_one(off), about="a part of their length")
+
+
+def decode(bench: Bench) -> Iterator[Figure]:
+    """Steps of so many requests, each with its context."""
+    for batch in bench.work.batches:
+        key, name = f"decode-{batch}", f"decode step of {batch}"
+        try:
+            steps = bench.decoded(batch)
+        except Exception as error:  # a batch without room: the others are measured all the same
+            yield Figure(key=key, name=name, error=_words(error))
+            continue
+        floor = decode_bytes(bench.outline, steps.kv_tokens) / bench.ceilings.bandwidth
+        yield Figure(
+            key=key,
+            name=name,
+            unit="ms",
+            ours=Spread.of([second * 1e3 for second in steps.seconds]),
+            theirs=_their_step(bench, batch) if batch < max(bench.work.batches) else None,
+            value=steps.median / floor,
+            of="x the floor",
+            about=f"floor {floor * 1e3:.3g} ms; {bench.work.context} tokens of context; {len(steps.seconds)} steps",
+        )
+
+
+def _their_step(bench: Bench, batch: int) -> Spread:
+    prompts = bench.engine.prompts(batch, bench.work.context)
+    short, long = (
+        min(bench.seconds(_ignoring(partial(bench.theirs.answer, prompts, tokens)), rounds=1))
+        for tokens in (1, 1 + _THEIR_STEPS)
+    )
+    return _one((long - short) / _THEIR_STEPS * 1e3)
+
+
+def prefill(bench: Bench) -> Iterator[Figure]:
+    """One long prompt, and a token."""
+    tokens = bench.work.prompt
+    prompts = [bench.engine.prompts(1, tokens, seed=number) for number in range(bench.rounds + 1)]
+    ours = bench.seconds(lambda number: bench.engine.answer(prompts[number], 1))
+    theirs = bench.seconds(lambda number: bench.theirs.answer(prompts[number], 1))
+    reached = prefill_flops(bench.outline, tokens) / statistics.median(ours)
+    yield Figure(
+        key="prefill",
+        name=f"prefill of {tokens} tokens",
+        unit="tokens/s",
+        ours=_rates(tokens, ours),
+        theirs=_rates(tokens, theirs),
+        value=reached / bench.ceilings.flops,
+        of="of the GEMM rate",
+        about=f"{reached / 1e12:.4g} TFLOP/s",
+    )
+
+
+def tower(bench: Bench) -> Iterator[Figure]:
+    """Pictures to embeddings in one batch, which are compared first."""
+    work, visual = bench.work, bench.engine.model.visual
+    pictures = _pictures(bench.folder, work.pictures, work.side)
+    patches = [patch for picture in pictures for patch in picture]
+    grids = [grid_thw(picture) for picture in pictures]
+    values = pixel_values(patches, bench.device)
+    reference = ReferenceTower(bench.theirs.model, device=bench.device, dtype=bench.dtype)
+
+    @torch.inference_mode()
+    def encode(_: int) -> torch.Tensor:
+        return visual(values, grids)
+
+    off = check_rows(encode(0), reference.encode(values, grids))
+    ours = bench.seconds(encode)
+    theirs = bench.seconds(lambda _: reference.encode(values.to(bench.dtype), grids))
+    reached = tower_flops(bench.outline.visual, len(pictures), patches[0].num_patches) / statistics.median(ours)
+    yield Figure(
+        key="tower",
+        name=f"tower, {len(pictures)} pictures of {work.side}x{work.side}",
+        unit="patches/s",
+        ours=_rates(len(values), ours),
+        theirs=_rates(len(values), theirs),
+        value=reached / bench.ceilings.flops,
+        of="of the GEMM rate",
+        about=f"{reached / 1e12:.4g} TFLOP/s; embeddings are within {off:.2g} of each other",
+    )
+    runner = TowerRunner(visual, bench.device)
+    from_host = bench.seconds(lambda _: runner.encode(patches))
+    about = "pixels in the host's memory first"
+    yield Figure(
+        key="encode", name="the same, uploaded", unit="patches/s", ours=_rates(len(values), from_host), about=about
+    )
+
+
+def first_token(bench: Bench) -> Iterator[Figure]:
+    """About a picture nobody has seen, from its file on; for both by the same processor."""
+    side = bench.work.side
+    questions = make_questions(bench.rounds + 1, side=side, seed=0)
+    ours = bench.seconds(lambda number: bench.engine.ask([questions[number]], 1))
+    theirs = bench.seconds(lambda number: bench.theirs.generate(bench.theirs.prepare(questions[number]), 1))
+    yield Figure(
+        key="first-token",
+        name=f"first token about a {side}x{side} picture",
+        unit="ms",
+        ours=Spread.of([second * 1e3 for second in ours]),
+        theirs=Spread.of([second * 1e3 for second in theirs]),
+        value=statistics.median(theirs) / statistics.median(ours),
+        of="x transformers'",
+    )
+
+
+def overlap(bench: Bench) -> Iterator[Figure]:
+    """How much of the time that the device waits for the host in a step is gone when the next one is prepared
+    meanwhile."""
+    batch = bench.work.overlap_batch
+    on, off = bench.decoded(batch), bench.engine.decode(batch, disable_overlap_schedule=True)
+    yield Figure(
+        key="overlap",
+        name=f"overlap, decode step of {batch}",
+        unit="ms",
+        ours=Spread.of([second * 1e3 for second in on.seconds]),
+        value=1 - on.host / off.host if off.host else 1.0,
+        of="of the CPU time hidden",
+        about=f"{off.median * 1e3:.4g} ms without; the device waits {on.host * 1e3:.3g} and {off.host * 1e3:.3g} ms",
+    )
+
+
+def graphs(bench: Bench) -> Iterator[Figure]:
+    """Decode steps launched kernel by kernel."""
+    for batch in sorted({min(bench.work.batches), bench.work.overlap_batch}):
+        replayed = bench.decoded(batch)
+        with bench.engine.without_graphs():
+            eager = bench.engine.decode(batch)
+        yield Figure(
+            key=f"graphs-{batch}",
+            name=f"CUDA graphs, decode step of {batch}",
+            unit="ms",
+            ours=Spread.of([second * 1e3 for second in replayed.seconds]),
+            value=eager.median / replayed.median,
+            of="x as fast as without",
+            about=f"{eager.median * 1e3:.4g} ms without",
+        )
+
+
+def many(bench: Bench) -> Iterator[Figure]:
+    """Many questions about a picture each, from the files on; and what memory that takes."""
+    work, engine, theirs = bench.work, bench.engine, bench.theirs
+    asked = iter(_many(work.many, work.many_side, bench.rounds + 1))
+    engine.ask(_questions(work.alone, work.many_side, seed=900), work.answer)
+    resting = _memory(bench.device)
+    ours = bench.seconds(lambda _: engine.ask(next(asked), work.answer), warm=False, rounds=2)
+    our_peak = _peak(bench.device)
+    rate = work.many / statistics.median(ours)
+    same = f"{work.many} pictures of {work.many_side}x{work.many_side}, {work.answer} tokens an answer"
+    questions = next(asked)
+    batch, taken = _together(bench, questions)
+    their_peak = _peak(bench.device)
+    theirs_rate = work.many / taken
+    yield Figure(
+        key="many-batched",
+        name=same,
+        unit="pictures/s",
+        ours=_rates(work.many, ours),
+        theirs=_one(theirs_rate),
+        value=rate / theirs_rate,
+        of="x transformers, batched",
+        about=f"transformers {batch} at a time",
+    )
+    alone = _questions(work.alone, work.many_side, seed=901)
+    theirs.generate(theirs.prepare(alone[0]), 2)
+    seconds = bench.seconds(
+        lambda number: theirs.generate(theirs.prepare(alone[number - 1]), work.answer), warm=False, rounds=work.alone
+    )
+    yield Figure(
+        key="many-alone",
+        name="the same, transformers one at a time",
+        unit="pictures/s",
+        ours=_rates(work.many, ours),
+        theirs=_rates(1, seconds),
+        value=rate * statistics.median(seconds),
+        of="x transformers, alone",
+    )
+    if our_peak:
+        pool = sum(
+            part.nbytes for layer in engine.llm.engine.runner.kv_cache.layers for part in (layer.keys, layer.values)
+        )
+        yield Figure(
+            key="memory",
+            name="peak memory of these",
+            unit="MiB",
+            ours=_one(our_peak / _MIB),
+            theirs=_one((their_peak - pool) / _MIB),
+            about=f"ours with {pool / _MIB:.0f} MiB of KV cache; computing takes {(our_peak - resting) / _MIB:.0f} MiB",
+        )
+
+
+def _together(bench: Bench, questions: Sequence[Question]) -> tuple[int, float]:
+    """transformers' largest batch that its memory has room for, and the seconds for all."""
+    batch = len(questions)
+    while True:
+        try:
+            _peak(bench.device)
+            [taken] = bench.seconds(_ignoring(partial(_answer_all, bench, questions, batch)), warm=False, rounds=1)
+            return batch, taken
+        except torch.cuda.OutOfMemoryError:
+            if batch == 1:
+                raise
+            torch.cuda.empty_cache()
+            batch //= 2
+
+
+def _answer_all(bench: Bench, questions: Sequence[Question], batch: int) -> None:
+    for first in range(0, len(questions), batch):
+        bench.theirs.generate(bench.theirs.prepare_batch(questions[first : first + batch]), bench.work.answer)
+
+
+def loading(bench: Bench) -> Iterator[Figure]:
+    """A process that loads these weights from files in the page cache, until it can answer."""
+    seconds, weights = seconds_until_ready(bench.engine.model, bench.folder, device=bench.device, dtype=bench.dtype)
+    yield Figure(
+        key="loading",
+        name="a new process until it is ready",
+        unit="s",
+        ours=_one(seconds),
+        value=seconds,
+        of="s",
+        about=f"{weights / _MIB:.0f} MiB of weights in the page cache; kernels were built before",
+    )
+
+
+def counts(bench: Bench) -> Iterator[Figure]:
+    """What a greedy decode step asks of a GPU, counted on a CPU."""
+    requests = _COUNTED_REQUESTS
+    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as made:
+        found = count_decode(Path(made), requests=requests)
+    step = found.step
+    layer, beside = (", ".join(f"{n} {name}" for name, n in some.items()) for some in (found.layer, found.beside))
+    for key, name, value, unit, about in (
+        ("launches-layer", "decode step, launches of a layer", found.layer.total(), "", layer),
+        ("launches-beside", "launches beside the layers", found.beside.total(), "", beside),
+        ("uploads", "copies to the device", step.uploads, "", ""),
+        ("upload-bytes", "bytes of these, a request", step.upload_bytes / requests, "bytes", ""),
+        ("downloads", "copies back", step.downloads, "", ""),
+        ("download-bytes", "bytes of these, a request", step.download_bytes / requests, "bytes", ""),
+    ):
+        yield Figure(key=key, name=name, unit=unit, ours=_one(value), value=value, about=about)
+
+
+def kernels(bench: Bench) -> Iterator[Figure]:
+    """Fused operators one by one, beside torch's, in the sizes of Qwen3-VL-8B."""
+    for one in kernel_figures(bench.device, dtype=bench.dtype, rounds=bench.rounds):
+        reached = one.moved / one.ours.median
+        yield Figure(
+            key=f"kernel-{one.name}",
+            name=one.name,
+            unit="us",
+            ours=Spread.of([second * 1e6 for second in (one.ours.median, one.ours.least, one.ours.most)]),
+            value=one.theirs.median / one.ours.median,
+            of="x as fast as torch",
+            about=f"torch {one.theirs.median * 1e6:.4g} us; {reached / bench.ceilings.bandwidth:.2f} of the bandwidth",
+        )
+
+
+PARTS: Mapping[str, Callable[[Bench], Iterator[Figure]]] = MappingProxyType(
+    {
+        "ceilings": ceilings,
+        "agreement": agreement,
+        "decode": decode,
+        "prefill": prefill,
+        "tower": tower,
+        "first-token": first_token,
+        "overlap": overlap,
+        "graphs": graphs,
+        "many": many,
+        "loading": loading,
+        "kernels": kernels,
+        "counts": counts,
     }
-    return Figure(name=name, unit=unit, **shown, ratio=ratio, about=about)
+)
+"""In the order of what would be missed most, should the time run out."""
 
 
-def _greedy(tokens: int) -> SamplingOverrides:
-    return SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+def measured(part: str, bench: Bench) -> Iterator[Figure]:
+    """A part's figures as they come. What fails is a figure that says so, and the next part goes on."""
+    if bench.budget.left <= 0:
+        yield Figure(key=part, name=part, error="no time was left for it (--budget-s)")
+        return
+    try:
+        yield from PARTS[part](bench)
+    except Exception as error:
+        yield Figure(key=part, name=part, error=_words(error))
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _ignoring(run: Callable[[], object]) -> Callable[[int], object]:
+    """Whatever the number of the round."""
+    return lambda _: run()
+
+
+def _words(error: Exception) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}"[:300]
+
+
+def _one(value: float) -> Spread:
+    return Spread.of([value])
+
+
+def _rates(work: float, seconds: Sequence[float]) -> Spread:
+    return Spread.of([work / second for second in seconds])
+
+
+def _pictures(folder: Path, count: int, side: int) -> list[tuple[TemporalPatch, ...]]:
+    """JPEG files, through the processor."""
+    processor = make_processor(folder, read_hf_config(folder))
+    images = (decode_image(jpeg(side, side, seed), processor.limits.decode) for seed in range(count))
+    return [temporal_patches(data_item(processor.process_image(image))) for image in images]
+
+
+def _questions(count: int, side: int, *, seed: int) -> list[Question]:
+    return [replace(question, text=_QUESTION) for question in make_questions(count, side=side, seed=seed)]
+
+
+def _many(count: int, side: int, rounds: int) -> Iterator[list[Question]]:
+    for number in range(rounds + 2):
+        yield _questions(count, side, seed=500 + number)
+
+
+def _memory(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _peak(device: torch.device) -> int:
+    """Bytes that were allocated at the most since this was asked last; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak

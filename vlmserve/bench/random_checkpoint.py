@@ -6,15 +6,17 @@ Its tokenizer and template are the built-in model's. Rows of the embedding beyon
 from __future__ import annotations
 
 import json
-import math
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from vlmserve.config.model_path import DEFAULT_MODEL
+from vlmserve.models.random_weights import moments
 from vlmserve.models.registry import load_config, make_model
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 from vlmserve_common.checkpoint.reader import INDEX_FILE, read_json
@@ -45,7 +47,6 @@ VISION_SIZES: dict[str, Any] = {
     "deepstack_visual_indexes": [5, 11, 17],
 }
 _MIN_PIXELS, _MAX_PIXELS, _MAX_VIDEO_PIXELS = 64**2, 1024**2, 4096**2
-_EMBED_STD, _LOGIT_STD = 0.05, 2.5
 _SHARD_BYTES = 512 * 1024**2
 
 
@@ -61,9 +62,7 @@ def write_random_checkpoint(
 
     text_sizes, vision_sizes: fields of `text_config` and `vision_config` that differ from the built-in model's.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in (*DEFAULT_MODEL.glob("*.json"), *DEFAULT_MODEL.glob("*.jinja")):
-        shutil.copyfile(file, folder / file.name)
+    copy_built_in_settings(folder)
     for name, most in (("preprocessor", _MAX_PIXELS), ("video_preprocessor", _MAX_VIDEO_PIXELS)):
         settings = read_json(folder, f"{name}_config.json")
         settings["size"] = {"shortest_edge": _MIN_PIXELS, "longest_edge": most}
@@ -76,32 +75,49 @@ def write_random_checkpoint(
     _write_json(folder / "config.json", config)
     used_rows = load_text_tokenizer(folder).num_ids
     model = make_model(config, load_config(folder), torch.device("meta"), torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    save_weights(
+        folder,
+        (
+            (name, _random(name, tuple(tensor.shape), used_rows, generator).bfloat16())
+            for name, tensor in published_tensors(model)
+        ),
+    )
+    return folder
+
+
+def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters by the names that published checkpoints of Qwen3-VL have, and transformers' models of all
+    families; views of the stored shape."""
+    for stored, tensor in stored_tensors(model):
+        yield stored if stored.startswith("lm_head.") else f"model.{stored}", tensor
+
+
+def save_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write tensors into a checkpoint folder, in shards."""
     shards: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
-    generator = torch.Generator().manual_seed(seed)
-    for stored, tensor in stored_tensors(model):
-        name = stored if stored.startswith("lm_head.") else f"model.{stored}"  # as published checkpoints have it
-        pending[name] = _random(name, tuple(tensor.shape), used_rows, generator).bfloat16()
+    for name, tensor in tensors:
+        pending[name] = tensor.cpu().contiguous()
         if sum(tensor.nbytes for tensor in pending.values()) >= _SHARD_BYTES:
             _save_shard(folder, pending, shards)
     _save_shard(folder, pending, shards)
     _write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": shards})
-    return folder
+
+
+def copy_built_in_settings(folder: Path) -> None:
+    """All of the built-in model but its weights, into a folder that is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (*DEFAULT_MODEL.glob("*.json"), *DEFAULT_MODEL.glob("*.jinja")):
+        shutil.copyfile(file, folder / file.name)
 
 
 def _random(name: str, shape: tuple[int, ...], used_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Matrices keep the size of what goes through them; norms are near one, and the last one sets the logits' size."""
-    noise = torch.randn(shape, generator=generator)
+    mean, std = moments(name, shape)
+    values = torch.randn(shape, generator=generator).mul_(std).add_(mean)
     if name.endswith("embed_tokens.weight"):
-        noise[used_rows:] = 0
-        return noise * _EMBED_STD
-    if name == "model.language_model.norm.weight":
-        return torch.full(shape, _LOGIT_STD / (_EMBED_STD * math.sqrt(shape[0])))
-    if name.endswith("pos_embed.weight"):
-        return noise * 0.3
-    if len(shape) == 1:
-        return 0.02 * noise + (1.0 if name.endswith("weight") else 0.0)
-    return noise / math.sqrt(math.prod(shape[1:]))
+        values[used_rows:] = 0
+    return values
 
 
 def _save_shard(folder: Path, pending: dict[str, torch.Tensor], shards: dict[str, str]) -> None:

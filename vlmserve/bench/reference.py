@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -15,6 +16,8 @@ from vision.towers.grids import Grid
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.bench.questions import Question
+from vlmserve.bench.random_checkpoint import published_tensors
+from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.tokenizer.chat_template import load_chat_template
 from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
 from vlmserve_common.checkpoint.reader import read_json
@@ -36,12 +39,30 @@ def load_reference(folder: Path, *, dtype: torch.dtype | str) -> Any:
     return load(folder, dtype=dtype, attn_implementation="sdpa").eval()
 
 
+def share_weights(folder: Path, model: VisionLanguageModel, *, device: torch.device) -> Any:
+    """transformers' model of a checkpoint folder, whose parameters are those of ours: one memory for both, and no
+    weights in the folder needed. AssertionError where the two have different ones."""
+    make_torchvision_importable()
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    make: Callable[..., Any] = AutoModelForImageTextToText.from_config
+    with device:
+        made = make(AutoConfig.from_pretrained(folder), dtype=model.dtype, attn_implementation="sdpa").eval()
+    missing, unexpected = made.load_state_dict(dict(published_tensors(model)), strict=False, assign=True)
+    if unexpected or set(missing) - ({"lm_head.weight"} if model.lm_head is None else set()):
+        raise AssertionError(f"transformers' model has other parameters: {missing} are missing, {unexpected} too many")
+    made.tie_weights()
+    return made
+
+
 class Reference:
     """`generate` of transformers, that stops at no token. Its inputs are made by our own template and processor (equal
-    to the reference's, as the tests show). dtype: "auto" for the checkpoint's."""
+    to the reference's, as the tests show). model: transformers', on `device`."""
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype | str = "auto", device: torch.device = _CPU) -> None:
-        self.model = load_reference(folder, dtype=dtype).to(device)
+    def __init__(self, folder: Path, model: Any, *, device: torch.device) -> None:
+        self.model = model
         self.model.generation_config.eos_token_id = None
         self.tokenizer = load_text_tokenizer(folder)
         self._template = load_chat_template(folder)
@@ -66,13 +87,26 @@ class Reference:
             "mm_token_type_ids": kinds,
         }
 
-    def answer(self, prompts: Sequence[str], tokens: int) -> list[tuple[int, ...]]:
-        """Greedy answers of exactly so many tokens, computed together. Prompts are equally long."""
-        ids = torch.tensor([self.tokenizer.encode(text) for text in prompts])
+    def prepare_batch(self, questions: Sequence[Question]) -> dict[str, torch.Tensor]:
+        """Of questions whose prompts are equally long."""
+        prepared = [self.prepare(question) for question in questions]
+        return {name: torch.cat([one[name] for one in prepared]) for name in prepared[0]}
+
+    def answer(self, prompts: np.ndarray, tokens: int) -> list[tuple[int, ...]]:
+        """Greedy answers of exactly so many tokens to ids int64 [B, L], computed together."""
+        ids = torch.from_numpy(prompts)
         return self.generate(
             {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)},
             tokens,
         )
+
+    @torch.inference_mode()
+    def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of an answer's first token, float32 [vocabulary]."""
+        self.model.model.rope_deltas = None  # of the last call
+        here = {name: value.to(self._device) for name, value in inputs.items()}
+        logits: torch.Tensor = self.model(**here, logits_to_keep=1).logits[0, -1]
+        return logits.float()
 
     @torch.inference_mode()
     def generate(self, inputs: dict[str, torch.Tensor], tokens: int, streamer: Any = None) -> list[tuple[int, ...]]:
@@ -112,4 +146,13 @@ def check_rows(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     limit = _TOLERANCE[ours.dtype]
     if not off < limit:
         raise AssertionError(f"rows differ by {off:.2g} of their length; {limit} is allowed in {ours.dtype}")
+    return off
+
+
+def check_logits(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> float:
+    """The distance of our logits from theirs, both float32 [vocabulary], as a part of their length; AssertionError as
+    for rows. dtype: what they were computed in."""
+    off = float((ours - theirs).norm() / theirs.norm())
+    if not off < _TOLERANCE[dtype]:
+        raise AssertionError(f"logits differ by {off:.2g} of their length; {_TOLERANCE[dtype]} is allowed in {dtype}")
     return off

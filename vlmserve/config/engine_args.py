@@ -47,6 +47,9 @@ class EngineArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
         "auto", "compute type; auto is the checkpoint's own"
     )
+    load_format: Literal["auto", "safetensors", "dummy"] = _model(
+        "auto", "dummy: random weights, made on the device, to measure with; auto is the checkpoint's safetensors"
+    )
     max_model_len: int | None = _model(
         None, "context length in tokens: prompt and answer together; default: the model's", AT_LEAST_1
     )

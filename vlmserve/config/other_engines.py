@@ -177,7 +177,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("that is what is served", sglang="enable_multimodal", fine=ANY, switch=True),
     _answered("there is none at the start", sglang="skip_server_warmup", fine=ANY, switch=True),
     _answered("requests that lose their KV cache are computed again", "swap_space", fine=ANY),
-    _answered("weights are read from safetensors", both="load_format", fine="auto safetensors"),
     _answered("the checkpoint's fast tokenizer is used", both="tokenizer_mode", fine="auto"),
     _answered("every token is sent as it comes", both="stream_interval", fine="1"),
     _answered("models are our own, see the README for the families", both="model_impl", fine="auto"),

@@ -37,6 +37,7 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import check_weights_fit, graph_room, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
+from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
@@ -87,7 +88,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     mode = _quantization(args, device)
     _check_sizes(args, device, mode)
     # encoder processes have the tower, and no copy of it is needed here
-    model = load_model(args.model, device=device, dtype=dtype_setting(args.dtype), with_tower=not args.num_encoders)
+    model = _model(args, device)
     model.pack(mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, model.dtype))
@@ -168,6 +169,20 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     return runner, info
 
 
+def _outline(args: EngineArgs, device: torch.device) -> VisionLanguageModel:
+    dtype = dtype_setting(args.dtype)
+    if args.load_format == "dummy":
+        return random_model(Path(args.model), "meta", dtype)
+    return outline_model(Path(args.model), dtype, device)
+
+
+def _model(args: EngineArgs, device: torch.device) -> VisionLanguageModel:
+    dtype, with_tower = dtype_setting(args.dtype), not args.num_encoders
+    if args.load_format == "dummy":
+        return random_model(Path(args.model), device, dtype, with_tower=with_tower)
+    return load_model(args.model, device=device, dtype=dtype, with_tower=with_tower)
+
+
 def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
     """What --quantization comes to here. EngineError on a GPU."""
     if args.quantization == "none":
@@ -182,7 +197,7 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
 
 def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> None:
     """EngineError for a context that the model was not made for, and for what has no room in memory."""
-    outline = outline_model(Path(args.model), dtype_setting(args.dtype), device)
+    outline = _outline(args, device)
     most = outline.config.max_position_embeddings
     max_model_len = args.max_model_len or most
     if max_model_len > most:

@@ -73,7 +73,7 @@ class LLM(AbstractContextManager["LLM"]):
     model: as in `EngineArgs`; without one, the small model that comes with the package.
     settings: any field of `EngineArgs`, also by the names of vLLM and SGLang, and max_images_per_request and
     max_videos_per_request. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or SettingsError.
-    Not thread-safe.
+    Not thread-safe. engine: its parts, to measure them one by one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> None:
         args, counts = read_settings(model, settings)
         limits = StageLimits(fetch=fetch or FetchSettings(), counts=counts)
-        engine = build_offline_engine(args, limits, self._take)
+        engine = self.engine = build_offline_engine(args, limits, self._take)
         self.args, self.info, self._runner = engine.args, engine.info, engine.runner
         self._scheduler, self._stack = engine.scheduler, engine.stack
         self._media, self.builder = engine.stage.media, engine.stage.builder

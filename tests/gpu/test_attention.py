@@ -1,0 +1,164 @@
+"""Every attention backend against plain float32, on the shapes of real models: decoding, prompts behind prefixes, both
+together, and the towers' segments."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.attention_steps import Heads, Step, off
+from vision.towers.attention import segment_attention
+from vision.towers.grids import Segments
+from vision.towers.pieces import UNLIMITED, finish
+from vlmserve.attention.base import AttentionBackend
+from vlmserve.attention.choice import choose_backend
+from vlmserve.attention.spec import AttentionSpec
+from vlmserve_common.compute.rotary import rotation
+
+BACKENDS = ("torch", "triton", "flashinfer")
+FLASHINFER_DIMS = (64, 128, 256)
+HEADS = [
+    Heads(heads=32, kv_heads=8, dim=128),  # Qwen3-VL-8B
+    Heads(heads=28, kv_heads=4, dim=128),  # Qwen2.5-VL-7B
+    Heads(heads=16, kv_heads=8, dim=128),  # Qwen3-VL-2B
+    Heads(heads=16, kv_heads=2, dim=64),
+    Heads(heads=4, kv_heads=4, dim=72),
+    Heads(heads=8, kv_heads=1, dim=80),
+    Heads(heads=8, kv_heads=2, dim=96),
+    Heads(heads=4, kv_heads=2, dim=256),
+]
+SMALL_HEADS = [Heads(heads=4, kv_heads=2, dim=16), Heads(heads=3, kv_heads=1, dim=24)]
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
+STEPS = {
+    "decode": lambda random: [(int(before), 1) for before in (0, 14, 15, 16, *random.integers(1, 3000, 60))],
+    "prompts": lambda random: [(0, 1000), (0, 1), (0, 16), (0, 129), (0, 2048)],
+    "prefixes": lambda random: [(1024, 500), (3000, 64), (15, 33), (16, 16), (1, 700)],
+    "mixed": lambda random: [*((int(n), 1) for n in random.integers(0, 2000, 20)), (0, 700), (100, 301), (31, 1)],
+}
+SMALL_STEPS = {
+    "decode": [(0, 1), (15, 1), (16, 1), (37, 1)],
+    "prompts": [(0, 17), (0, 1), (0, 16)],
+    "prefixes": [(16, 5), (15, 18), (1, 3)],
+    "mixed": [(20, 1), (0, 9), (17, 1), (5, 12)],
+}
+
+
+def requests(step: str, device: torch.device) -> list[tuple[int, int]]:
+    return STEPS[step](np.random.default_rng(0)) if device.type == "cuda" else SMALL_STEPS[step]
+
+
+def chosen(
+    name: str, heads: Heads, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> AttentionBackend:
+    """A backend, by the setting's name; the test is skipped where it has no such kernels, or its package is missing."""
+    if name == "flashinfer":
+        if device.type != "cuda" or find_spec("flashinfer") is None:
+            pytest.skip("FlashInfer is not installed, or there is no GPU")
+        if dtype == torch.float32 or heads.dim not in FLASHINFER_DIMS or cache_dtype == torch.int8:
+            pytest.skip("FlashInfer has no such kernels")
+    return choose_backend(
+        name,
+        AttentionSpec(
+            num_heads=heads.heads,
+            num_kv_heads=heads.kv_heads,
+            head_dim=heads.dim,
+            scaling=heads.dim**-0.5,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            page_size=16,
+            max_batch_size=64,
+            device=device,
+        ),
+    )
+
+
+def heads_of(device: torch.device) -> list[Heads]:
+    return HEADS if device.type == "cuda" else SMALL_HEADS
+
+
+def check(name: str, heads: Heads, step: Step, tolerance: float) -> None:
+    backend = chosen(name, heads, step.device, step.dtype, step.cache.dtype)
+    found = step.run(backend)
+    assert off(found, step.expected()) < tolerance, f"{heads}, {step.requests}"
+    keys, values, wanted_keys, wanted_values = step.stored()
+    assert off(keys, wanted_keys) < max(tolerance, _ROUNDING[step.cache.dtype])
+    assert off(values, wanted_values) < max(1e-6, _ROUNDING[step.cache.dtype])
+
+
+_ROUNDING = {
+    torch.float32: 1e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.5e-2,
+    torch.float8_e4m3fn: 0.05,
+    torch.int8: 0.02,
+}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("step", list(STEPS))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_attend_as_float32_does(device, name, step, dtype):
+    for number, heads in enumerate(heads_of(device)):
+        if name == "flashinfer" and heads.dim not in FLASHINFER_DIMS:
+            continue
+        made = Step(requests(step, device), heads, dtype=dtype, cache_dtype=None, device=device, seed=number)
+        check(name, heads, made, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_cache_of_eight_bits_is_read_as_it_was_written(device, name, step, cache_dtype):
+    heads = heads_of(device)[0]
+    made = Step(requests(step, device), heads, dtype=torch.bfloat16, cache_dtype=cache_dtype, device=device)
+    check(name, heads, made, 2 * TOLERANCES[torch.bfloat16])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_answer_does_not_depend_on_batch_mates(device, name):
+    """But for rounding: each request alone, and all together."""
+    heads, dtype = heads_of(device)[0], torch.float16 if name == "flashinfer" else torch.float32
+    together = Step(requests("mixed", device), heads, dtype=dtype, cache_dtype=None, device=device)
+    backend = chosen(name, heads, device, dtype, dtype)
+    rows = together.run(backend).split(together.lengths)
+    for number in (0, len(rows) - 2, len(rows) - 1):
+        alone = Step([together.requests[number]], heads, dtype=dtype, cache_dtype=None, device=device)
+        first = sum(together.lengths[:number])
+        mine = slice(first, first + together.lengths[number])
+        alone.qkv, alone.rotary = together.qkv[mine], tuple(part[mine] for part in together.rotary)
+        before = together.requests[number][0]
+        alone.cache.write(0, alone.slots[0][:before], *together.cache.read(0, together.slots[number][:before], dtype))
+        assert off(alone.run(backend), rows[number]) < TOLERANCES[dtype] / 3
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("dim", [64, 72, 80])
+def test_segments_of_towers(device, dim, dtype):
+    """Whole pictures of one size, of several, windows, and windows cut at the edge."""
+    random = torch.Generator(device).manual_seed(dim)
+    full = device.type == "cuda"
+    heads = 16 if full else 2
+    pictures = [[4096] * 4, [1024, 256, 4096, 16], [64] * 60, [64, 64, 48, 16, 12, 64]] if full else [[16, 16], [4, 12]]
+    for lengths in pictures:
+        count = sum(lengths)
+        qkv = torch.randn((count, 3, heads, dim), generator=random, device=device).to(dtype)
+        rotary = rotation(torch.randn((count, dim // 2), generator=random, device=device), torch.float32)
+        with torch.inference_mode():
+            found = finish(segment_attention(qkv.clone(), rotary, Segments(lengths, device), UNLIMITED))
+        assert off(found, attended(qkv, rotary, lengths)) < TOLERANCES[dtype], lengths
+
+
+def attended(qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    """In float32."""
+    cos, sin = rotary
+    first, second = qkv[:, :2].float().chunk(2, dim=-1)
+    turned = qkv[:, :2].float() * cos[:, None] + torch.cat((second, first), -1) * sin[:, None]
+    parts = zip(turned[:, 0].split(lengths), turned[:, 1].split(lengths), qkv[:, 2].float().split(lengths), strict=True)
+    made = []
+    for q, k, v in parts:
+        weights = (torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5).softmax(-1)
+        made.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(made)

@@ -1,0 +1,200 @@
+"""What a decode step asks of a GPU, counted on a CPU: launches, and copies between host and device.
+
+The model computes as on a GPU, with our kernels under Triton's interpreter (TRITON_INTERPRET=1). An operator of torch
+that computes something is one launch (a few are more on a GPU), so is a kernel of ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vlmserve.bench.gpu_shapes import SHAPES, TEXT_IDS, Shape, small, write_folder
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, SamplingBatchInfo
+from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
+from vlmserve.offline.llm import LLM
+from vlmserve_common.errors import EngineError
+
+_NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach"}
+_NO_LAUNCH |= {"alias", "lift_fresh", "_reshape_alias"}
+_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """Of one decode step: launches by name, copies to the device and back, and the bytes of these."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    uploads: int = 0
+    upload_bytes: int = 0
+    downloads: int = 0
+    download_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCounts:
+    """A step's counts, taken apart: launches of each layer, and those of the step beside its layers."""
+
+    layer: Counter[str]
+    beside: Counter[str]
+    step: StepCounts
+
+
+def count_decode(folder: Path, *, requests: int, sampling: SamplingParams | None = None) -> LayerCounts:
+    """Of a step in which so many requests decode (greedily unless `sampling` says otherwise), with Qwen3-VL's layers.
+
+    Of models of two and of three layers: what differs is a layer's. folder: for their settings. EngineError where
+    Triton's interpreter is not on.
+    """
+    shape = small(SHAPES["8b"])
+    two, three = (_count(folder / str(layers), shape, layers, requests, sampling) for layers in (2, 3))
+    layer = three.launches - two.launches
+    twice = Counter({name: 2 * count for name, count in layer.items()})
+    return LayerCounts(layer=layer, beside=two.launches - twice, step=two)
+
+
+def _count(folder: Path, shape: Shape, layers: int, requests: int, sampling: SamplingParams | None) -> StepCounts:
+    text = dict(shape.text) | {"num_hidden_layers": layers}
+    made = Shape(what=shape.what, family=shape.family, tied=shape.tied, text=text, vision=shape.vision)
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "cpu_kernels": "off",
+        "attention_backend": "triton",
+        "gpu_kernels": "triton",
+        "num_threads": 1,
+        "max_total_tokens": 256,
+        "max_model_len": 64,
+        "max_running_requests": max(2, requests),
+        "disable_radix_cache": True,
+    }
+    sampling = sampling or SamplingParams(temperature=0.0)
+    with LLM(str(write_folder(folder, made)), **settings) as llm:
+        scheduler, runner = llm.engine.scheduler, llm.engine.runner
+        random = np.random.default_rng(0)
+        with _decode_steps(runner, requests) as found:
+            for number in range(requests):
+                ids = random.integers(0, TEXT_IDS, 3)
+                limited = replace(sampling, max_new_tokens=_STEPS, ignore_eos=True)
+                scheduler.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=limited))
+            while not scheduler.is_idle():
+                scheduler.step_or_wait()
+    if not found:
+        raise EngineError(f"no step decoded {requests} requests at a time")
+    return found[-1]
+
+
+@contextmanager
+def _decode_steps(runner: ModelRunner, requests: int) -> Iterator[list[StepCounts]]:
+    """A list that grows by the counts of each step that decodes so many requests."""
+    found: list[StepCounts] = []
+    forward, sample = runner.forward, runner.sample
+    counted: list[Counted] = []
+
+    def counting_forward(batch: ModelWorkerBatch) -> Any:
+        counted[:] = [Counted()] if len(batch.input_ids) == len(batch.seq_lens) == requests else []
+        return counted[0].during(lambda: forward(batch), runner) if counted else forward(batch)
+
+    def counting_sample(forwarded: Any, info: SamplingBatchInfo) -> Any:
+        if not counted:
+            return sample(forwarded, info)
+        result = counted[0].during(lambda: sample(forwarded, info), runner)
+        found.append(counted[0].counts())
+        return result
+
+    with (
+        mock.patch.object(runner, "forward", counting_forward),
+        mock.patch.object(runner, "sample", counting_sample),
+    ):
+        yield found
+
+
+class Counted:
+    """Counts while something runs."""
+
+    def __init__(self) -> None:
+        self.launches: Counter[str] = Counter()
+        self._up: list[int] = []
+        self._down: list[int] = []
+
+    def counts(self) -> StepCounts:
+        """So far."""
+        return StepCounts(
+            launches=self.launches,
+            uploads=len(self._up),
+            upload_bytes=sum(self._up),
+            downloads=len(self._down),
+            download_bytes=sum(self._down),
+        )
+
+    def during(self, run: Callable[[], Any], runner: ModelRunner) -> Any:
+        """run(), counted."""
+        transfers = runner._transfers
+        upload, download = transfers.upload, transfers.download
+
+        def counting_upload(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+            self._up.append(sum(array.nbytes for array in arrays))
+            return upload(arrays)
+
+        def counting_download(tensors: Sequence[torch.Tensor]) -> Any:
+            self._down.append(sum(tensor.nbytes for tensor in tensors))
+            return download(tensors)
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(transfers, "upload", counting_upload))
+            stack.enter_context(mock.patch.object(transfers, "download", counting_download))
+            operators = stack.enter_context(_Operators(self.launches))
+            stack.enter_context(_kernels(self.launches, operators))
+            return run()
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, launches: Counter[str]) -> None:
+        super().__init__()
+        self._launches = launches
+        self.inside_a_kernel = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if not (self.inside_a_kernel or name in _NO_LAUNCH or (function.is_view and _shares_memory(out, args))):
+            self._launches[name] += 1
+        return out
+
+
+def _shares_memory(out: Any, args: Any) -> bool:
+    """Whether an operator that may return its input's memory (`to`, `reshape`) did."""
+    first = next((one for one in tree_leaves(out) if isinstance(one, torch.Tensor)), None)
+    given = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+    return first is None or first.untyped_storage().data_ptr() in given
+
+
+@contextmanager
+def _kernels(launches: Counter[str], operators: _Operators) -> Iterator[None]:
+    """Kernels of ours, which the interpreter runs by operators of its own."""
+    from triton.runtime.interpreter import GridExecutor
+
+    plain = GridExecutor.__call__
+
+    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launches[kernel.fn.__name__] += 1
+        operators.inside_a_kernel = True
+        try:
+            return plain(kernel, *args, **kwargs)
+        finally:
+            operators.inside_a_kernel = False
+
+    with mock.patch.object(GridExecutor, "__call__", counted):
+        yield
