@@ -12,7 +12,6 @@ from functools import cached_property
 
 import torch
 
-from vlmserve_common.compute.tensors import upload
 from vlmserve_common.compute.transfers import to_device
 
 Grid = tuple[int, int, int]
@@ -116,7 +115,7 @@ class Segments:
             place = torch.arange(len(segment)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
             begins, ends = self.bounds[:-1][segment], self.bounds[1:][segment]
             tiles = torch.stack((begins, ends, begins + place * rows), dim=1).int()
-            self._tiles[rows] = upload(tiles.numpy(), self.device)
+            self._tiles[rows] = to_device(tiles, self.device)
         return self._tiles[rows]
 
     @cached_property

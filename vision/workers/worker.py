@@ -31,6 +31,7 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     if device.type == "cpu":
         activate(settings.cpu_kernels, threads=settings.threads)
     else:
+        torch.cuda.set_device(device)
         fused.activate(settings.gpu_kernels, device)
     tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))
     fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"])

@@ -13,7 +13,7 @@ from vlmserve.attention.base import AttentionBackend, ForwardBatch, RadixAttenti
 from vlmserve.attention.positioning import position_and_store
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve_common.compute.rotary import Rotation
-from vlmserve_common.compute.tensors import upload
+from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.kernels.attention import HeadNorms
 from vlmserve_common.kernels.gpu.decode import SplitWorkspace, decode_attention
 from vlmserve_common.kernels.gpu.extend import extend_attention, extend_tiles, tile_tokens
@@ -100,12 +100,14 @@ class _Step:
         if self.singles == self.requests:
             return None
         if self._single_requests is None:
-            self._single_requests = upload(np.flatnonzero(self._single).astype(np.int32), device)
+            singles = np.flatnonzero(self._single).astype(np.int32)
+            self._single_requests = to_device(torch.from_numpy(singles), device)
         return self._single_requests
 
     def tiles(self, tokens: int, device: torch.device) -> torch.Tensor:
         """`extend_tiles` of the others, for tiles of so many tokens."""
         if tokens not in self._tiles:
             several = np.flatnonzero(~self._single)
-            self._tiles[tokens] = upload(extend_tiles(self._prefix_lens, self._extend_lens, tokens, several), device)
+            tiles = extend_tiles(self._prefix_lens, self._extend_lens, tokens, several)
+            self._tiles[tokens] = to_device(torch.from_numpy(tiles), device)
         return self._tiles[tokens]

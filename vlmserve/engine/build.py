@@ -84,6 +84,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
     operators = fused.activate(args.gpu_kernels, device)
     if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread: Triton launches there
         log.info("%s: %s", device, operators)
     mode = _quantization(args, device)
     _check_sizes(args, device, mode)
@@ -290,7 +291,7 @@ def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> Devic
     if args.disable_overlap_schedule:
         return InlineQueue()
     if device.type != "cpu":
-        return StreamQueue()
+        return StreamQueue(partial(torch.cuda.set_device, device))
     return ThreadQueue(partial(torch.set_num_threads, threads))
 
 

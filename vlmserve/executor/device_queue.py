@@ -78,9 +78,25 @@ class InlineQueue:
 
 class StreamQueue(InlineQueue):
     """For a GPU: what is submitted is launched at once, in the caller's thread, and its stream does it in order. Who
-    needs what comes of it waits for an event behind it, while the next step is under way."""
+    needs what comes of it waits for an event behind it, while the next step is under way.
+
+    choose_device: called first in the thread of whoever submits, as each thread has a current device of its own.
+    """
 
     depth = 2
+
+    def __init__(self, choose_device: Callable[[], None] | None = None) -> None:
+        self._choose_device = choose_device
+
+    def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
+        """See `DeviceQueue`."""
+        return self.submit(run, *args)
+
+    def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
+        """See `DeviceQueue`."""
+        if self._choose_device is not None:
+            self._choose_device()
+        return super().submit(run, *args)
 
 
 class _Later(Generic[T]):

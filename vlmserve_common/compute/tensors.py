@@ -33,9 +33,3 @@ def give_memory(module: nn.Module, device: torch.device | str) -> None:
     """Move a module from the meta device to another, its tensors uninitialised: `Module.to_empty`, which imports
     torch's compiler for that, half a second."""
     module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-
-
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on a device. Nobody waits for the copy to a GPU: it is from pinned memory, in the current stream."""
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -20,6 +20,8 @@ FEW = (
     "segments: bfloat16, dim 72, tiles of 128",
     "merge: bfloat16, dim 128",
     "fp8 linear: bfloat16, 8192 rows, blocks of 128 outputs, bias",
+    "page indices: pages of 16",
+    "position_and_store: bfloat16, cache bfloat16, dim 128, normalised",
 )
 
 

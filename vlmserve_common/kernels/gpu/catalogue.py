@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from vlmserve_common.kernels.gpu.variant import Variant
 
-MODULES = ("attention_variants", "fp8_variants")
+MODULES = ("activation", "attention_variants", "fp8_variants", "norm", "page_table", "positions", "sampling")
 """Modules of this package that have a CATALOGUE of variants."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vlmserve_common.kernels.gpu.variant import Variant
+
 _BLOCK = 1024
 
 
@@ -40,11 +42,10 @@ def page_indices(
 
 
 CATALOGUE = (
-    (
-        _page_indices,
-        {"table": "*i32", "table_stride": "i32", "rows": "*i64", "starts": "*i32", "out": "*i32"},
-        {"PAGE_SIZE": 16, "BLOCK": _BLOCK},
-        {"num_warps": 4},
+    Variant(
+        name="page indices: pages of 16",
+        kernel=_page_indices,
+        signature={"table": "*i32:16", "table_stride": "i32", "rows": "*i64:16", "starts": "*i32:16", "out": "*i32:16"},
+        constexprs={"PAGE_SIZE": 16, "BLOCK": _BLOCK},
     ),
 )
-"""What to compile in advance, for tests: function, signature, constants, options."""
