@@ -19,6 +19,7 @@ from tests.fake_cuda.tensors import CUDA, Counts, CudaTensor, FakeCuda
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.executor.test_sampler import info
 from tests.vlmserve.reference import conversations
+from vision.towers import attention
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.attention.base import ForwardMode
 from vlmserve.attention.torch_backend import TorchAttentionBackend
@@ -132,7 +133,9 @@ def wanted(folder) -> dict[str, list]:
 
 @pytest.fixture(scope="module")
 def watched(folder) -> Iterator[tuple[LLM, Watched]]:
-    with engine(folder) as llm, FakeCuda() as cuda:
+    with engine(folder) as llm, FakeCuda() as cuda, pytest.MonkeyPatch.context() as patch:
+        # this GPU has no kernels of Triton's, and the trial of these waits: on a real one before the first step
+        patch.setattr(attention, "gpu_kernels_work", lambda device, dtype, dim: False)
         llm._scheduler._worker = watched = Watched(move_engine(llm, cuda), cuda)
         yield llm, watched
 
