@@ -16,12 +16,13 @@ from vision.towers.registry import make_tower
 from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
-from vlmserve.models.qwen3 import QWEN3_DEFAULTS, Qwen3Decoder
+from vlmserve.models.qwen3 import QWEN3_DEFAULTS, QWEN3_MOE_DEFAULTS, Qwen3Decoder
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.quantized import QuantizedTensors, Scheme, read_scheme
 from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
 from vlmserve_common.checkpoint.weights import load_weights
+from vlmserve_common.compute.experts import choose_layouts
 from vlmserve_common.compute.linear import share_workspace
 from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
@@ -40,6 +41,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
         "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
         "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS),
+        "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
     }
 )
 
@@ -86,6 +88,7 @@ def load_model(
     if not with_tower:
         module = nn.ModuleDict({name: part for name, part in model.named_children() if part is not model.visual})
         rules = replace(rules, ignored=(*rules.ignored, OF_THE_TOWER))
+    choose_layouts(module, {rules.our_name(name): stored.shape for name, stored in reader.tensors.items()})
     if scheme is None:
         load_weights(module, reader, rules)
     else:

@@ -1,0 +1,169 @@
+"""Sparse MLPs: a router chooses a few experts for each token, which goes through these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
+from vlmserve_common.kernels import experts as native
+from vlmserve_common.kernels.linear import PackedWeight, can_pack, stacked
+from vlmserve_common.kernels.quantized import Mode
+
+ExpertLayout = Literal["inputs_first", "outputs_first", "each"]
+"""How a checkpoint has the weights of experts: all of them in one tensor, [experts, inputs, outputs] (as published) or
+[experts, outputs, inputs] (as `transformers` 5 has them in memory), or each under its own name."""
+
+Choice = tuple[torch.Tensor, torch.Tensor]
+"""Experts int64 [N, chosen] of each token, and their scores [N, chosen] in its dtype."""
+
+
+class Router(Linear):
+    """Chooses `chosen` of `num_experts` for each token. Its weights are never quantised."""
+
+    def __init__(self, size: int, num_experts: int, chosen: int) -> None:
+        super().__init__(size, num_experts, bias=False)
+        self.chosen = chosen
+
+    def pack(self, mode: Mode | None = None) -> None:
+        """See `Linear.pack`."""
+        super().pack(None)
+
+    def choose(self, x: torch.Tensor) -> Choice:
+        """x [N, size] -> the experts that a softmax in float32 over the router's outputs, rounded to x's dtype, holds
+        most likely, and their probabilities, which are made to add up to 1 and rounded to x's dtype."""
+        logits = self(x)
+        if self.packed is not None:
+            return native.route(logits, self.chosen)
+        odds, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(self.chosen, dim=-1)
+        return ids, (odds / odds.sum(dim=-1, keepdim=True)).to(x.dtype)
+
+
+class Experts(nn.Module):
+    """down_e(act(gate_e(x)) * up_e(x)) for each expert e.
+
+    gate_up_proj [experts, 2 * intermediate_size, size], gates first; down_proj [experts, size, intermediate_size];
+    uninitialised, inference only.
+    """
+
+    gate_up_proj: nn.Parameter | None
+    down_proj: nn.Parameter | None
+
+    def __init__(self, count: int, size: int, intermediate_size: int, act: Activation) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, size), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(count, size, intermediate_size), requires_grad=False)
+        self.act = act
+        self.layout: ExpertLayout = "inputs_first"
+        self.packed: tuple[PackedWeight, PackedWeight] | None = None
+
+    def pack(self, mode: Mode | None = None) -> None:
+        """Lay the weights out for this process's operators, where these can use them; the plain ones go.
+
+        mode: quantised so, where that can be.
+        """
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if gate_up is None or down is None or not (can_pack(gate_up[0]) and can_pack(down[0])):
+            return
+        self.gate_up_proj = None
+        packed_gate_up = stacked([pack_weight(weight, None, mode, gated=True) for weight in gate_up])
+        del gate_up
+        self.down_proj = None
+        self.packed = packed_gate_up, stacked([pack_weight(weight, None, mode) for weight in down])
+
+    def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `checkpoint.weights.StoresParametersOtherwise`; by `layout`."""
+        for leaf, weights in self.named_parameters(recurse=False):
+            if self.layout == "each":
+                parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+                for expert, weight in enumerate(weights):
+                    for part, piece in zip(parts, weight.chunk(len(parts)), strict=True):
+                        yield f"{name}.{expert}.{part}.weight", piece
+            else:
+                yield f"{name}.{leaf}", weights.transpose(1, 2) if self.layout == "inputs_first" else weights
+
+    def stored_so(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> ExpertLayout:
+        """The layout of a checkpoint with tensors of these names and shapes, as far as they tell: a square weight is
+        taken to be as published."""
+        if any(f"{name}.0.{part}_proj.weight" in shapes for part in ("gate", "up", "down")):
+            return "each"
+        for leaf, weights in self.named_parameters(recurse=False):
+            _, outputs, inputs = weights.shape
+            if outputs != inputs and shapes.get(f"{name}.{leaf}") == tuple(weights.shape):
+                return "outputs_first"
+        return "inputs_first"
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        choice: Choice,
+        residual: torch.Tensor | None = None,
+        workspace: Workspace | None = None,
+    ) -> torch.Tensor:
+        """x [N, size] -> residual + the sum of each token's experts, times their scores, [N, size].
+
+        workspace: see `compute.linear.linear`.
+        """
+        ids, scores = choice
+        if self.packed is not None:
+            return native.run_experts(x, ids, scores, *self.packed, act=self.act.name, residual=residual)
+        assert self.gate_up_proj is not None
+        assert self.down_proj is not None
+        if x.is_cuda:
+            from vlmserve_common.kernels.gpu.experts import run_experts
+
+            out = run_experts(x, ids, scores, self.gate_up_proj, self.down_proj, act=self.act.name)
+        else:
+            out = self._one_by_one(x, ids, scores, workspace)
+        return out if residual is None else out.add_(residual)
+
+    def _one_by_one(
+        self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, workspace: Workspace | None
+    ) -> torch.Tensor:
+        """The experts that are hit, each with all its tokens. A token's sum is in the order of its scores, whatever
+        else is in the batch."""
+        assert self.gate_up_proj is not None
+        assert self.down_proj is not None
+        chosen = ids.shape[1]
+        order = ids.flatten().argsort(stable=True)
+        rows = x[order // chosen]
+        made = torch.empty_like(rows)
+        first = 0
+        for expert, count in enumerate(ids.flatten().bincount(minlength=len(self.down_proj)).tolist()):
+            if count:
+                own = slice(first, first + count)
+                gates, rest = linear(rows[own], self.gate_up_proj[expert], workspace=workspace).chunk(2, dim=-1)
+                made[order[own]] = linear(self.act(gates).mul_(rest), self.down_proj[expert], workspace=workspace)
+                first += count
+        return (made.view(len(x), chosen, -1).float() * scores[..., None].float()).sum(1).to(x.dtype)
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts, under the names of published checkpoints."""
+
+    def __init__(self, size: int, intermediate_size: int, num_experts: int, chosen: int, act: Activation) -> None:
+        super().__init__()
+        self.gate = Router(size, num_experts, chosen)
+        self.experts = Experts(num_experts, size, intermediate_size, act)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [N, size] -> [N, size], added to `residual`."""
+        return self.experts(x, self.gate.choose(x), residual, self.gate.workspace)
+
+
+def pack_experts(module: nn.Module, mode: Mode | None = None) -> None:
+    """Let all `Experts` in `module` use this process's operators; see `Experts.pack`."""
+    for child in module.modules():
+        if isinstance(child, Experts):
+            child.pack(mode)
+
+
+def choose_layouts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Have all `Experts` in `module` filled as a checkpoint has them; shapes: of its tensors, by our names."""
+    for name, child in module.named_modules():
+        if isinstance(child, Experts):
+            child.layout = child.stored_so(name, shapes)
