@@ -97,7 +97,7 @@ def test_half_precision_without_operators(dtype):
 def test_every_layout_is_known_by_its_shapes(layout, sizes):
     """Also where one of the two weights is square."""
     stored, read = (torch.nn.ModuleDict({"mlp": Experts(3, *sizes, activation("silu"))}) for _ in range(2))
-    stored["mlp"].layout = layout
+    stored["mlp"].lay_out(layout)
     shapes = {name: tuple(view.shape) for name, view in stored_tensors(stored)}
     choose_layouts(read, shapes)
     assert read["mlp"].layout == layout

@@ -159,14 +159,8 @@ def _stored(file: Path, name: str, entry: dict[str, Any], data_start: int, file_
 
 
 def _copy(source: BinaryIO, stored: StoredTensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
-    source.seek(stored.start)
-    if not target.is_contiguous():  # it lies in another order here: part by part of its first dimension
-        part = torch.empty(stored.shape[1:], dtype=stored.dtype)
-        for place in target:
-            _fill(source, stored, part.view(-1).view(torch.uint8))
-            place.copy_(part)
-        return
     flat = target.detach().view(-1)
+    source.seek(stored.start)
     if flat.is_cpu and flat.dtype == stored.dtype:
         _fill(source, stored, flat.view(torch.uint8))
         return

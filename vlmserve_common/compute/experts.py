@@ -19,7 +19,7 @@ ExpertLayout = Literal["inputs_first", "outputs_first", "each"]
 [experts, outputs, inputs] (as `transformers` 5 has them in memory), or each under its own name."""
 
 Choice = tuple[torch.Tensor, torch.Tensor]
-"""Experts int64 [N, chosen] of each token, and their scores [N, chosen] in its dtype."""
+"""Experts [N, chosen] of each token, int64 (int32 on a GPU), and their scores [N, chosen] in its dtype."""
 
 
 class Router(Linear):
@@ -39,15 +39,19 @@ class Router(Linear):
         logits = self(x)
         if self.packed is not None:
             return native.route(logits, self.chosen)
+        if logits.is_cuda:
+            from vlmserve_common.kernels.gpu.routing import route  # not where there is no GPU
+
+            return route(logits, self.chosen)
         odds, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(self.chosen, dim=-1)
         return ids, (odds / odds.sum(dim=-1, keepdim=True)).to(x.dtype)
 
 
 class Experts(nn.Module):
-    """down_e(act(gate_e(x)) * up_e(x)) for each expert e.
+    """down_e(act(gate_e(x)) * up_e(x)) for each expert e; uninitialised, inference only.
 
-    gate_up_proj [experts, 2 * intermediate_size, size], gates first; down_proj [experts, size, intermediate_size];
-    uninitialised, inference only.
+    gate_up_proj, gates first, and down_proj lie as the checkpoint has them (see `lay_out`), so that they are read as
+    they are; `weights` are always the same.
     """
 
     gate_up_proj: nn.Parameter | None
@@ -58,21 +62,38 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, size), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(count, size, intermediate_size), requires_grad=False)
         self.act = act
-        self.layout: ExpertLayout = "inputs_first"
+        self.layout: ExpertLayout = "outputs_first"
         self.packed: tuple[PackedWeight, PackedWeight] | None = None
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [experts, 2 * intermediate_size, size] and [experts, size, intermediate_size]; there until `pack`."""
+        assert self.gate_up_proj is not None
+        assert self.down_proj is not None
+        if self.layout == "inputs_first":
+            return self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+        return self.gate_up_proj, self.down_proj
+
+    def lay_out(self, layout: ExpertLayout) -> None:
+        """Before the weights are filled: as a checkpoint has them."""
+        gate_up, down = self.weights
+        self.layout = layout
+        if layout == "inputs_first":
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        self.gate_up_proj = nn.Parameter(gate_up.new_empty(gate_up.shape), requires_grad=False)
+        self.down_proj = nn.Parameter(down.new_empty(down.shape), requires_grad=False)
 
     def pack(self, mode: Mode | None = None) -> None:
         """Lay the weights out for this process's operators, where these can use them; the plain ones go.
 
         mode: quantised so, where that can be.
         """
-        gate_up, down = self.gate_up_proj, self.down_proj
-        if gate_up is None or down is None or not (can_pack(gate_up[0]) and can_pack(down[0])):
+        if self.packed is not None or not all(can_pack(weights[0]) for weights in self.weights):
             return
-        self.gate_up_proj = None
-        packed_gate_up = stacked([pack_weight(weight, None, mode, gated=True) for weight in gate_up])
-        del gate_up
-        self.down_proj = None
+        # one after the other: of the first there is then no more than one
+        packed_gate_up = stacked([pack_weight(weight, None, mode, gated=True) for weight in self.weights[0]])
+        down = self.weights[1]
+        self.gate_up_proj = self.down_proj = None
         self.packed = packed_gate_up, stacked([pack_weight(weight, None, mode) for weight in down])
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,14 +105,13 @@ class Experts(nn.Module):
                     for part, piece in zip(parts, weight.chunk(len(parts)), strict=True):
                         yield f"{name}.{expert}.{part}.weight", piece
             else:
-                yield f"{name}.{leaf}", weights.transpose(1, 2) if self.layout == "inputs_first" else weights
+                yield f"{name}.{leaf}", weights
 
     def stored_so(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> ExpertLayout:
-        """The layout of a checkpoint with tensors of these names and shapes, as far as they tell: a square weight is
-        taken to be as published."""
+        """The layout of a checkpoint with tensors of these names and shapes; as published, if they do not tell."""
         if any(f"{name}.0.{part}_proj.weight" in shapes for part in ("gate", "up", "down")):
             return "each"
-        for leaf, weights in self.named_parameters(recurse=False):
+        for leaf, weights in zip(("gate_up_proj", "down_proj"), self.weights, strict=True):
             _, outputs, inputs = weights.shape
             if outputs != inputs and shapes.get(f"{name}.{leaf}") == tuple(weights.shape):
                 return "outputs_first"
@@ -111,14 +131,11 @@ class Experts(nn.Module):
         ids, scores = choice
         if self.packed is not None:
             return native.run_experts(x, ids, scores, *self.packed, act=self.act.name, residual=residual)
-        assert self.gate_up_proj is not None
-        assert self.down_proj is not None
-        if x.is_cuda:
-            from vlmserve_common.kernels.gpu.experts import run_experts
+        if x.is_cuda and self.act.name == "silu":
+            from vlmserve_common.kernels.gpu.experts import run_experts  # not where there is no GPU
 
-            out = run_experts(x, ids, scores, self.gate_up_proj, self.down_proj, act=self.act.name)
-        else:
-            out = self._one_by_one(x, ids, scores, workspace)
+            return run_experts(x, ids.int(), scores, *self.weights, residual)
+        out = self._one_by_one(x, ids, scores, workspace)
         return out if residual is None else out.add_(residual)
 
     def _one_by_one(
@@ -126,20 +143,19 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """The experts that are hit, each with all its tokens. A token's sum is in the order of its scores, whatever
         else is in the batch."""
-        assert self.gate_up_proj is not None
-        assert self.down_proj is not None
+        gate_up, down = self.weights
         chosen = ids.shape[1]
         order = ids.flatten().argsort(stable=True)
         rows = x[order // chosen]
         made = torch.empty_like(rows)
         first = 0
-        for expert, count in enumerate(ids.flatten().bincount(minlength=len(self.down_proj)).tolist()):
+        for expert, count in enumerate(ids.flatten().bincount(minlength=len(down)).tolist()):
             if count:
                 own = slice(first, first + count)
-                gates, rest = linear(rows[own], self.gate_up_proj[expert], workspace=workspace).chunk(2, dim=-1)
-                made[order[own]] = linear(self.act(gates).mul_(rest), self.down_proj[expert], workspace=workspace)
+                gates, rest = linear(rows[own], gate_up[expert], workspace=workspace).chunk(2, dim=-1)
+                made[order[own]] = linear(self.act(gates).mul_(rest), down[expert], workspace=workspace)
                 first += count
-        return (made.view(len(x), chosen, -1).float() * scores[..., None].float()).sum(1).to(x.dtype)
+        return (made.view(len(x), chosen, x.shape[1]).float() * scores[..., None].float()).sum(1).to(x.dtype)
 
 
 class SparseMLP(nn.Module):
@@ -163,7 +179,8 @@ def pack_experts(module: nn.Module, mode: Mode | None = None) -> None:
 
 
 def choose_layouts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Have all `Experts` in `module` filled as a checkpoint has them; shapes: of its tensors, by our names."""
+    """Have all `Experts` in `module`, before they are filled, lie as a checkpoint has them; shapes: of its tensors, by
+    our names."""
     for name, child in module.named_modules():
         if isinstance(child, Experts):
-            child.layout = child.stored_so(name, shapes)
+            child.lay_out(child.stored_so(name, shapes))
