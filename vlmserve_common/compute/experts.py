@@ -10,6 +10,7 @@ from torch import nn
 
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
+from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import experts as native
 from vlmserve_common.kernels.linear import PackedWeight, can_pack, stacked
 from vlmserve_common.kernels.quantized import Mode
@@ -107,13 +108,20 @@ class Experts(nn.Module):
             else:
                 yield f"{name}.{leaf}", weights
 
-    def stored_so(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> ExpertLayout:
-        """The layout of a checkpoint with tensors of these names and shapes; as published, if they do not tell."""
-        if any(f"{name}.0.{part}_proj.weight" in shapes for part in ("gate", "up", "down")):
+    def stored_so(self, shapes: Mapping[str, tuple[int, ...]]) -> ExpertLayout:
+        """The layout of a checkpoint whose experts have tensors of these names and shapes; as published, if they do not
+        tell. CheckpointError for quantised ones."""
+        for name in shapes:
+            if name.rpartition(".")[2] not in ("weight", "gate_up_proj", "down_proj"):
+                raise CheckpointError(
+                    f"{name}: experts that are quantised in the checkpoint are not supported; take the plain one (on a "
+                    "CPU, --quantization int8 or int4 quantises it at the start)"
+                )
+        if any(name.endswith("_proj.weight") for name in shapes):
             return "each"
         for leaf, weights in zip(("gate_up_proj", "down_proj"), self.weights, strict=True):
             _, outputs, inputs = weights.shape
-            if outputs != inputs and shapes.get(f"{name}.{leaf}") == tuple(weights.shape):
+            if outputs != inputs and shapes.get(leaf) == tuple(weights.shape):
                 return "outputs_first"
         return "inputs_first"
 
@@ -179,8 +187,13 @@ def pack_experts(module: nn.Module, mode: Mode | None = None) -> None:
 
 
 def choose_layouts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Have all `Experts` in `module`, before they are filled, lie as a checkpoint has them; shapes: of its tensors, by
-    our names."""
+    """Have all `Experts` in `module`, before they are filled, lie as a checkpoint has them. shapes: of its tensors, by
+    our names. CheckpointError for quantised experts."""
     for name, child in module.named_modules():
         if isinstance(child, Experts):
-            child.lay_out(child.stored_so(name, shapes))
+            prefix = f"{name}."
+            own = {stored.removeprefix(prefix): shapes[stored] for stored in shapes if stored.startswith(prefix)}
+            try:
+                child.lay_out(child.stored_so(own))
+            except CheckpointError as error:
+                raise CheckpointError(f"{prefix}{error}") from None

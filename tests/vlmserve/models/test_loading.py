@@ -321,9 +321,14 @@ def test_experts_are_read_in_every_layout(tmp_path):
             lambda t: t.update({EXPERTS + "gate_up_proj": torch.zeros(7, 64, 80)}),
             r"1 of the wrong shape: \S+gate_up_proj is \[7, 64, 80\], not \[8, 64, 80\]",
         ),
+        (
+            "each",
+            lambda t: t.update({EXPERTS + "5.up_proj.weight_scale_inv": torch.zeros(1, 1)}),
+            r"2\.mlp\.experts\.5\.up_proj\.weight_scale_inv: experts that are quantised in the checkpoint are not",
+        ),
         ("inputs_first", lambda t: t.pop(EXPERTS[:-8] + "gate.weight"), r"1 missing: \S+2\.mlp\.gate\.weight"),
     ],
-    ids=["fused", "one", "no-gate", "too-many", "shape", "router"],
+    ids=["fused", "one", "no-gate", "too-many", "shape", "quantised", "router"],
 )
 def test_every_expert_is_accounted_for(tmp_path, layout, change, message):
     folder = make_checkpoint(MOE, tmp_path, experts=layout)
