@@ -121,11 +121,11 @@ def _tower_bytes(tower: VisionTower, patches: int, itemsize: int) -> int:
 
 def _experts_width(config: ModelConfig) -> int:
     """Elements of a sparse MLP for each token: its odds in float32, twice; and in each expert that it goes through its
-    input, gate and up with their product, the output, and that in float32."""
+    input, gate and up with their product, and the output."""
     experts = config.experts
     if experts is None:
         return 0
-    return 4 * experts.count + experts.chosen * (4 * config.hidden_size + 3 * experts.intermediate_size)
+    return 4 * experts.count + experts.chosen * (2 * config.hidden_size + 3 * experts.intermediate_size)
 
 
 def _encode(tower: VisionTower, patches: int, device: torch.device) -> torch.Tensor:

@@ -163,7 +163,11 @@ class Experts(nn.Module):
                 gates, rest = linear(rows[own], gate_up[expert], workspace=workspace).chunk(2, dim=-1)
                 made[order[own]] = linear(self.act(gates).mul_(rest), down[expert], workspace=workspace)
                 first += count
-        return (made.view(len(x), chosen, x.shape[1]).float() * scores[..., None].float()).sum(1).to(x.dtype)
+        made = made.view(len(x), chosen, x.shape[1])
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for place in range(chosen):
+            total.addcmul_(made[:, place].float(), scores[:, place, None].float())
+        return total.to(x.dtype)
 
 
 class SparseMLP(nn.Module):

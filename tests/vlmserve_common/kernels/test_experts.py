@@ -75,6 +75,11 @@ def test_of_equally_likely_experts_the_first_are_chosen():
     torch.testing.assert_close(scores, torch.full((2, 3), 1 / 3))
 
 
+def test_what_is_not_a_number_goes_to_experts_that_are_there():
+    ids, _ = route(torch.full((2, 5), float("nan")), 3)
+    assert ((ids >= 0) & (ids < 5)).all()
+
+
 @SHAPES
 @given(
     rows=ROWS,

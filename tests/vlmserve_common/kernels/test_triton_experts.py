@@ -47,6 +47,12 @@ def test_of_equally_likely_experts_the_first_are_chosen():
     assert ids.tolist() == [[0, 1, 2]] * 2
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_what_is_not_a_number_goes_to_experts_that_are_there():
+    ids, _ = routing.route(torch.full((2, 5), float("nan"), device=DEVICE), 3)
+    assert ((ids >= 0) & (ids < 5)).all()
+
+
 @settings(max_examples=10)
 @given(
     st.one_of(st.integers(1, 40), st.just(700)),

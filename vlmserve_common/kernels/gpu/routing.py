@@ -68,7 +68,7 @@ def route_kernel(
     best = tl.zeros((BLOCK_CHOSEN,), dtype=tl.float32)
     for place in tl.static_range(CHOSEN):
         most = tl.max(odds, 0)
-        which = tl.min(tl.where(odds == most, experts, BLOCK - 1), 0)
+        which = tl.min(tl.where(odds == most, experts, EXPERTS - 1), 0)  # of NaN the last: it is there, too
         found = tl.where(places == place, which, found)
         best = tl.where(places == place, most, best)
         odds = tl.where(experts == which, -2.0, odds)
