@@ -18,7 +18,17 @@ from triton.compiler import ASTSource
 
 from vlmserve_common.kernels.gpu.variant import Variant
 
-MODULES = ("activation", "attention_variants", "fp8_variants", "norm", "page_table", "positions", "sampling")
+MODULES = (
+    "activation",
+    "attention_variants",
+    "experts",
+    "fp8_variants",
+    "norm",
+    "page_table",
+    "positions",
+    "routing",
+    "sampling",
+)
 """Modules of this package that have a CATALOGUE of variants."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
