@@ -1,4 +1,4 @@
-"""What a machine has that matters to GPU results: `python -m tests.gpu.environment`. It needs torch alone."""
+"""What a machine has that its results depend on: `python -m tests.gpu.environment`. It needs torch only."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _least(limit: float) -> Bar:
 COUNTED: Mapping[str, Bar] = MappingProxyType(
     {
         "launches-layer": Bar(limit=10, at_most=True, counted=True),
-        "launches-beside": Bar(limit=22, at_most=True, counted=True),
+        "launches-beside": Bar(limit=20, at_most=True, counted=True),
         "uploads": Bar(limit=2, at_most=True, counted=True),
         "upload-bytes": Bar(limit=112, at_most=True, counted=True),
         "downloads": Bar(limit=1, at_most=True, counted=True),

@@ -24,7 +24,7 @@ from vlmserve.bench.gpu_counts import count_decode
 from vlmserve.bench.gpu_engine import DecodeSteps, Engine
 from vlmserve.bench.gpu_figures import Figure
 from vlmserve.bench.gpu_floors import decode_bytes, prefill_flops, tower_flops
-from vlmserve.bench.gpu_kernels import kernel_figures
+from vlmserve.bench.gpu_kernels import QWEN3_8B, LayerSizes, kernel_figures
 from vlmserve.bench.gpu_loading import seconds_until_ready
 from vlmserve.bench.gpu_shapes import Work
 from vlmserve.bench.interleaved import Spread
@@ -40,6 +40,9 @@ _MIB = 2**20
 _QUESTION = "What is shown? Answer in a few words."  # as long for each, so that transformers needs no padding
 _THEIR_STEPS = 8
 _COUNTED_REQUESTS = 2
+_TINY_LAYER = LayerSizes(
+    hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=300, tokens=(1, 3), sampled=(2,)
+)
 
 
 class Budget:
@@ -391,8 +394,9 @@ def counts(bench: Bench) -> Iterator[Figure]:
 
 
 def kernels(bench: Bench) -> Iterator[Figure]:
-    """Fused operators one by one, beside torch's, in the sizes of Qwen3-VL-8B."""
-    for one in kernel_figures(bench.device, dtype=bench.dtype, rounds=bench.rounds):
+    """Fused operators one by one, beside torch's, in the sizes of Qwen3-VL-8B; on a CPU, in tiny ones."""
+    sizes = QWEN3_8B if bench.device.type == "cuda" else _TINY_LAYER
+    for one in kernel_figures(bench.device, dtype=bench.dtype, sizes=sizes, rounds=bench.rounds):
         reached = one.moved / one.ours.median
         yield Figure(
             key=f"kernel-{one.name}",
