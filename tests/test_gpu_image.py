@@ -48,4 +48,4 @@ def test_gpu_tests_are_collected_run_and_say_what_they_lack(monkeypatch):
 
 def test_the_benchmark(monkeypatch):
     words = ["bench", "gpu", "--device", "cpu", "--small", "--rounds", "1", "--parts", "decode"]
-    assert "decode, 8 at a time" in run(_BENCH, words, monkeypatch)
+    assert "decode step of 4" in run(_BENCH, words, monkeypatch)

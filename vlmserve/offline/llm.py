@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import numpy as np
 
+from processors.families.base import ProcessedMedium
 from processors.families.report import MediumReport, report_json
 from processors.fetch.settings import FetchSettings
 from vlmserve.messages import (
@@ -32,6 +35,7 @@ from vlmserve.tokenizer.request_builder import (
     EmbedsPrompt,
     GenerateReqInput,
     TextPrompt,
+    TokenizedPrompt,
     TokensPrompt,
 )
 from vlmserve.tokenizer.sampling import SamplingOverrides
@@ -41,6 +45,8 @@ from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.loop_thread import LoopThread
 
 _NOTHING_MORE = ReturnOptions()
+_AHEAD = 16
+"""Requests that wait with their media loaded while the engine computes, and these media, together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,15 @@ class Completion:
     warnings: tuple[str, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A request whose media are on their way."""
+
+    request: GenerateReqInput
+    tokenized: TokenizedPrompt
+    media: Future[list[ProcessedMedium]]
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -229,16 +244,20 @@ class LLM(AbstractContextManager["LLM"]):
         warnings: dict[str, tuple[str, ...]] = {}
         choices: list[list[str]] = []
         try:
-            for request in requests:
-                messages, media, said = self._build(request)
-                choices.append([message.rid for message in messages])
-                for message in messages:
-                    # only so many wait at a time, pictures and all
-                    while len(self._scheduler.waiting_queue) >= self._max_waiting:
+            with closing(self._loading(requests)) as loadings:
+                for loading in loadings:
+                    # the engine goes on meanwhile
+                    while not loading.media.done() and not self._scheduler.is_idle():
                         self._scheduler.step_or_wait()
-                    reports[message.rid], warnings[message.rid] = media, said
-                    self._answers[message.rid] = None
-                    self._scheduler.handle(message)
+                    messages, media, said = self._build(loading)
+                    choices.append([message.rid for message in messages])
+                    for message in messages:
+                        # only so many wait at a time, pictures and all
+                        while len(self._scheduler.waiting_queue) >= self._max_waiting:
+                            self._scheduler.step_or_wait()
+                        reports[message.rid], warnings[message.rid] = media, said
+                        self._answers[message.rid] = None
+                        self._scheduler.handle(message)
             while not self._scheduler.is_idle():
                 self._scheduler.step_or_wait()
             self._scheduler.step()  # the checks of an idle engine
@@ -249,14 +268,36 @@ class LLM(AbstractContextManager["LLM"]):
                 if answer is None or answer.finish_reason is None:  # an exception came first
                     self._scheduler.handle(AbortReq(rid=rid))
 
+    def _loading(self, requests: Iterable[GenerateReqInput]) -> Generator[_Loading, None, None]:
+        """The requests in order, while the media of those that come next are being loaded already."""
+        ahead = deque[_Loading]()
+        try:
+            for request in requests:
+                try:
+                    named, tokenized = self._tokenize(request)
+                except BadRequestError:
+                    yield from ahead  # one of these may fail, too, and comes first
+                    raise
+                media = tokenized.media
+                while ahead and sum(1 + len(loading.tokenized.media) for loading in ahead) + len(media) >= _AHEAD:
+                    yield ahead.popleft()
+                ahead.append(_Loading(named, tokenized, self._loop.start(self._media.load(media))))
+            while ahead:
+                yield ahead.popleft()
+        finally:
+            for loading in ahead:
+                loading.media.cancel()
+
+    def _tokenize(self, request: GenerateReqInput) -> tuple[GenerateReqInput, TokenizedPrompt]:
+        number, self._requests = self._requests, self._requests + 1
+        named = replace(request, request_id=f"offline-{number}")
+        return named, self.builder.tokenize(named, default_seed=self.args.random_seed + number)
+
     def _build(
-        self, request: GenerateReqInput
+        self, loading: _Loading
     ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...], tuple[str, ...]]:
-        request = replace(request, request_id=f"offline-{self._requests}")
-        tokenized = self.builder.tokenize(request, default_seed=self.args.random_seed + self._requests)
-        self._requests += 1
-        media = self._loop.run(self._media.load(tokenized.media))
-        messages = self.builder.build(request, tokenized, self.builder.expand(tokenized, media))
+        tokenized, media = loading.tokenized, loading.media.result()
+        messages = self.builder.build(loading.request, tokenized, self.builder.expand(tokenized, media))
         return messages, self._media.report(tokenized.media, media), tokenized.notes.warnings
 
     def _take(self, batch: SchedulerOutput) -> None:

@@ -26,15 +26,19 @@ class LoopThread:
 
         Raises concurrent.futures.CancelledError when the loop is closed meanwhile, RuntimeError when it is already.
         """
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:
-            coroutine.close()
-            raise
+        future = self.start(coroutine)
         try:
             return future.result()
         except BaseException:
             future.cancel()
+            raise
+
+    def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Have it run, for a result later on; see `run`."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
             raise
 
     def close(self) -> None:
