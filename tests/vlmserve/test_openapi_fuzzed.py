@@ -56,7 +56,7 @@ def _schema(most: int, *, edges: bool) -> BaseSchema:
 
 @pytest.fixture(scope="module")
 def small_schema() -> BaseSchema:
-    return _schema(20, edges=False)
+    return _schema(10, edges=False)
 
 
 @pytest.fixture(scope="module")
