@@ -82,9 +82,10 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     if device.type == "cpu":
         operators = activate(args.cpu_kernels, threads=threads)
         log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
+    else:
+        torch.cuda.set_device(device)  # of this thread: Triton launches there, in its trial, too
     operators = fused.activate(args.gpu_kernels, device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: Triton launches there
         log.info("%s: %s", device, operators)
     mode = _quantization(args, device)
     _check_sizes(args, device, mode)
@@ -288,10 +289,10 @@ def build_scheduler(
 
 def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:
     """threads: of torch on a CPU."""
+    if device.type != "cpu":
+        return StreamQueue(partial(torch.cuda.set_device, device), depth=1 if args.disable_overlap_schedule else 2)
     if args.disable_overlap_schedule:
         return InlineQueue()
-    if device.type != "cpu":
-        return StreamQueue(partial(torch.cuda.set_device, device))
     return ThreadQueue(partial(torch.set_num_threads, threads))
 
 
