@@ -111,6 +111,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
             device=device,
         ),
     )
+    attn_backend.reserve(args.max_running_requests, max_model_len + args.page_size)
     auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
     if device.type == "cuda":
