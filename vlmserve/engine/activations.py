@@ -6,6 +6,7 @@ batch of the vision tower at its limit of patches, or of one picture where that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +89,9 @@ def measure_activations(
         device = model.language_model.embed_tokens.weight.device
         batch = _dummy_batch(model.config, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
-        info = _dummy_sampling(limits.rows)
+        info = dummy_sampling(limits.rows)
         return Activations(
-            tower=meter(lambda: _encode(model.visual, limits.patches, device)) if limits.patches else 0,
+            tower=meter(lambda: encode_nothing(model.visual, limits.patches, device)) if limits.patches else 0,
             step=meter(lambda: _decode(model, batch)),
             logits=meter(lambda: sample(model.compute_logits(hidden), info)),
             beside=True,  # each on a stream of its own
@@ -124,12 +125,11 @@ def _tower_bytes(tower: VisionTower, patches: int, itemsize: int) -> int:
     return activation_bytes(patches, stream=stream, widest=widest, itemsize=itemsize, beside=values + 2 * merged)
 
 
-def _encode(tower: VisionTower, patches: int, device: torch.device) -> torch.Tensor:
+def encode_nothing(tower: VisionTower, patches: int, device: torch.device) -> torch.Tensor:
     """One square picture of about so many patches."""
     merge = tower.spatial_merge_size
     side = max(merge, int(patches**0.5) // merge * merge)
-    pixels = next(weight for name, weight in tower.named_parameters() if name.startswith("patch_embed."))
-    values = torch.zeros((side * side, pixels[0].numel()), dtype=torch.float32, device=device)
+    values = torch.zeros((side * side, math.prod(tower.patch_embed.proj.kernel)), dtype=torch.float32, device=device)
     return tower(values, [(1, side, side)])
 
 
@@ -175,7 +175,7 @@ def _dummy_batch(
     )
 
 
-def _dummy_sampling(rows: int) -> SamplingBatchInfo:
+def dummy_sampling(rows: int) -> SamplingBatchInfo:
     """Every request samples among its likeliest tokens."""
     no_ids, no_values = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
     return SamplingBatchInfo(

@@ -26,6 +26,7 @@ from vlmserve.engine.decode_graphs import GraphBuilder, cuda_tools, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
+from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
@@ -158,6 +159,8 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     graphs = graph_builder.capture(graph_plan, kv_cache=runner.kv_cache, req_to_token_pool=runner.req_to_token_pool)
     if graphs is not None:
         runner.attach_graphs(graphs)
+    if device.type == "cuda":
+        warm_up(runner, with_tower=not args.num_encoders)
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,
