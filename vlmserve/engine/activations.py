@@ -32,9 +32,9 @@ from vlmserve_common.checkpoint.hf_config import read_hf_config
 Meter: TypeAlias = Callable[[Callable[[], object]], int]
 """Runs something, and returns the most bytes that were allocated meanwhile beyond what was before."""
 
-_LOGITS = 6
-"""Float32 copies of logits that sampling has at a time: as computed, scaled, as logprobs, sorted with their places
-(which take twice as much)."""
+_LOGITS = 14
+"""Float32 copies of logits that sampling has at a time, where all are sorted for a top-p: as computed, scaled, as
+logprobs, sorted with their places (which take twice as much), and what is summed over these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +176,14 @@ def _dummy_batch(
 
 
 def dummy_sampling(rows: int) -> SamplingBatchInfo:
-    """Every request samples among its likeliest tokens."""
+    """Every request samples among its likeliest tokens, for which all are sorted: nothing takes more."""
     no_ids, no_values = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
     return SamplingBatchInfo(
         batch_indices=np.arange(rows),
         token_indices=np.arange(rows),
         temperatures=np.ones(rows, dtype=np.float32),
         top_ps=np.full(rows, 0.9, dtype=np.float32),
-        top_ks=np.full(rows, 50, dtype=np.int64),
+        top_ks=np.zeros(rows, dtype=np.int64),
         min_ps=np.zeros(rows, dtype=np.float32),
         seeds=np.arange(rows),
         output_indices=np.zeros(rows, dtype=np.int64),

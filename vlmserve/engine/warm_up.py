@@ -80,9 +80,9 @@ def _ways(rows: int, batch: ModelWorkerBatch, *, vocab: int) -> Iterator[Samplin
     greedy = replace(random, temperatures=np.zeros(rows, dtype=np.float32))
     ones, numbers = np.ones(rows, dtype=np.float32), np.arange(rows)
     yield greedy
-    yield replace(random, top_ks=np.zeros(rows, dtype=np.int64), top_ps=ones)
+    yield replace(random, top_ps=ones)
     yield random
-    yield replace(random, top_ks=np.zeros(rows, dtype=np.int64), min_ps=ones / vocab)
+    yield replace(random, top_ks=np.full(rows, min(50, vocab), dtype=np.int64), min_ps=ones / vocab)
     yield replace(
         greedy,
         count_rows=numbers,
