@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fake_cuda.tensors import CUDA, FakeCuda
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 
 CPU = torch.device("cpu")
@@ -235,3 +236,11 @@ def test_two_tiers_are_as_told(limit, host_limit, acts):
         assert cache.device.held_bytes == device.bytes(held_only=True)
         assert cache.device.bytes <= max(cache.device.limit_bytes, cache.device.held_bytes)
         assert cache.host is None or cache.host.bytes <= cache.host.limit_bytes
+
+
+def test_rows_of_another_process_go_to_a_gpu_without_waiting_for_it():
+    with FakeCuda() as cuda:
+        cache = EmbeddingCache(MemoryTier(100, CUDA))
+        cache.add(b"k", torch.ones(2, 3))
+        assert cache.embeds(b"k").is_cuda
+        assert not cuda.counts.syncs

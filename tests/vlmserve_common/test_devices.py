@@ -23,13 +23,24 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_what_is_there_is_taken(gpus: pytest.MonkeyPatch) -> None:
     assert [str(resolve_device(name)) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
-        "cuda",
+        "cuda:0",
         "cpu",
-        "cuda",
+        "cuda:0",
         "cuda:1",
     ]
     gpus.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto").type == "cpu"
+
+
+def test_a_gpu_can_be_made_the_current_one(gpus: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    gpus.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    for name in ("auto", "cuda", "cuda:1"):
+        torch.cuda.set_device(resolve_device(name))
+    assert chosen == [0, 0, 1]
+    gpus.setattr(torch.cuda, "is_initialized", lambda: True)
+    gpus.setattr(torch.cuda, "current_device", lambda: 1)
+    assert str(resolve_device("cuda")) == "cuda:1"
 
 
 def test_a_gpu_that_is_not_there(gpus: pytest.MonkeyPatch) -> None:

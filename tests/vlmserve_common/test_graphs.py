@@ -22,19 +22,23 @@ def test_warm_up_comes_before_the_capture_and_all_share_a_pool(monkeypatch: pyte
 
     @contextlib.contextmanager
     def stream(chosen: Stream) -> Iterator[None]:
-        current.append(chosen.name)
-        yield
-        current.pop()
+        before = current[0]
+        current[0] = chosen.name
+        try:
+            yield
+        finally:
+            current[0] = before
 
     @contextlib.contextmanager
     def graph(_: object, *, pool: str, stream: Stream) -> Iterator[None]:
-        current.append(f"graph in {pool} on {stream.name}")
-        yield
-        current.pop()
+        before = current[0]
+        current[0] = f"graph in {pool} on {stream.name}"
+        yield  # and does not come back where that raises
+        current[0] = before
 
     fake = SimpleNamespace(
         Stream=lambda device: Stream(name="side"),
-        current_stream=lambda: Stream(name="main"),
+        current_stream=lambda: Stream(name=current[0]),
         graph_pool_handle=lambda: "a pool",
         device=lambda device: contextlib.nullcontext(),
         stream=stream,
@@ -45,7 +49,7 @@ def test_warm_up_comes_before_the_capture_and_all_share_a_pool(monkeypatch: pyte
     capturer = graphs.CudaCapturer(torch.device("cuda:0"))
     for _ in range(2):
         done.clear()
-        assert isinstance(capturer.capture(lambda: done.append(current[-1])), SimpleNamespace)
+        assert isinstance(capturer.capture(lambda: done.append(current[0])), SimpleNamespace)
         assert done == [
             "side waits for main",
             "side",
@@ -53,3 +57,11 @@ def test_warm_up_comes_before_the_capture_and_all_share_a_pool(monkeypatch: pyte
             "main waits for side",
             "graph in a pool on side",
         ]
+
+    def fails() -> None:
+        if current[0].startswith("graph"):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capturer.capture(fails)
+    assert current == ["main"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from vlmserve_common.compute.memory import available_host_memory, show_gib
+from vlmserve_common.compute.memory import available_host_memory, free_memory, show_gib
 
 GIB = 2**30
 
@@ -58,3 +59,10 @@ def test_without_proc_something_is_left() -> None:
 @pytest.mark.parametrize(("size", "shown"), [(GIB, "1 GiB"), (1.25 * GIB, "1.25 GiB"), (15 * 2**20, "15 MiB")])
 def test_bytes_for_people(size: float, shown: str) -> None:
     assert show_gib(size) == shown
+
+
+def test_what_torch_only_keeps_of_a_gpu_is_free(monkeypatch):
+    kept = [30]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 - sum(kept), 100))
+    assert free_memory(torch.device("cuda:0")) == (100, 100)

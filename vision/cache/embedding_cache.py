@@ -11,6 +11,7 @@ from collections import OrderedDict
 import torch
 
 from vision.cache.stats import TierStats
+from vlmserve_common.compute.transfers import to_device
 
 
 class MemoryTier:
@@ -124,7 +125,7 @@ class EmbeddingCache:
 
     def add(self, key: bytes, embeds: torch.Tensor) -> None:
         """Keep embeddings from any device; there must be none of `key` yet."""
-        self._pass_on(self.device.put(key, embeds.to(self.device.device, non_blocking=True)))
+        self._pass_on(self.device.put(key, to_device(embeds, self.device.device)))
 
     def embeds(self, key: bytes) -> torch.Tensor:
         """Embeddings that are on the device. KeyError otherwise."""

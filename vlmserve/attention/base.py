@@ -78,6 +78,10 @@ class AttentionBackend(ABC):
 
     can_capture: bool = False
 
+    def reserve(self, max_requests: int, max_context_len: int) -> None:  # noqa: B027  many keep nothing
+        """Allocate now what steps of so many requests, each of up to so many tokens, keep from one to the next: what
+        is left of the memory is given away after this."""
+
     def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
         """Make the buffers that captured kernels read and write, before the first capture; again where other graphs
         take the place of all before, over another pool and KV cache."""

@@ -58,7 +58,7 @@ def _flashinfer_lacks(spec: AttentionSpec) -> str | None:
 def _triton(spec: AttentionSpec) -> AttentionBackend:
     from vlmserve.attention.triton_backend import TritonAttentionBackend
 
-    return TritonAttentionBackend()
+    return TritonAttentionBackend(spec)
 
 
 FLASHINFER = Candidate(name="flashinfer", make=_flashinfer, lacks=_flashinfer_lacks)

@@ -11,6 +11,7 @@ import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, RadixAttention
 from vlmserve.attention.positioning import position_and_store
+from vlmserve.attention.spec import AttentionSpec
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.transfers import to_device
@@ -24,9 +25,9 @@ class TritonAttentionBackend(AttentionBackend):
 
     can_capture = True
 
-    def __init__(self) -> None:
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
         self._step = _Step(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        self._least_batch = 1
         # the last is in use; captured graphs may read and write those before it
         self._workspaces: list[SplitWorkspace] = []
 
@@ -34,9 +35,13 @@ class TritonAttentionBackend(AttentionBackend):
         """See the base class."""
         self._step = _Step(np.asarray(forward_batch.prefix_lens), np.asarray(forward_batch.extend_lens))
 
+    def reserve(self, max_requests: int, max_context_len: int) -> None:
+        """See the base class."""
+        self._workspace(max_requests, max_context_len)
+
     def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
-        """See the base class. The workspace is made when a layer's shape is known, in the run before the capture."""
-        self._least_batch = max_batch_size
+        """See the base class."""
+        self._workspace(max_batch_size, req_to_token_pool.max_context_len)
 
     def init_graph_metadata(self, forward_batch: ForwardBatch) -> None:
         """See the base class: the kernels read all of a decode step from its tensors."""
@@ -66,7 +71,7 @@ class TritonAttentionBackend(AttentionBackend):
                 *rows,
                 scale=layer.scaling,
                 out=out,
-                workspace=self._workspace(q, layer, step.singles, table.shape[1]),
+                workspace=self._workspace(step.singles, table.shape[1]),
                 requests=requests,
                 starts=None if requests is None else starts,
             )
@@ -75,11 +80,11 @@ class TritonAttentionBackend(AttentionBackend):
             extend_attention(q, cache, table, *rows, starts, tiles, scale=layer.scaling, out=out)
         return out.flatten(1)
 
-    def _workspace(self, q: torch.Tensor, layer: RadixAttention, batch: int, context: int) -> SplitWorkspace:
-        shape = {"heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "dim": layer.head_dim, "context": context}
+    def _workspace(self, batch: int, context: int) -> SplitWorkspace:
+        spec = self._spec
+        shape = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "dim": spec.head_dim, "context": context}
         if not self._workspaces or not self._workspaces[-1].holds(batch=batch, **shape):
-            batch = max(self._least_batch, 1 << (batch - 1).bit_length())
-            self._workspaces.append(SplitWorkspace.make(batch=batch, device=q.device, **shape))
+            self._workspaces.append(SplitWorkspace.make(batch=batch, device=spec.device, **shape))
         return self._workspaces[-1]
 
 

@@ -175,7 +175,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("requests with tools always may have calls", "enable_auto_tool_choice", switch=True, fine=ANY),
     _answered("GET /metrics is always there", sglang="enable_metrics", fine=ANY, switch=True),
     _answered("that is what is served", sglang="enable_multimodal", fine=ANY, switch=True),
-    _answered("there is none at the start", sglang="skip_server_warmup", fine=ANY, switch=True),
+    _answered("a few small steps at the start, on GPUs only", sglang="skip_server_warmup", fine=ANY, switch=True),
     _answered("requests that lose their KV cache are computed again", "swap_space", fine=ANY),
     _answered("the checkpoint's fast tokenizer is used", both="tokenizer_mode", fine="auto"),
     _answered("every token is sent as it comes", both="stream_interval", fine="1"),

@@ -6,6 +6,7 @@ batch of the vision tower at its limit of patches, or of one picture where that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,9 @@ from vlmserve_common.checkpoint.hf_config import read_hf_config
 Meter: TypeAlias = Callable[[Callable[[], object]], int]
 """Runs something, and returns the most bytes that were allocated meanwhile beyond what was before."""
 
-_LOGITS = 6
-"""Float32 copies of logits that sampling has at a time: as computed, scaled, as logprobs, sorted with their places
-(which take twice as much)."""
+_LOGITS = 14
+"""Float32 copies of logits that sampling has at a time, where all are sorted for a top-p: as computed, scaled, as
+logprobs, sorted with their places (which take twice as much), and what is summed over these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,9 @@ def measure_activations(
         device = model.language_model.embed_tokens.weight.device
         batch = _dummy_batch(model.config, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
-        info = _dummy_sampling(limits.rows)
+        info = dummy_sampling(limits.rows)
         return Activations(
-            tower=meter(lambda: _encode(model.visual, limits.patches, device)) if limits.patches else 0,
+            tower=meter(lambda: encode_nothing(model.visual, limits.patches, device)) if limits.patches else 0,
             step=meter(lambda: _decode(model, batch)),
             logits=meter(lambda: sample(model.compute_logits(hidden), info)),
             beside=True,  # each on a stream of its own
@@ -133,12 +134,11 @@ def _experts_width(config: ModelConfig) -> int:
     return 4 * experts.count + experts.chosen * (2 * config.hidden_size + 3 * experts.intermediate_size)
 
 
-def _encode(tower: VisionTower, patches: int, device: torch.device) -> torch.Tensor:
+def encode_nothing(tower: VisionTower, patches: int, device: torch.device) -> torch.Tensor:
     """One square picture of about so many patches."""
     merge = tower.spatial_merge_size
     side = max(merge, int(patches**0.5) // merge * merge)
-    pixels = next(weight for name, weight in tower.named_parameters() if name.startswith("patch_embed."))
-    values = torch.zeros((side * side, pixels[0].numel()), dtype=torch.float32, device=device)
+    values = torch.zeros((side * side, math.prod(tower.patch_embed.proj.kernel)), dtype=torch.float32, device=device)
     return tower(values, [(1, side, side)])
 
 
@@ -184,15 +184,15 @@ def _dummy_batch(
     )
 
 
-def _dummy_sampling(rows: int) -> SamplingBatchInfo:
-    """Every request samples among its likeliest tokens."""
+def dummy_sampling(rows: int) -> SamplingBatchInfo:
+    """Every request samples among its likeliest tokens, for which all are sorted: nothing takes more."""
     no_ids, no_values = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
     return SamplingBatchInfo(
         batch_indices=np.arange(rows),
         token_indices=np.arange(rows),
         temperatures=np.ones(rows, dtype=np.float32),
         top_ps=np.full(rows, 0.9, dtype=np.float32),
-        top_ks=np.full(rows, 50, dtype=np.int64),
+        top_ks=np.zeros(rows, dtype=np.int64),
         min_ps=np.zeros(rows, dtype=np.float32),
         seeds=np.arange(rows),
         output_indices=np.zeros(rows, dtype=np.int64),

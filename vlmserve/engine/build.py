@@ -26,6 +26,7 @@ from vlmserve.engine.decode_graphs import GraphBuilder, cuda_tools, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
+from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
@@ -82,9 +83,10 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     if device.type == "cpu":
         operators = activate(args.cpu_kernels, threads=threads)
         log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
+    else:
+        torch.cuda.set_device(device)  # of this thread: Triton launches there, in its trial, too
     operators = fused.activate(args.gpu_kernels, device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: Triton launches there
         log.info("%s: %s", device, operators)
     mode = _quantization(args, device)
     _check_sizes(args, device, mode)
@@ -110,6 +112,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
             device=device,
         ),
     )
+    attn_backend.reserve(args.max_running_requests, max_model_len + args.page_size)
     auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
     if device.type == "cuda":
@@ -156,6 +159,8 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     graphs = graph_builder.capture(graph_plan, kv_cache=runner.kv_cache, req_to_token_pool=runner.req_to_token_pool)
     if graphs is not None:
         runner.attach_graphs(graphs)
+    if device.type == "cuda":
+        warm_up(runner, with_tower=not args.num_encoders)
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,
@@ -288,10 +293,10 @@ def build_scheduler(
 
 def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:
     """threads: of torch on a CPU."""
+    if device.type != "cpu":
+        return StreamQueue(partial(torch.cuda.set_device, device), depth=1 if args.disable_overlap_schedule else 2)
     if args.disable_overlap_schedule:
         return InlineQueue()
-    if device.type != "cpu":
-        return StreamQueue(partial(torch.cuda.set_device, device))
     return ThreadQueue(partial(torch.set_num_threads, threads))
 
 

@@ -166,9 +166,7 @@ def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:
     """The device of each encoder process. device: the model's."""
     count = args.num_encoders
     if args.encoder_devices is not None:
-        given = args.encoder_devices.split(",")
-        for name in given:
-            resolve_device(name, "--encoder-devices")
+        given = [str(resolve_device(name, "--encoder-devices")) for name in args.encoder_devices.split(",")]
         return tuple(given if len(given) == count else given * count)
     if device.type == "cpu":
         return ("cpu",) * count

@@ -83,9 +83,8 @@ class StreamQueue(InlineQueue):
     choose_device: called first in the thread of whoever submits, as each thread has a current device of its own.
     """
 
-    depth = 2
-
-    def __init__(self, choose_device: Callable[[], None] | None = None) -> None:
+    def __init__(self, choose_device: Callable[[], None] | None = None, *, depth: int = 2) -> None:
+        self.depth = depth
         self._choose_device = choose_device
 
     def here(self, run: Callable[..., T], *args: Any) -> Work[T]:

@@ -17,7 +17,8 @@ _LEAST_BFLOAT16 = (8, 0)
 def resolve_device(name: str, setting: str = "--device") -> torch.device:
     """auto, cpu, cuda or cuda:N as a torch device. EngineError if it cannot be used. setting: whose value it is.
 
-    auto says so in the log where there is a GPU that PyTorch cannot use, and takes the CPU.
+    cuda is the GPU that is the process's current one: the first, unless somebody chose another. auto says so in the log
+    where there is a GPU that PyTorch cannot use, and takes the CPU.
     """
     available, trouble = (False, None) if name == "cpu" else _available()
     if name == "auto":
@@ -40,7 +41,8 @@ def resolve_device(name: str, setting: str = "--device") -> torch.device:
     elif (device.index or 0) >= count:
         why = f"there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}, counted from cuda:0"
     else:
-        return device
+        # with its number, which is what tensors there name, and what `torch.cuda.set_device` wants
+        return device if device.index is not None else torch.device("cuda", _current())
     raise EngineError(f"{setting} is {name!r}, but {why}{'' if count else ', or use cpu'}")
 
 
@@ -55,6 +57,11 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
             f"{name} has compute capability {capability[0]}.{capability[1]}, and bfloat16 needs 8.0: start with "
             "--dtype float16, or with float32"
         )
+
+
+def _current() -> int:
+    """The number of the current GPU; asking does not begin to use one."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
 
 
 def _available() -> tuple[bool, str | None]:

@@ -47,8 +47,10 @@ class CudaCapturer:
             with torch.cuda.stream(self._stream):
                 for _ in range(_WARM_UPS):
                     run()
-            torch.cuda.current_stream().wait_stream(self._stream)
+            current = torch.cuda.current_stream()
+            current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # twice, because a capture that fails does not come back from its stream by itself
+            with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 run()
         return graph

@@ -35,10 +35,13 @@ def total_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of a device's memory: what this process may still take, and all there is (of a CPU's: the same again)."""
+    """Bytes of a device's memory: what this process may still take, and all there is (of a CPU's: the same again).
+
+    What torch only keeps of a GPU's memory goes back to it, which takes a while: not for every step."""
     if device.type == "cuda":
         import torch
 
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)
     free = available_host_memory()
     return free, free

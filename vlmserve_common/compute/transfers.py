@@ -227,7 +227,8 @@ class Upload:
 
 
 def gathered(arrays: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
-    """Arrays one behind the other, in memory from which `to_device` copies without a detour."""
+    """Arrays one behind the other, in memory from which `to_device` copies without a detour: all of it, since torch
+    knows page-locked memory that went through numpy by its first byte alone, and by that keeps it until it is read."""
     if device.type == "cpu":
         return np.concatenate(arrays)
     shape = sum(len(array) for array in arrays), *arrays[0].shape[1:]
@@ -237,6 +238,6 @@ def gathered(arrays: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the CPU on a device, for what is launched from now on there, without waiting for the device."""
-    if device.type == "cpu" or tensor.device.type != "cpu":
+    if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=True)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -12,6 +12,7 @@ from tests.vlmserve.reference import conversations
 from tests.vlmserve_common.kernels.paged_step import DEVICE, PagedStep, make_step
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
+from vlmserve.attention.spec import AttentionSpec
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.attention.triton_backend import TritonAttentionBackend
 from vlmserve.engine import build
@@ -20,6 +21,16 @@ from vlmserve_common.compute.rotary import rotation
 
 HEADS, DIM = (4, 2), 16
 LAYER = RadixAttention(HEADS[0], DIM, 0.3, HEADS[1], layer_id=0)
+SPEC = AttentionSpec(
+    num_heads=HEADS[0],
+    num_kv_heads=HEADS[1],
+    head_dim=DIM,
+    scaling=0.3,
+    dtype=torch.float32,
+    cache_dtype=torch.float32,
+    page_size=16,
+    device=torch.device(DEVICE),
+)
 
 
 def forward_batch(step: PagedStep, backend: AttentionBackend) -> ForwardBatch:
@@ -58,7 +69,7 @@ def attended(step: PagedStep, backend: AttentionBackend, *, graph: bool = False)
     "lengths", [[(0, 9), (37, 5)], [(50, 1), (8, 1), (0, 1)], [(20, 1), (0, 12), (33, 30), (3, 1)]], ids=str
 )
 def test_it_is_torch_s(lengths):
-    backend = TritonAttentionBackend()
+    backend = TritonAttentionBackend(SPEC)
     for seed in range(2):  # the second step finds what the first has left
         step = make_step(lengths, heads=HEADS, dim=DIM, seed=seed)
         wanted = attended(step, TorchAttentionBackend())
@@ -66,7 +77,7 @@ def test_it_is_torch_s(lengths):
 
 
 def test_one_workspace_for_all_steps_that_fit():
-    backend = TritonAttentionBackend()
+    backend = TritonAttentionBackend(SPEC)
     step = make_step([(20, 1), (3, 1)], heads=HEADS, dim=DIM)
     backend.init_graph_state(8, forward_batch(step, backend).req_to_token_pool)
     assert backend.can_capture
@@ -82,6 +93,18 @@ def test_one_workspace_for_all_steps_that_fit():
     assert backend._workspaces[0] is first, "captured graphs write there"
 
 
+def test_what_is_reserved_is_enough_for_steps_and_graphs():
+    backend = TritonAttentionBackend(SPEC)
+    step = make_step([(20, 1)] * 3, heads=HEADS, dim=DIM)
+    rows, context = step.table.shape
+    backend.reserve(rows, context)
+    [reserved] = backend._workspaces
+    backend.init_graph_state(rows, forward_batch(step, backend).req_to_token_pool)
+    attended(step, backend, graph=True)
+    attended(step, backend)
+    assert backend._workspaces == [reserved]
+
+
 def test_a_whole_engine_answers_alike(tmp_path, monkeypatch):
     """The kernels' in chunks, beside requests that decode."""
     folder = str(make_checkpoint("qwen3_vl", tmp_path))
@@ -89,12 +112,15 @@ def test_a_whole_engine_answers_alike(tmp_path, monkeypatch):
     chunks = {"chunked_prefill_size": 48, "enable_mixed_chunk": True}
     greedy = SamplingOverrides(temperature=0.0, max_new_tokens=4, ignore_eos=True)
     answers = []
-    for backend, more in ((TorchAttentionBackend(), {}), (TritonAttentionBackend(), chunks)):
+    for make, more in ((lambda spec: TorchAttentionBackend(), {}), (TritonAttentionBackend, chunks)):
         with monkeypatch.context() as patch:
-            patch.setattr(build, "choose_backend", lambda *_, backend=backend, **__: backend)
+            patch.setattr(build, "choose_backend", lambda name, spec, make=make: make(spec))
             with LLM(folder, **settings, **more) as llm:
-                assert llm._runner.attn_backend is backend
+                reserved = getattr(llm._runner.attn_backend, "_workspaces", [])
+                sizes = [len(one.logs) for one in reserved]
                 answers.append(llm.chat_batch(conversations()[:2], greedy, num_logprobs=0))
+                assert [len(one.logs) for one in reserved] == sizes, "nothing is allocated while it serves"
+    assert len(sizes) == 1
     for ours, theirs in zip(*answers, strict=True):
         assert ours.token_ids == theirs.token_ids
         for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):

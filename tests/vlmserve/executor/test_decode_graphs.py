@@ -18,6 +18,7 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.executor.paged_backend import ForgetfulBackend, PagedBackend
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
+from vlmserve.attention.spec import AttentionSpec
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.attention.triton_backend import TritonAttentionBackend
 from vlmserve.executor.graphs.decode import DecodeGraphs
@@ -178,7 +179,18 @@ def test_a_step_takes_two_launches_beside_its_replay(bench: Bench, monkeypatch: 
 
 
 def test_by_tritons_kernels(folders: dict[str, Path]) -> None:
-    bench = Bench(folders["qwen3_vl"], TritonAttentionBackend(), CallsAgain(), sizes=(2,))
+    config = load_model(folders["qwen3_vl"], dtype=torch.float32).config
+    spec = AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scaling=config.head_dim**-0.5,
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        page_size=1,
+        device=CPU,
+    )
+    bench = Bench(folders["qwen3_vl"], TritonAttentionBackend(spec), CallsAgain(), sizes=(2,))
     for requests in ([(4, 24)], [(0, 3), (5, 9)]):
         step = bench.step(requests, 2)
         got = bench.graphs.run(step).clone()

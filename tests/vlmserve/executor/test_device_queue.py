@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine import build
 from vlmserve.executor.device_queue import InlineQueue, StreamQueue, ThreadQueue
 from vlmserve_common.errors import EngineError
 
@@ -101,3 +104,14 @@ def test_on_a_gpu_work_is_launched_in_the_thread_that_submits_it():
     device = StreamQueue()
     assert (device.depth, device.least_reqs) == (2, 0)
     assert device.submit(threading.current_thread).result() is threading.current_thread()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_on_a_gpu_it_is_the_current_one_of_the_thread_that_submits(overlap, monkeypatch):
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    args = EngineArgs(model="m", disable_overlap_schedule=not overlap)
+    device = build._device_queue(args, torch.device("cuda:1"), 1)
+    assert device.depth == (2 if overlap else 1)
+    assert [run(len, chosen).result() for run in (device.submit, device.here)] == [1, 2]
+    assert chosen == [torch.device("cuda:1")] * 2

@@ -30,7 +30,6 @@ def capture_on_gpu(tower: VisionTower, device: torch.device) -> None:
 
     def free() -> int:
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
         return free_memory(device)[0]
 
     capture_tower(tower, make_segments=make_segments, capturer=CudaCapturer(device), free=free)

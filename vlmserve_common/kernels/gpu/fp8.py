@@ -22,7 +22,7 @@ _ROUNDED = 16  # groups that a program rounds
 _MOST, _SMALLEST = tl.constexpr(448.0), tl.constexpr(1e-12)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def quantize_kernel(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,
@@ -54,7 +54,7 @@ def quantize_kernel(
     tl.store(scales_ptr + index, scale, mask=index < total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def block_linear_kernel(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,

@@ -73,7 +73,7 @@ def position_and_store(
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def position_and_store_kernel(
     qkv: tl.tensor,
     q: tl.tensor,

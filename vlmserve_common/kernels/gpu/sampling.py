@@ -12,6 +12,7 @@ import triton.language as tl
 from vlmserve_common.kernels.gpu.variant import Variant, pointer
 
 _BLOCK, _WARPS = 2048, 8
+_SPLITS = 128
 
 
 def choose(
@@ -39,12 +40,17 @@ def choose(
             enable_fp_fusion=False,
         )
         best_of_splits_kernel[(rows,)](
-            best, tokens, out, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, enable_fp_fusion=False
+            best, tokens, out, splits, BLOCK=_splits_block(splits), num_warps=1, enable_fp_fusion=False
         )
     return out
 
 
-@triton.jit
+def _splits_block(splits: int) -> int:
+    """The same for all that requests may ask for, up to a vocabulary of 2**18."""
+    return max(_SPLITS, int(triton.next_power_of_2(splits)))
+
+
+@triton.jit(do_not_specialize=["width"])
 def noisy_best_kernel(
     scores: tl.tensor,
     ids: tl.tensor,
@@ -75,7 +81,7 @@ def noisy_best_kernel(
     tl.store(tokens + row * tl.num_programs(1) + split, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def best_of_splits_kernel(
     best: tl.tensor, tokens: tl.tensor, out: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
@@ -106,7 +112,7 @@ CATALOGUE = (
         Variant(
             name=f"noisy_best: of {'some' if some else 'all'} tokens",
             kernel=noisy_best_kernel,
-            signature={"scores": pointer(torch.float32), "best": pointer(torch.float32), "width": "i32:16"}
+            signature={"scores": pointer(torch.float32), "best": pointer(torch.float32), "width": "i32"}
             | dict.fromkeys((*(["ids"] if some else []), "seeds", "output_indices", "tokens"), pointer(torch.int64)),
             constexprs={"IDS": some, "BLOCK": _BLOCK} | ({} if some else {"ids": None}),
             num_warps=_WARPS,
@@ -115,11 +121,11 @@ CATALOGUE = (
         for some in (False, True)
     ),
     Variant(
-        name="best_of_splits: 128",
+        name=f"best_of_splits: {_SPLITS}",
         kernel=best_of_splits_kernel,
         signature={"best": pointer(torch.float32), "tokens": pointer(torch.int64), "out": pointer(torch.int64)}
         | {"splits": "i32"},
-        constexprs={"BLOCK": 128},
+        constexprs={"BLOCK": _SPLITS},
         num_warps=1,
         enable_fp_fusion=False,
     ),

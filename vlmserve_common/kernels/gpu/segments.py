@@ -100,7 +100,7 @@ def head_parts(dim: int) -> tuple[int, int]:
     return main, max(16, int(triton.next_power_of_2(dim - main))) if dim > main else 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def turn_kernel(
     qkv: tl.tensor,
     cos: tl.tensor,
