@@ -69,7 +69,6 @@ def chosen(
             dtype=dtype,
             cache_dtype=cache_dtype,
             page_size=16,
-            max_batch_size=64,
             device=device,
         ),
     )

@@ -114,13 +114,17 @@ CATALOGUE = (
         )
         for some in (False, True)
     ),
-    Variant(
-        name="best_of_splits: 128",
-        kernel=best_of_splits_kernel,
-        signature={"best": pointer(torch.float32), "tokens": pointer(torch.int64), "out": pointer(torch.int64)}
-        | {"splits": "i32"},
-        constexprs={"BLOCK": 128},
-        num_warps=1,
-        enable_fp_fusion=False,
+    *(
+        Variant(
+            name=f"best_of_splits: {splits}",
+            kernel=best_of_splits_kernel,
+            signature={"best": pointer(torch.float32), "tokens": pointer(torch.int64), "out": pointer(torch.int64)}
+            | ({"splits": "i32"} if splits > 1 else {}),
+            # Triton takes a number of one for a constant
+            constexprs={"BLOCK": splits} | ({} if splits > 1 else {"splits": 1}),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        for splits in (1, 128)
     ),
 )
