@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 
 import torch
@@ -44,6 +45,7 @@ class Tried:
 
 
 def _flashinfer(spec: AttentionSpec) -> AttentionBackend:
+    import_module("flashinfer")  # or nothing is to be built
     from vlmserve.attention.flashinfer_backend import FlashInferAttentionBackend
 
     log.info("attention by flashinfer is tried: kernels that are not built yet are built now, which takes minutes")

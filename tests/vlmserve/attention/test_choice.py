@@ -168,13 +168,15 @@ def test_triton_reads_no_8_bit_floats_on_older_gpus(monkeypatch):
     ]
 
 
-def test_flashinfer_is_not_here(monkeypatch):
+def test_flashinfer_is_not_here(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert "it computes in bfloat16" in (
         try_candidate(choice.FLASHINFER, dataclasses.replace(SPEC, dtype=torch.float32)).why_not or ""
     )
     missing = try_candidate(choice.FLASHINFER, SPEC)
     assert missing.why_not == "flashinfer is not installed: pip install 'vlmserve[gpu]'"
+    assert caplog.messages == [], "nothing is built"
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
