@@ -28,6 +28,24 @@ ABSENT = {
     "zmq",
 }
 _TESTS = "import pytest, sys; sys.exit(pytest.main(['-v', '-rs', *{words!r}]))"
+_ENGINE = """
+from vlmserve import LLM
+with LLM("", device="cpu", cpu_kernels="off", attention_backend="triton", gpu_kernels="triton") as llm:
+    print(len(llm.chat([{{"role": "user", "content": "Hi"}}], max_tokens=2, ignore_eos=True).token_ids), "tokens")
+"""
+_LATE = [
+    "vision.towers.graphs.capturing",
+    "vision.towers.graphs.tiled_segments",
+    "vlmserve.attention.flashinfer_backend",
+    "vlmserve.doctor.attention_probe",
+    "vlmserve.engine.decode_graphs",
+    "vlmserve.bench.gpu_kernels",
+    "vlmserve.bench.gpu_loading",
+    "vlmserve_common.checkpoint.fp8",
+    "vlmserve_common.compute.graphs",
+    "vlmserve_common.kernels.gpu.catalogue",
+    "vlmserve_common.kernels.gpu.fp8_variants",
+]
 _BENCH = "from vlmserve import cli; sys.exit(cli.main({words!r}))"
 
 
@@ -41,11 +59,52 @@ def run(code: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_gpu_tests_are_collected_run_and_say_what_they_lack(monkeypatch):
-    said = run(_TESTS, ["tests/gpu", "-k", "float32_answers and defaults and qwen3"], monkeypatch)
-    assert "1 passed" in said
+    """One of each kind: the engine, attention, fused operators, FP8."""
+    some = (
+        "float32_answers and defaults and qwen3",
+        "backends_attend and triton-mixed-torch.float32",
+        "test_norms and float32",
+        "test_products and group",
+    )
+    said = run(_TESTS, ["tests/gpu", "-k", " or ".join(f"({one})" for one in some)], monkeypatch)
+    assert f"{len(some)} passed" in said, said
     assert "encoder processes talk in msgspec, which is not installed" in said
+
+
+def test_kernel_tests_are_collected(monkeypatch):
+    words = ["tests/vlmserve_common/kernels", "-k", "triton", "--collect-only"]
+    assert "test_triton_extend.py" in run(_TESTS, words, monkeypatch)
 
 
 def test_the_benchmark(monkeypatch):
     words = ["bench", "gpu", "--device", "cpu", "--small", "--rounds", "1", "--parts", "decode"]
     assert "decode step of 4" in run(_BENCH, words, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shape", ["2b", "8b", "qwen2.5-7b"])
+def test_the_whole_benchmark(shape, monkeypatch):
+    """All parts but those that only a GPU has."""
+    words = ["bench", "gpu", "--device", "cpu", "--small", "--rounds", "1", "--model-shape", shape]
+    said = run(_BENCH, words, monkeypatch)
+    assert [line for line in said.splitlines() if ": not measured:" in line] == [
+        "graphs: not measured: EngineError: there are no CUDA graphs in this engine"
+    ]
+
+
+def test_the_trace(monkeypatch, tmp_path):
+    words = ["bench", "trace", "--device", "cpu", "--requests", "2", "--images", "1", "--image-size", "64"]
+    said = run(_BENCH, [*words, "--output-tokens", "4", "--output", str(tmp_path / "trace.json")], monkeypatch)
+    assert "decode of 2" in said
+
+
+def test_the_engine_with_all_kernels_for_gpus(monkeypatch):
+    """By Triton's interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert run(_ENGINE, [], monkeypatch).endswith("2 tokens\n")
+
+
+def test_what_only_a_gpu_loads(monkeypatch):
+    """Modules that are imported late, on a GPU alone."""
+    run("import importlib\nfor name in {words!r}: importlib.import_module(name)", _LATE, monkeypatch)

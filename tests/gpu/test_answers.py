@@ -33,7 +33,9 @@ def asked(folder: Path) -> Asked:
 
 
 def engine(folder: Path, device: torch.device, **settings: object) -> LLM:
-    return LLM(str(folder), device=str(device), **({"num_threads": 1, "max_total_tokens": 8192} | settings))
+    # few together: each start captures the decode steps of all sizes up to that
+    few = {"num_threads": 1, "max_total_tokens": 8192, "max_running_requests": 16}
+    return LLM(str(folder), device=str(device), **(few | settings))
 
 
 def check(llm: LLM, asked: Asked) -> None:

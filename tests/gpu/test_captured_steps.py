@@ -56,9 +56,10 @@ def test_answers_of_captured_steps_are_those_of_transformers(tiny, cuda, backend
 def test_tokens_are_the_same_with_and_without(tmp_path, cuda):
     """Bfloat16, random requests that come and go, 64 at a time."""
     folder = write_folder(tmp_path, small(SHAPES["8b"]))
+    settings = {"load_format": "dummy", "dtype": "bfloat16", "max_running_requests": 64}
     found = []
     for off in (False, True):
-        with engine(folder, cuda, load_format="dummy", dtype="bfloat16", disable_cuda_graph=off) as llm:
+        with engine(folder, cuda, disable_cuda_graph=off, **settings) as llm:
             if not off:
                 noted = replays(llm)
             found.append(tokens_of(llm))

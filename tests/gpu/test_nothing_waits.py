@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.gpu.test_answers import engine
 from tests.sync_debug import nothing_waits
 from tests.vlmserve.reference import conversations
-from vlmserve import LLM, SamplingOverrides
+from vlmserve import SamplingOverrides
 
 WAYS = {
     "greedy": {"temperature": 0.0},
@@ -19,7 +20,7 @@ WAYS = {
 def test_steps_wait_for_nothing(folder, cuda, way):
     asked = conversations()[:6]
     sampling = SamplingOverrides(max_new_tokens=12, ignore_eos=True, **WAYS[way])
-    with LLM(str(folder), device=str(cuda), dtype="float32", max_total_tokens=8192) as llm:
+    with engine(folder, cuda, dtype="float32") as llm:
         first = llm.chat_batch(asked, sampling, num_logprobs=2)  # builds kernels, and fills torch's allocators
         llm.flush_cache()
         with nothing_waits():

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from vlmserve.attention.native_backend import NativeAttentionBackend
 from vlmserve.attention.spec import AttentionSpec
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.attention.trial import check_device, reason, run_trial
+from vlmserve_common.compute.fp8 import FP8_CAPABILITY
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.attention import can_attend
@@ -43,6 +45,7 @@ class Tried:
 
 
 def _flashinfer(spec: AttentionSpec) -> AttentionBackend:
+    import_module("flashinfer")  # or nothing is to be built
     from vlmserve.attention.flashinfer_backend import FlashInferAttentionBackend
 
     log.info("attention by flashinfer is tried: kernels that are not built yet are built now, which takes minutes")
@@ -55,6 +58,15 @@ def _flashinfer_lacks(spec: AttentionSpec) -> str | None:
     return lacks(spec, torch.cuda.get_device_capability(spec.device) if spec.device.type == "cuda" else None)
 
 
+def _triton_lacks(spec: AttentionSpec) -> str | None:
+    if spec.cache_dtype != torch.float8_e4m3fn or spec.device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(spec.device)
+    if capability >= FP8_CAPABILITY:
+        return None
+    return f"it reads 8-bit floats from compute capability 8.9 on, and this GPU has {capability[0]}.{capability[1]}"
+
+
 def _triton(spec: AttentionSpec) -> AttentionBackend:
     from vlmserve.attention.triton_backend import TritonAttentionBackend
 
@@ -62,7 +74,7 @@ def _triton(spec: AttentionSpec) -> AttentionBackend:
 
 
 FLASHINFER = Candidate(name="flashinfer", make=_flashinfer, lacks=_flashinfer_lacks)
-TRITON = Candidate(name="triton", make=_triton)
+TRITON = Candidate(name="triton", make=_triton, lacks=_triton_lacks)
 FOR_GPUS = (FLASHINFER, TRITON)
 """Best first. Behind them comes torch, which is always possible."""
 

@@ -65,6 +65,8 @@ def reason(error: Exception) -> str:
         return f"its kernels cannot be built: {_first_error(text)}"
     if isinstance(error, WrongAnswerError):
         return text
+    if type(error).__name__ == "CompilationError":  # Triton's: the place and the code come first
+        return f"{type(error).__name__}: {text.strip().splitlines()[-1].strip()}"
     return f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
@@ -35,6 +36,8 @@ from vlmserve.bench.vision_subject import finish, grid_thw
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
+
+T = TypeVar("T")
 
 _MIB = 2**20
 _QUESTION = "What is shown? Answer in a few words."  # as long for each, so that transformers needs no padding
@@ -164,15 +167,19 @@ def decode(bench: Bench) -> Iterator[Figure]:
             yield Figure(key=key, name=name, error=_words(error))
             continue
         floor = decode_bytes(bench.outline, steps.kv_tokens) / bench.ceilings.bandwidth
+        theirs, why = None, ""
+        if batch < max(bench.work.batches):
+            theirs, why = _theirs(bench, partial(_their_step, bench, batch))
+        about = f"floor {floor * 1e3:.3g} ms; {bench.work.context} tokens of context; {len(steps.seconds)} steps"
         yield Figure(
             key=key,
             name=name,
             unit="ms",
             ours=Spread.of([second * 1e3 for second in steps.seconds]),
-            theirs=_their_step(bench, batch) if batch < max(bench.work.batches) else None,
+            theirs=theirs,
             value=steps.median / floor,
             of="x the floor",
-            about=f"floor {floor * 1e3:.3g} ms; {bench.work.context} tokens of context; {len(steps.seconds)} steps",
+            about=about + why,
         )
 
 
@@ -190,17 +197,17 @@ def prefill(bench: Bench) -> Iterator[Figure]:
     tokens = bench.work.prompt
     prompts = [bench.engine.prompts(1, tokens, seed=number) for number in range(bench.rounds + 1)]
     ours = bench.seconds(lambda number: bench.engine.answer(prompts[number], 1))
-    theirs = bench.seconds(lambda number: bench.theirs.answer(prompts[number], 1))
+    theirs, why = _theirs(bench, lambda: bench.seconds(lambda number: bench.theirs.answer(prompts[number], 1)))
     reached = prefill_flops(bench.outline, tokens) / statistics.median(ours)
     yield Figure(
         key="prefill",
         name=f"prefill of {tokens} tokens",
         unit="tokens/s",
         ours=_rates(tokens, ours),
-        theirs=_rates(tokens, theirs),
+        theirs=_rates(tokens, theirs) if theirs else None,
         value=reached / bench.ceilings.flops,
         of="of the GEMM rate",
-        about=f"{reached / 1e12:.4g} TFLOP/s",
+        about=f"{reached / 1e12:.4g} TFLOP/s{why}",
     )
 
 
@@ -244,15 +251,19 @@ def first_token(bench: Bench) -> Iterator[Figure]:
     side = bench.work.side
     questions = make_questions(bench.rounds + 1, side=side, seed=0)
     ours = bench.seconds(lambda number: bench.engine.ask([questions[number]], 1))
-    theirs = bench.seconds(lambda number: bench.theirs.generate(bench.theirs.prepare(questions[number]), 1))
+    theirs, why = _theirs(
+        bench,
+        lambda: bench.seconds(lambda number: bench.theirs.generate(bench.theirs.prepare(questions[number]), 1)),
+    )
     yield Figure(
         key="first-token",
         name=f"first token about a {side}x{side} picture",
         unit="ms",
         ours=Spread.of([second * 1e3 for second in ours]),
-        theirs=Spread.of([second * 1e3 for second in theirs]),
-        value=statistics.median(theirs) / statistics.median(ours),
+        theirs=Spread.of([second * 1e3 for second in theirs]) if theirs else None,
+        value=statistics.median(theirs) / statistics.median(ours) if theirs else None,
         of="x transformers'",
+        about=why.removeprefix("; "),
     )
 
 
@@ -291,7 +302,7 @@ def graphs(bench: Bench) -> Iterator[Figure]:
 
 def many(bench: Bench) -> Iterator[Figure]:
     """Many questions about a picture each, from the files on; and what memory that takes."""
-    work, engine, theirs = bench.work, bench.engine, bench.theirs
+    work, engine = bench.work, bench.engine
     asked = iter(_many(work.many, work.many_side, bench.rounds + 1))
     engine.ask(_questions(work.alone, work.many_side, seed=900), work.answer)
     resting = _memory(bench.device)
@@ -299,24 +310,27 @@ def many(bench: Bench) -> Iterator[Figure]:
     our_peak = _peak(bench.device)
     rate = work.many / statistics.median(ours)
     same = f"{work.many} pictures of {work.many_side}x{work.many_side}, {work.answer} tokens an answer"
-    questions = next(asked)
-    batch, taken = _together(bench, questions)
+    alone = _questions(work.alone, work.many_side, seed=901)
+    together, why = _theirs(bench, lambda: _together(bench, next(asked), warm=alone[0]))
     their_peak = _peak(bench.device)
-    theirs_rate = work.many / taken
+    if together is None:
+        yield Figure(key="many-batched", name=same, unit="pictures/s", ours=_rates(work.many, ours), about=why[2:])
+        return
+    batch, taken = together
     yield Figure(
         key="many-batched",
         name=same,
         unit="pictures/s",
         ours=_rates(work.many, ours),
-        theirs=_one(theirs_rate),
-        value=rate / theirs_rate,
+        theirs=_one(work.many / taken),
+        value=rate * taken / work.many,
         of="x transformers, batched",
         about=f"transformers {batch} at a time",
     )
-    alone = _questions(work.alone, work.many_side, seed=901)
-    theirs.generate(theirs.prepare(alone[0]), 2)
     seconds = bench.seconds(
-        lambda number: theirs.generate(theirs.prepare(alone[number - 1]), work.answer), warm=False, rounds=work.alone
+        lambda number: bench.theirs.generate(bench.theirs.prepare(alone[number - 1]), work.answer),
+        warm=False,
+        rounds=work.alone,
     )
     yield Figure(
         key="many-alone",
@@ -341,8 +355,10 @@ def many(bench: Bench) -> Iterator[Figure]:
         )
 
 
-def _together(bench: Bench, questions: Sequence[Question]) -> tuple[int, float]:
-    """transformers' largest batch that its memory has room for, and the seconds for all."""
+def _together(bench: Bench, questions: Sequence[Question], *, warm: Question) -> tuple[int, float]:
+    """transformers' largest batch that its memory has room for, and the seconds for all. warm: what it answers
+    before."""
+    bench.theirs.generate(bench.theirs.prepare(warm), 2)
     batch = len(questions)
     while True:
         try:
@@ -439,6 +455,17 @@ def measured(part: str, bench: Bench) -> Iterator[Figure]:
         yield Figure(key=part, name=part, error=_words(error))
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _theirs(bench: Bench, run: Callable[[], T]) -> tuple[T | None, str]:
+    """What transformers came to, and ""; or nothing, and why: ours is shown all the same."""
+    try:
+        return run(), ""
+    except Exception as error:
+        why = f"; transformers failed: {_words(error)}"
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None, why
 
 
 def _ignoring(run: Callable[[], object]) -> Callable[[int], object]:

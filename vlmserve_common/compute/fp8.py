@@ -21,6 +21,8 @@ MOST = 448.0
 """The largest number of that type."""
 GROUP = 128
 """Columns of x that share a scale, and columns of a block that our kernel knows."""
+FP8_CAPABILITY = (8, 9)
+"""Of GPUs that convert and multiply such floats."""
 _SMALLEST_SCALE = 1e-12  # of rows that are zero
 _ALIGNED = 16  # what torch._scaled_mm wants sizes to be multiples of
 
@@ -86,7 +88,7 @@ def can_multiply(
     device: torch.device, weight_shape: tuple[int, int], rows: int, columns: int, inputs: Inputs, dtype: torch.dtype
 ) -> bool:
     """Whether a GPU multiplies such weights as they are."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return False
     if inputs == "group":
         return columns == GROUP

@@ -23,6 +23,10 @@ CUDA = dataclasses.replace(SPEC, device=torch.device("cuda:0"))
 NINJA = "Ninja build failed. Ninja output:\n[1/3] nvcc -c a.cu\na.cu(7): error: no operator\nninja: build stopped"
 
 
+class CompilationError(Exception):
+    """As Triton has it."""
+
+
 class _Wrong(TorchAttentionBackend):
     def forward(self, *words):
         return super().forward(*words).roll(1, dims=0)
@@ -75,6 +79,7 @@ def on_a_gpu(monkeypatch):
         ),
         (_raises(RuntimeError(NINJA)), "its kernels cannot be built: a.cu(7): error: no operator"),
         (_raises(RuntimeError("")), "RuntimeError: no reason given"),
+        (_raises(CompilationError("at 1:0:\ndef kernel(\n^\nno such type")), "CompilationError: no such type"),
         (lambda spec: _Wrong(), "its trial gave wrong answers"),
         (lambda spec: _NotANumber(), "its trial gave wrong answers (off by nan"),
     ],
@@ -151,13 +156,27 @@ def test_a_trial_passes_what_is_right(page_size, cache_dtype, monkeypatch):
     assert isinstance(tried.backend, FlashInferAttentionBackend), tried.why_not
 
 
-def test_flashinfer_is_not_here(monkeypatch):
+def test_triton_reads_no_8_bit_floats_on_older_gpus(monkeypatch):
+    eight = dataclasses.replace(CUDA, cache_dtype=torch.float8_e4m3fn)
+    found = []
+    for capability in ((8, 0), (8, 9)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, here=capability: here)
+        found.append((choice.TRITON.lacks(eight), choice.TRITON.lacks(CUDA)))
+    assert found == [
+        ("it reads 8-bit floats from compute capability 8.9 on, and this GPU has 8.0", None),
+        (None, None),
+    ]
+
+
+def test_flashinfer_is_not_here(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert "it computes in bfloat16" in (
         try_candidate(choice.FLASHINFER, dataclasses.replace(SPEC, dtype=torch.float32)).why_not or ""
     )
     missing = try_candidate(choice.FLASHINFER, SPEC)
     assert missing.why_not == "flashinfer is not installed: pip install 'vlmserve[gpu]'"
+    assert caplog.messages == [], "nothing is built"
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -18,7 +18,7 @@ from vlmserve.bench.gpu_floors import decode_bytes, kv_bytes, prefill_flops, tow
 from vlmserve.bench.gpu_measures import PARTS, Bench, Budget, measured
 from vlmserve.bench.gpu_shapes import SHAPES, SMALL, small, write_folder
 from vlmserve.bench.interleaved import Spread
-from vlmserve.bench.reference import share_weights
+from vlmserve.bench.reference import Reference, share_weights
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
 
@@ -101,6 +101,30 @@ def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
     figures = json.loads(out.read_text())["figures"]
     assert [one["key"] for one in figures] == ["first", "decode", "copy", "gemm"]
     assert figures[1]["error"] == "RuntimeError: out of order"
+
+
+def test_where_transformers_fails_ours_is_shown(tmp_path, monkeypatch):
+    def no_memory(self, inputs, tokens):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(Reference, "generate", no_memory)
+    bench = Bench(
+        folder=write_folder(tmp_path, small(SHAPES["2b"])),
+        work=SMALL,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        rounds=1,
+        budget=Budget(100),
+    )
+    figures = [figure for part in ("decode", "prefill", "first-token", "many") for figure in measured(part, bench)]
+    bench.close()
+    assert [figure.key for figure in figures] == ["decode-1", "decode-4", "prefill", "first-token", "many-batched"]
+    for figure in figures:
+        assert (figure.error, figure.theirs) == ("", None)
+        assert figure.ours is not None
+        assert ("transformers failed: OutOfMemoryError: CUDA out of memory." in figure.about) is (
+            figure.key != "decode-4"  # of the largest batch it is not asked
+        )
 
 
 def test_when_the_time_is_over_parts_are_left_out_and_say_so(capsys):

@@ -82,7 +82,8 @@ def extend_attention(
     _, heads, dim = q.shape
     kv_heads = cache.keys.shape[1]
     shape = tile_shape(q.dtype, dim)
-    extend_kernel[kv_heads, len(tiles)](
+    # in one dimension, since the others end at 65535
+    extend_kernel[(kv_heads * len(tiles),)](
         q,
         cache.keys,
         cache.values,
@@ -141,9 +142,10 @@ def extend_kernel(
     """A tile of tokens, with all query heads of a KV head."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(0)
-    request = tl.load(tiles + 2 * tl.program_id(1))
-    first_token = tl.load(tiles + 2 * tl.program_id(1) + 1)
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = tiles + 2 * (tl.program_id(0) // KV_HEADS)
+    request = tl.load(tile)
+    first_token = tl.load(tile + 1)
     start = tl.load(starts + request)
     count = tl.load(starts + request + 1) - start
     length = tl.load(seq_lens + request)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vlmserve_common.compute.fp8 import FP8_CAPABILITY
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.attention import CacheLayer, HeadNorms
@@ -21,13 +22,12 @@ from vlmserve_common.kernels.gpu.variant import Variant, pointer
 
 # Tokens of a program, which has one head of each: 16 bytes a thread of two warps, of 64 16-bit elements each half.
 _TOKENS, _WARPS = 8, 2
-_FP8_CAPABILITY = (8, 9)
 
 
 def can_store(qkv: torch.Tensor, cache: CacheLayer) -> bool:
     """Whether the kernel knows what the cache holds, on qkv's device (8-bit floats need compute capability 8.9)."""
     if cache.keys.dtype == torch.float8_e4m3fn:
-        return not qkv.is_cuda or _capability(qkv.device) >= _FP8_CAPABILITY
+        return not qkv.is_cuda or _capability(qkv.device) >= FP8_CAPABILITY
     return cache.keys.dtype in (qkv.dtype, torch.int8)
 
 

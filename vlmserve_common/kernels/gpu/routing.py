@@ -100,7 +100,7 @@ def make_plan(ids: torch.Tensor, experts: int, size: int) -> Plan:
     return Plan(order=order, blocks=blocks, size=size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "most"])
 def plan_kernel(
     ids: tl.tensor,
     order: tl.tensor,

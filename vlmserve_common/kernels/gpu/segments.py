@@ -61,7 +61,8 @@ def segment_attention(qkv: torch.Tensor, tiles: torch.Tensor, rows: int) -> torc
     out = qkv.new_empty((count, heads, dim))
     shape = block_shape(qkv.dtype, dim, rows)
     main, rest = head_parts(dim)
-    segments_kernel[heads, len(tiles)](
+    # in one dimension, since the others end at 65535
+    segments_kernel[(heads * len(tiles),)](
         qkv,
         tiles,
         out,
@@ -143,8 +144,8 @@ def segments_kernel(
 ) -> None:
     """A tile of queries of one head."""
     STRIDE: tl.constexpr = 3 * HEADS * DIM
-    head = tl.program_id(0)
-    tile = tiles + 3 * tl.program_id(1)
+    head = tl.program_id(0) % HEADS
+    tile = tiles + 3 * (tl.program_id(0) // HEADS)
     begin = tl.load(tile)
     end = tl.load(tile + 1)
     if begin >= end:
