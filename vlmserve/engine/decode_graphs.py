@@ -108,7 +108,7 @@ class GraphBuilder:
         pool = ReqToTokenPool(0, max_context_len, kv_cache.layers[0].keys.device)
         try:
             cost = self._trial(sizes, kv_cache, pool)
-        except RuntimeError as error:
+        except Exception as error:  # a compiler's, too: without graphs it is slower, and that is all
             _warn(sizes, error)
             return GraphPlan()
         finally:
@@ -133,7 +133,7 @@ class GraphBuilder:
         try:
             graphs = self._graphs(plan.sizes[-1], kv_cache, req_to_token_pool)
             graphs.capture(plan.sizes)
-        except RuntimeError as error:
+        except Exception as error:
             _warn(plan.sizes, error)
         if graphs is None or not graphs.sizes:
             return None
@@ -165,6 +165,6 @@ class GraphBuilder:
         )
 
 
-def _warn(sizes: tuple[int, ...], error: RuntimeError) -> None:
-    what = str(error).split("\n")[0]
+def _warn(sizes: tuple[int, ...], error: Exception) -> None:
+    what = str(error).split("\n")[0] or type(error).__name__
     log.warning("decode steps of %s requests are not all captured as CUDA graphs: %s", shown(sizes), what)
