@@ -54,6 +54,7 @@ def cuda_tools(device: torch.device) -> GraphTools:
     def free() -> int:
         torch.cuda.synchronize(device)
         gc.collect()
+        torch.cuda.empty_cache()
         return free_memory(device)[0]
 
     return GraphTools(new_capturer=partial(CudaCapturer, device), free=free)
@@ -107,7 +108,7 @@ class GraphBuilder:
         pool = ReqToTokenPool(0, max_context_len, kv_cache.layers[0].keys.device)
         try:
             cost = self._trial(sizes, kv_cache, pool)
-        except Exception as error:  # of a compiler or a package, too: without graphs it is slower, and that is all
+        except Exception as error:  # a compiler's, too: without graphs it is slower, and that is all
             _warn(sizes, error)
             return GraphPlan()
         finally:
@@ -132,7 +133,7 @@ class GraphBuilder:
         try:
             graphs = self._graphs(plan.sizes[-1], kv_cache, req_to_token_pool)
             graphs.capture(plan.sizes)
-        except Exception as error:  # see above
+        except Exception as error:
             _warn(plan.sizes, error)
         if graphs is None or not graphs.sizes:
             return None
@@ -165,5 +166,5 @@ class GraphBuilder:
 
 
 def _warn(sizes: tuple[int, ...], error: Exception) -> None:
-    what = str(error).split("\n")[0]
+    what = str(error).split("\n")[0] or type(error).__name__
     log.warning("decode steps of %s requests are not all captured as CUDA graphs: %s", shown(sizes), what)

@@ -34,6 +34,7 @@ class Machine:
 
     def __init__(self, *, each: int = 20 * MIB, most: int = 100) -> None:
         self.total, self.each, self.most = 1000 * MIB, each, most
+        self.error: Exception = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 3 GiB")
         self.capturers: list[Machine._Capturer] = []
         self.live: weakref.WeakSet = weakref.WeakSet()
 
@@ -44,7 +45,7 @@ class Machine:
 
         def capture(self, run: Callable[[], None]) -> object:
             if self.graphs == self.machine.most:
-                raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 3 GiB")
+                raise self.machine.error
             self.graphs += 1
             graph = super().capture(run)
             self.machine.live.add(graph)
@@ -114,6 +115,15 @@ def test_a_trial_that_fails(model, new_cache, caplog) -> None:
     plan, graphs = made(model, new_cache, Machine(most=0), (1, 2))
     assert (plan, graphs) == (GraphPlan(), None)
     assert caplog.messages == ["decode steps of 1, 2 requests are not all captured as CUDA graphs: CUDA out of memory."]
+
+
+def test_a_kernel_that_does_not_compile_while_capturing(model, new_cache, caplog) -> None:
+    """Triton's errors are no RuntimeErrors."""
+    machine = Machine(most=0)
+    machine.error = Exception("out of resource: shared memory\nmore")
+    assert made(model, new_cache, machine, (1, 2)) == (GraphPlan(), None)
+    [line] = caplog.messages
+    assert line.endswith("not all captured as CUDA graphs: out of resource: shared memory")
 
 
 def test_a_capture_that_fails_halfway(model, new_cache, caplog) -> None:
