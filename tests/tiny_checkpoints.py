@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the three families, written as published ones are.
+"""Tiny random checkpoints of the families, written as published ones are.
 
 The weights are scaled so that answers depend on the pixels and greedy choices have clear margins (a default
 initialisation of 0.02 answers the same whatever the picture shows). Only printable ASCII tokens are likely.
@@ -17,8 +17,12 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests import hf_env  # noqa: F401
+from vlmserve_common.compute.experts import ExpertLayout
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+MOE = "qwen3_vl_moe"
+ALL_FAMILIES = (*FAMILIES, MOE)
+"""With those that differ from one of `FAMILIES` in the decoder alone."""
 
 VOCAB_SIZE = 448
 BPE_SIZE = 400
@@ -45,16 +49,18 @@ _TRAINING_TEXT = (
     "and read the text that is printed above. The answer is that there are three of them. 图片 描述 你好 世界 ünïcödé"
 )
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
-_SYSTEM = {"qwen2_vl": "You are a helpful assistant.", "qwen2_5_vl": "You are a helpful assistant.", "qwen3_vl": ""}
+_SYSTEM = {"qwen2_vl": "You are a helpful assistant.", "qwen2_5_vl": "You are a helpful assistant."}
 _ARCHITECTURES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    MOE: "Qwen3VLMoeForConditionalGeneration",
 }
 _PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    MOE: "Qwen3VLProcessor",
 }
 _TEMPLATE = """\
 {%- for message in messages %}
@@ -93,20 +99,22 @@ def make_checkpoint(
     seed: int = 0,
     deepstack: Sequence[int] = (1, 2),
     nested_names: bool | None = None,
+    experts: ExpertLayout = "inputs_first",
 ) -> Path:
-    """Write a checkpoint of `family` (one of FAMILIES) into `out_dir` and return it.
+    """Write a checkpoint of `family` (one of ALL_FAMILIES) into `out_dir` and return it.
 
     tied: whether lm_head is the embedding; default as in the family's small published models.
     deepstack: tower layers whose rows Qwen3-VL adds to the decoder's first layers.
     nested_names: `model.language_model.*`/`model.visual.*` rather than `model.*`/`visual.*`; default as published.
+    experts: how the weights of experts are stored.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    tied = family != "qwen2_5_vl" if tied is None else tied
-    nested_names = family == "qwen3_vl" if nested_names is None else nested_names
+    tied = family not in ("qwen2_5_vl", MOE) if tied is None else tied
+    nested_names = family.startswith("qwen3") if nested_names is None else nested_names
     tokenizer = make_tokenizer()
     config = make_config(family, tokenizer, dtype=dtype, tied=tied, deepstack=deepstack)
     _write_json(out_dir / "config.json", config)
-    _write_tokenizer(out_dir, tokenizer, _SYSTEM[family])
+    _write_tokenizer(out_dir, tokenizer, _SYSTEM.get(family, ""))
     text = config.get("text_config", config)
     _write_json(
         out_dir / "generation_config.json",
@@ -123,6 +131,7 @@ def make_checkpoint(
     )
     _write_processor_configs(out_dir, family)
     tensors = _random_tensors(out_dir, tokenizer, tied, seed)
+    tensors = _store_experts(tensors, experts)
     if not nested_names:
         tensors = {_flat_name(name): value for name, value in tensors.items()}
     write_safetensors(out_dir, {name: value.to(getattr(torch, dtype)) for name, value in tensors.items()}, shards)
@@ -178,9 +187,9 @@ def make_config(
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
     }
     vision: dict[str, Any] = {"depth": 4, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3"):
         text |= {
-            "model_type": "qwen3_vl_text",
+            "model_type": f"{family}_text",
             "attention_bias": False,
             "head_dim": 32,
             "dtype": dtype,
@@ -188,7 +197,7 @@ def make_config(
             "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
         }
         vision |= {
-            "model_type": "qwen3_vl",
+            "model_type": family,
             "hidden_size": 32,
             "intermediate_size": 64,
             "out_hidden_size": 64,
@@ -199,6 +208,15 @@ def make_config(
             "deepstack_visual_indexes": list(deepstack),
             "initializer_range": 0.02,
         }
+        if family == MOE:
+            text |= {
+                "num_experts": 8,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "decoder_sparse_step": 1,
+                "norm_topk_prob": True,
+                "mlp_only_layers": [1],
+            }
         return top | {"text_config": text, "vision_config": vision}
     text |= {
         "torch_dtype": dtype,
@@ -283,7 +301,7 @@ def _write_tokenizer(out_dir: Path, tokenizer: Tokenizer, system: str) -> None:
 
 def _write_processor_configs(out_dir: Path, family: str) -> None:
     """4 to 64 merged tokens a picture."""
-    old = family != "qwen3_vl"
+    old = not family.startswith("qwen3")
     patch = 14 if old else 16
     smallest, largest = 4 * (2 * patch) ** 2, 64 * (2 * patch) ** 2
     image: dict[str, Any] = {
@@ -320,6 +338,7 @@ _GAINS = (
     ("q_proj", 1.2),
     ("k_proj", 1.2),
     ("o_proj", 1.5),
+    ("mlp.gate.weight", 3.0),
     ("", 1.2),
 )
 _EMBED_STD = 0.05
@@ -370,7 +389,7 @@ def _scaled(
         is_norm = any(part.endswith("norm") or part.startswith(("norm", "ln_q")) for part in name.split("."))
         return (1.0 if is_norm and name.endswith("weight") else 0.0) + 0.1 * noise
     gain = next(gain for fragment, gain in _GAINS if fragment in name)
-    return noise * (gain / math.sqrt(noise.shape[1]))
+    return noise * (gain / math.sqrt(noise.shape[-1]))
 
 
 def _unlikely_tokens(tokenizer: Tokenizer) -> torch.Tensor:
@@ -381,6 +400,23 @@ def _unlikely_tokens(tokenizer: Tokenizer) -> torch.Tensor:
         return bool(text) and text.isascii() and text.isprintable()
 
     return torch.tensor([i for i in range(VOCAB_SIZE) if i >= BPE_SIZE or not printable(i)])
+
+
+def _store_experts(tensors: dict[str, torch.Tensor], layout: ExpertLayout) -> dict[str, torch.Tensor]:
+    """From `outputs_first`, as transformers has them."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        prefix, _, leaf = name.rpartition(".")
+        if not prefix.endswith("mlp.experts") or layout == "outputs_first":
+            stored[name] = value
+        elif layout == "inputs_first":
+            stored[name] = value.transpose(1, 2)
+        else:
+            parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+            for expert, weight in enumerate(value):
+                pieces = zip(parts, weight.chunk(len(parts)), strict=True)
+                stored |= {f"{prefix}.{expert}.{part}.weight": piece for part, piece in pieces}
+    return stored
 
 
 def _flat_name(name: str) -> str:

@@ -15,6 +15,7 @@ _PROCESSORS: Mapping[str, tuple[str, str]] = {
     "qwen2_vl": ("processors.families.qwen2_vl", "Qwen2VLProcessor"),
     "qwen2_5_vl": ("processors.families.qwen2_5_vl", "Qwen2_5VLProcessor"),
     "qwen3_vl": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
+    "qwen3_vl_moe": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
 }
 
 

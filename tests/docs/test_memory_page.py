@@ -11,19 +11,23 @@ from processors.resize import smart_resize
 from tests.vlmserve.server_process import ROOT
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.models.config import read_model_config
+from vlmserve.models.qwen3 import QWEN3_MOE_DEFAULTS, Qwen3Decoder
 
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 GIB = 2**30
 VOCABULARY = {"Qwen2-VL-2B": 151936, "Qwen2.5-VL-3B": 151936, "Qwen2": 152064, "Qwen3": 151936}
 
 
-def _table(heading: str) -> dict[str, list[str]]:
-    """The rows of the table under a heading, by their first cell."""
+def _table(heading: str, number: int = 0) -> dict[str, list[str]]:
+    """The rows of a table under a heading, by their first cell."""
     section = PAGE.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    table = [part.strip() for part in section.split("\n\n") if part.strip().startswith("|")][number]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {row[0]: row[1:] for row in rows[2:]}
 
 
+EXPERTS = {name: list(map(int, row)) for name, row in _table("Experts", 1).items()}
 DIMENSIONS = {name: [*map(int, row[:9]), row[9] == "yes"] for name, row in _table("Dimensions").items()}
 
 
@@ -78,6 +82,44 @@ def test_what_fits(name: str) -> None:
     weights = (_decoder(name) + _tower(name)) * 2
     tokens = [int((part * size * GIB - weights) / _kv_bytes(name)) for size in (8, 16, 24, 32, 80, 141)]
     assert _table("What fits")[name] == [f"{one // 1000}" if one >= 4000 else "-" for one in tokens]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name: str) -> None:
+    layers, d, heads, kv_heads, head_dim, experts, chosen, inner = EXPERTS[name]
+    hf_config = {
+        "model_type": "qwen3_vl_moe",
+        "text_config": {
+            "num_hidden_layers": layers,
+            "hidden_size": d,
+            "intermediate_size": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "vocab_size": 151936,
+            "max_position_embeddings": 262144,
+            "num_experts": experts,
+            "num_experts_per_tok": chosen,
+            "moe_intermediate_size": inner,
+        },
+    }
+    config = read_model_config(hf_config, {}, QWEN3_MOE_DEFAULTS)
+    with torch.device("meta"):
+        model = Qwen3Decoder(config, torch.bfloat16)
+    decoder, head = sum(parameter.numel() for parameter in model.parameters()), 151936 * d
+    unused = layers * 3 * (experts - chosen) * d * inner
+    tower = _tower("Qwen3-VL-8B") - 4 * (4 * 1152 + 1) * (4096 - d)
+    total, kv = decoder + head + tower, KVCache.bytes_per_token(layers, kv_heads, head_dim, torch.bfloat16)
+    part = EngineArgs(model="").mem_fraction_static
+    tokens = [int((part * size * GIB - 2 * total) / kv) for size in (80, 141)]
+    assert _table("Experts")[name] == [
+        f"{total / 1e9:.2f}",
+        f"{(decoder - unused) / 1e9:.2f}",
+        f"{total * 2 / GIB:.1f}",
+        f"{kv // 1024}",
+        f"{4 * d * 2 / 1024:g}",
+        *(f"{one // 1000}" if one >= 4000 else "-" for one in tokens),
+    ]
 
 
 def test_tokens_of_pictures() -> None:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve_common.errors import BadRequestError
@@ -14,7 +14,7 @@ NEW = 12
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ALL_FAMILIES)
 def family(request, tmp_path_factory):
     """A checkpoint, the conversations, and what transformers answers."""
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))

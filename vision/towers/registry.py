@@ -17,7 +17,12 @@ from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
 
 TOWERS: Mapping[str, type[Qwen2VisionTower] | type[Qwen2_5VisionTower] | type[Qwen3VisionTower]] = MappingProxyType(
-    {"qwen2_vl": Qwen2VisionTower, "qwen2_5_vl": Qwen2_5VisionTower, "qwen3_vl": Qwen3VisionTower}
+    {
+        "qwen2_vl": Qwen2VisionTower,
+        "qwen2_5_vl": Qwen2_5VisionTower,
+        "qwen3_vl": Qwen3VisionTower,
+        "qwen3_vl_moe": Qwen3VisionTower,
+    }
 )
 
 

@@ -212,7 +212,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     ),
     _answered(_ONE_GPU, sglang="expert_parallel_size ep_size ep nnodes", fine="1"),
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
-    _answered("mixture-of-experts models are not supported yet", "enable_expert_parallel", switch=True, fine="false"),
+    _answered(_ONE_GPU, "enable_expert_parallel", switch=True, fine="false"),
     _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
     _answered(_NOT_COMPILED, "compilation_config O"),
     _answered(_NOT_COMPILED, sglang="enable_torch_compile", switch=True, fine="false"),

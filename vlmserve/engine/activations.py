@@ -65,7 +65,7 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
     config, itemsize = model.config, model.dtype.itemsize
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     # heads before and after they are turned, and what they attend to; or gate and up, their product, and its input
-    widest = max(2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size)
+    widest = max(2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config))
     embeds = config.hidden_size * (1 + model.visual.num_deepstack_layers) * itemsize
     return Activations(
         tower=_tower_bytes(model.visual, limits.patches, itemsize) if limits.patches else 0,
@@ -122,6 +122,15 @@ def _tower_bytes(tower: VisionTower, patches: int, itemsize: int) -> int:
     merged = tower.out_hidden_size * (1 + tower.num_deepstack_layers) * itemsize // tower.spatial_merge_size**2
     values = pixels[0].numel() * (2 * torch.float32.itemsize + itemsize)
     return activation_bytes(patches, stream=stream, widest=widest, itemsize=itemsize, beside=values + 2 * merged)
+
+
+def _experts_width(config: ModelConfig) -> int:
+    """Elements of a sparse MLP for each token: its odds in float32, twice; and in each expert that it goes through its
+    input, gate and up with their product, and the output."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    return 4 * experts.count + experts.chosen * (2 * config.hidden_size + 3 * experts.intermediate_size)
 
 
 def _encode(tower: VisionTower, patches: int, device: torch.device) -> torch.Tensor:

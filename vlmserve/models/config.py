@@ -15,10 +15,24 @@ from vlmserve_common.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDefaults:
-    """What a family's config.json may leave out."""
+    """What a family's config.json may leave out. has_experts: whether its MLPs are sparse."""
 
     rope_theta: float
     mrope_section: tuple[int, int, int]
+    has_experts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Sparse MLPs: of `count` experts, each of intermediate_size, a token goes through `chosen`.
+
+    sparse_layers: the layers that have them; the others' are dense.
+    """
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    sparse_layers: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +59,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    experts: ExpertsConfig | None = None
 
 
 def read_model_config(
@@ -67,9 +82,10 @@ def read_model_config(
             f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
     rope_theta, mrope_section = _rope(text, defaults, head_dim)
+    num_layers = text.positive("num_hidden_layers")
     return ModelConfig(
         family=top.string("model_type"),
-        num_layers=text.positive("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=text.positive("intermediate_size"),
         num_heads=num_heads,
@@ -86,6 +102,31 @@ def read_model_config(
         tie_word_embeddings=top.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False)),
         eos_token_ids=_eos_token_ids(generation_config, text.values, hf_config),
         dtype=declared_dtype(hf_config),
+        experts=_experts(text, num_layers) if defaults.has_experts else None,
+    )
+
+
+def _experts(text: Fields, num_layers: int) -> ExpertsConfig | None:
+    """None if there are no experts: all MLPs are dense then."""
+    name = (
+        "num_local_experts" if text.has("num_local_experts") else "num_experts"
+    )  # the first in files of transformers 5
+    if text.integer(name) == 0:
+        return None
+    count, chosen = text.positive(name), text.positive("num_experts_per_tok")
+    if chosen > count:
+        raise CheckpointError(f"{text.where}: num_experts_per_tok is {chosen}, and there are {count} experts")
+    if not text.flag("norm_topk_prob", True):
+        raise CheckpointError(
+            f"{text.where}: norm_topk_prob is false; the scores of a token's experts always add up to 1 here, as in "
+            "transformers"
+        )
+    step, dense = text.positive("decoder_sparse_step", 1), text.integers("mlp_only_layers", ())
+    return ExpertsConfig(
+        count=count,
+        chosen=chosen,
+        intermediate_size=text.positive("moe_intermediate_size"),
+        sparse_layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
     )
 
 

@@ -12,12 +12,13 @@ from vlmserve.attention.base import ForwardBatch, RadixAttention, RunLayers
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.rotary import MRotary
 from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.experts import SparseMLP, pack_experts
 from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm
 from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
-from vlmserve_common.kernels.decoder import DecoderLayers, DecoderShape, LayerWeights
+from vlmserve_common.kernels.decoder import DecoderLayers, DecoderShape, LayerWeights, MLPWeights
 from vlmserve_common.kernels.quantized import Mode
 
 
@@ -66,10 +67,10 @@ class DecoderAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, config: ModelConfig, self_attn: DecoderAttention) -> None:
+    def __init__(self, config: ModelConfig, self_attn: DecoderAttention, mlp: GatedMLP | SparseMLP) -> None:
         super().__init__()
         self.self_attn = self_attn
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, activation(config.hidden_act), bias=False)
+        self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -89,11 +90,9 @@ class DecoderLayer(nn.Module):
 
     def packed(self) -> LayerWeights | None:
         """Its weights for the operators that compute whole layers; None unless all of them are packed."""
-        attention, mlp = self.self_attn, self.mlp
-        qkv, out, gate_up, down = (
-            part.packed for part in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        )
-        if qkv is None or out is None or gate_up is None or down is None:
+        attention, mlp = self.self_attn, _packed_mlp(self.mlp)
+        qkv, out = attention.qkv_proj.packed, attention.o_proj.packed
+        if qkv is None or out is None or mlp is None:
             return None
         return LayerWeights(
             attention_norm=self.input_layernorm.weight,
@@ -101,9 +100,27 @@ class DecoderLayer(nn.Module):
             head_norms=attention.norms(),
             qkv=qkv,
             out=out,
-            gate_up=gate_up,
-            down=down,
+            mlp=mlp,
         )
+
+
+def _packed_mlp(mlp: GatedMLP | SparseMLP) -> MLPWeights | None:
+    if isinstance(mlp, SparseMLP):
+        if mlp.gate.packed is None or mlp.experts.packed is None:
+            return None
+        gate_up, down = mlp.experts.packed
+        return MLPWeights(gate_up=gate_up, down=down, router=mlp.gate.packed, chosen=mlp.gate.chosen)
+    if mlp.gate_up_proj.packed is None or mlp.down_proj.packed is None:
+        return None
+    return MLPWeights(gate_up=mlp.gate_up_proj.packed, down=mlp.down_proj.packed)
+
+
+def make_mlp(config: ModelConfig, layer_id: int) -> GatedMLP | SparseMLP:
+    """Of a layer: sparse or dense, as the configuration says."""
+    size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
+    if experts is not None and layer_id in experts.sparse_layers:
+        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act)
+    return GatedMLP(size, config.intermediate_size, act, bias=False)
 
 
 class Decoder(nn.Module):
@@ -115,7 +132,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, make_attention: Callable[[int], DecoderAttention], rotary: MRotary) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, make_attention(i)) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, make_attention(i), make_mlp(config, i)) for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._rotary = rotary
         self._packed: DecoderLayers | None = None
@@ -131,6 +150,7 @@ class Decoder(nn.Module):
     def pack(self, mode: Mode | None = None) -> None:
         """Lay all weights of the layers out for this process's operators; see `Linear.pack`."""
         pack_linears(self, mode)
+        pack_experts(self, mode)
         packed = [cast(DecoderLayer, layer).packed() for layer in self.layers]
         layers = [layer for layer in packed if layer is not None]
         self._packed = DecoderLayers(layers, self._shape) if len(layers) == len(packed) else None

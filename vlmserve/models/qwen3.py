@@ -1,6 +1,8 @@
-"""The decoder of Qwen3-VL: q and k normalised per head, M-RoPE interleaved."""
+"""The decoder of Qwen3-VL, dense or with experts: q and k normalised per head, M-RoPE interleaved."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +13,7 @@ from vlmserve_common.compute.layers import RMSNorm
 from vlmserve_common.kernels.attention import HeadNorms
 
 QWEN3_DEFAULTS = ModelDefaults(rope_theta=500_000.0, mrope_section=(24, 20, 20))
+QWEN3_MOE_DEFAULTS = replace(QWEN3_DEFAULTS, has_experts=True)
 
 
 class Qwen3Attention(DecoderAttention):

@@ -17,13 +17,14 @@ from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.kv_scales import KVScales
 from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
-from vlmserve.models.qwen3 import QWEN3_DEFAULTS, Qwen3Decoder
+from vlmserve.models.qwen3 import QWEN3_DEFAULTS, QWEN3_MOE_DEFAULTS, Qwen3Decoder
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.quantized import Scheme, quantized_tensors, read_scheme
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor, read_json
 from vlmserve_common.checkpoint.weights import match_weights
+from vlmserve_common.compute.experts import choose_layouts
 from vlmserve_common.compute.linear import share_workspace
 from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
@@ -42,6 +43,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
         "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
         "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS),
+        "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
     }
 )
 
@@ -115,6 +117,8 @@ class _Tensors:
             self._rules = replace(WEIGHT_RULES, ignored=(*WEIGHT_RULES.ignored, OF_THE_TOWER))
         self._kv_scales = KVScales(self._reader, self._rules)
         scheme = quantization_of(folder, hf_config)
+        shapes = {self._rules.our_name(name): stored.shape for name, stored in self._reader.tensors.items()}
+        choose_layouts(self._module, shapes)
         self._quantized = quantized_tensors(
             self._module, self._reader, self._rules, scheme, device=device, keep_fp8=keep_fp8
         )

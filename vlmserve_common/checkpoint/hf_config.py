@@ -18,6 +18,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "qwen2_vl": "Qwen2VLForConditionalGeneration",
         "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
         "qwen3_vl": "Qwen3VLForConditionalGeneration",
+        "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     }
 )
 """model_type -> what config.json calls the class, which identifies a family as well as its model_type."""

@@ -10,21 +10,39 @@ from dataclasses import dataclass
 import torch
 
 from vlmserve_common.kernels.attention import CACHE_KINDS, CacheLayer, HeadNorms
+from vlmserve_common.kernels.experts import experts_scratch
 from vlmserve_common.kernels.library import active, pointer
-from vlmserve_common.kernels.linear import ACTS, KINDS, PackedWeight
+from vlmserve_common.kernels.linear import ACTS, PackedWeight, WeightStruct, weight_struct
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPWeights:
+    """Two products, the first gated; or of a sparse MLP those of all its experts, of which its router gives each token
+    `chosen`."""
+
+    gate_up: PackedWeight
+    down: PackedWeight
+    router: PackedWeight | None = None
+    chosen: int = 0
+
+    @property
+    def scratch(self) -> int:
+        """Elements of memory that the library needs for each token."""
+        if self.router is None:
+            return self.gate_up.outputs
+        return self.router.outputs + self.chosen * (1 + experts_scratch(self.gate_up))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """A layer: norms [hidden] in front of attention and MLP, and its four products; gate_up is gated."""
+    """A layer: norms [hidden] in front of attention and MLP, and its products."""
 
     attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
     head_norms: HeadNorms | None
     qkv: PackedWeight
     out: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
+    mlp: MLPWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +92,9 @@ class DecoderLayers:
         first = layers[0]
         self._dtype, self._hidden = first.qkv.dtype, first.qkv.inner
         # of a token, see decoder.cpp
-        self._scratch = self._hidden + max(first.qkv.outputs + first.out.inner, first.gate_up.outputs)
+        self._scratch = self._hidden + max(
+            first.qkv.outputs + first.out.inner, *(layer.mlp.scratch for layer in layers)
+        )
         self._structs = (_Layer * len(layers))(*map(_layer, layers))
         self._decoder = _Decoder(
             ctypes.addressof(self._structs),
@@ -114,29 +134,19 @@ class DecoderLayers:
         )
 
 
-class _Weight(ctypes.Structure):
-    _fields_ = [
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("inner", c_int64),
-        ("panels", c_int64),
-        ("outputs", c_int64),
-        ("group", c_int64),
-        ("kind", c_int32),
-        ("shifted", c_int32),
-    ]
-
-
 class _Layer(ctypes.Structure):
     _fields_ = [
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
-        ("qkv", _Weight),
-        ("out", _Weight),
-        ("gate_up", _Weight),
-        ("down", _Weight),
+        ("qkv", WeightStruct),
+        ("out", WeightStruct),
+        ("gate_up", WeightStruct),
+        ("down", WeightStruct),
+        ("router", WeightStruct),
+        ("experts", c_int64),
+        ("chosen", c_int64),
     ]
 
 
@@ -175,27 +185,17 @@ class _Step(ctypes.Structure):
 
 
 def _layer(layer: LayerWeights) -> _Layer:
-    norms = layer.head_norms
+    norms, mlp = layer.head_norms, layer.mlp
     return _Layer(
         layer.attention_norm.data_ptr(),
         layer.mlp_norm.data_ptr(),
         pointer(norms.q_weight if norms else None),
         pointer(norms.k_weight if norms else None),
-        _weight(layer.qkv),
-        _weight(layer.out),
-        _weight(layer.gate_up),
-        _weight(layer.down),
-    )
-
-
-def _weight(weight: PackedWeight) -> _Weight:
-    return _Weight(
-        weight.data.data_ptr(),
-        pointer(weight.bias),
-        weight.inner,
-        weight.panels,
-        weight.outputs,
-        weight.group,
-        KINDS[weight.kind],
-        int(weight.shifted),
+        weight_struct(layer.qkv),
+        weight_struct(layer.out),
+        weight_struct(mlp.gate_up),
+        weight_struct(mlp.down),
+        WeightStruct() if mlp.router is None else weight_struct(mlp.router),
+        0 if mlp.router is None else mlp.router.outputs,
+        mlp.chosen,
     )

@@ -107,6 +107,9 @@ SIGNATURES = {
     "vs_qkv": "nnnpiiiippfppppppp",
     # attention.cpp
     "vs_attention": "nnpipppppiiifpipi",
+    # experts.cpp
+    "vs_route": "npiiipp",
+    "vs_experts": "nppiinpippppp",
     # decoder.cpp
     "vs_decoder_layers": "ppiipp",
 }

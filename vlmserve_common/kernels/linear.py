@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -26,6 +28,7 @@ class PackedWeight:
 
     gated: the first half of the columns are gates, the other what they open: the product has half as many outputs.
     group, shifted: see `QuantizedWeight`; inputs of a group, and whether any zero is not in the middle. dtype: of x.
+    count: weights alike that lie one behind the other in `data`; `linear` takes one.
     """
 
     data: torch.Tensor
@@ -38,6 +41,7 @@ class PackedWeight:
     shifted: bool
     gated: bool
     dtype: torch.dtype
+    count: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +99,7 @@ def linear(
     """
     lib = active()
     assert lib is not None
+    assert weight.count == 1
     assert x.shape[1] == weight.inner
     out = torch.empty((len(x), weight.outputs), dtype=out_dtype or x.dtype)
     lib.vs_linear(
@@ -118,6 +123,47 @@ def linear(
         out.stride(0),
     )
     return out
+
+
+def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Weights alike, without biases, one behind the other."""
+    return replace(
+        weights[0],
+        data=torch.cat([weight.data for weight in weights]),
+        shifted=any(weight.shifted for weight in weights),
+        count=len(weights),
+    )
+
+
+class WeightStruct(ctypes.Structure):
+    """A `PackedWeight` as the library's functions get it; see `cpp/operators.h`."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("bias", c_void_p),
+        ("inner", c_int64),
+        ("panels", c_int64),
+        ("outputs", c_int64),
+        ("group", c_int64),
+        ("bytes", c_int64),
+        ("kind", c_int32),
+        ("shifted", c_int32),
+    ]
+
+
+def weight_struct(weight: PackedWeight) -> WeightStruct:
+    """It holds pointers: the weight must outlast it."""
+    return WeightStruct(
+        weight.data.data_ptr(),
+        pointer(weight.bias),
+        weight.inner,
+        weight.panels,
+        weight.outputs,
+        weight.group,
+        weight.data.nbytes // weight.count,
+        KINDS[weight.kind],
+        int(weight.shifted),
+    )
 
 
 def column_order(rows: int, *, gated: bool) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_checkpoints import FAMILIES, MAX_POSITIONS, make_checkpoint, write_safetensors
+from tests.tiny_checkpoints import FAMILIES, MAX_POSITIONS, MOE, make_checkpoint, write_safetensors
 from vlmserve.models.config import ModelDefaults, read_model_config
 from vlmserve.models.registry import load_config, load_model
 from vlmserve.models.rotary import contiguous_axes, interleaved_axes
@@ -189,7 +189,7 @@ def test_unknown_families_are_refused(tmp_path):
     folder = make_checkpoint("qwen3_vl", tmp_path)
     edit_config(folder, model_type="llava", architectures=["Llava"])
     with pytest.raises(
-        CheckpointError, match=r"'llava' \(architectures .*supported are qwen2_vl, qwen2_5_vl, qwen3_vl"
+        CheckpointError, match=r"'llava' \(architectures .*supported are qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe"
     ):
         load_model(folder)
 
@@ -278,3 +278,106 @@ def test_a_tower_of_another_width_is_refused(tmp_path):
 def test_axes_of_the_frequencies():
     assert contiguous_axes((2, 3, 3)).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
     assert interleaved_axes((4, 2, 2)).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+EXPERTS = "model.language_model.layers.2.mlp.experts."
+
+
+def experts_of(folder, **options) -> list[torch.Tensor]:
+    """Of all sparse layers: weights [experts, outputs, inputs]."""
+    layers = load_model(folder, **options).language_model.layers
+    return [weights for index in (0, 2) for weights in layers[index].mlp.experts.weights]
+
+
+def test_experts_are_read_in_every_layout(tmp_path):
+    stored = load_file(make_checkpoint(MOE, tmp_path / "base") / "model.safetensors")
+    base = experts_of(tmp_path / "base")
+    for weights, name in zip(base[2:], ("gate_up_proj", "down_proj"), strict=True):
+        assert torch.equal(weights, stored[EXPERTS + name].transpose(1, 2))
+    for layout in ("outputs_first", "each"):
+        for dtype in ("float32", "bfloat16"):
+            folder = make_checkpoint(MOE, tmp_path / layout / dtype, experts=layout, dtype=dtype, shards=2)
+            read = experts_of(folder, dtype=torch.float32)
+            assert all(torch.equal(a, b.to(getattr(torch, dtype)).float()) for a, b in zip(read, base, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "message"),
+    [
+        ("inputs_first", lambda t: t.pop(EXPERTS + "down_proj"), r"1 missing: \S+2\.mlp\.experts\.down_proj"),
+        ("each", lambda t: t.pop(EXPERTS + "3.down_proj.weight"), r"1 missing: \S+experts\.3\.down_proj"),
+        (
+            "each",
+            lambda t: t.pop(EXPERTS + "0.gate_proj.weight"),
+            r"1 missing: \S+experts\.0\.gate_proj\.weight \(though up_proj is there\)",
+        ),
+        (
+            "each",
+            lambda t: t.update({EXPERTS + "8.down_proj.weight": torch.zeros(64, 40)}),
+            r"1 unexpected: \S+experts\.8\.down_proj",
+        ),
+        (
+            "inputs_first",
+            lambda t: t.update({EXPERTS + "gate_up_proj": torch.zeros(7, 64, 80)}),
+            r"1 of the wrong shape: \S+gate_up_proj is \[7, 64, 80\], not \[8, 64, 80\]",
+        ),
+        (
+            "each",
+            lambda t: t.update({EXPERTS + "5.up_proj.weight_scale_inv": torch.zeros(1, 1)}),
+            r"2\.mlp\.experts\.5\.up_proj\.weight_scale_inv: experts that are quantised in the checkpoint are not",
+        ),
+        ("inputs_first", lambda t: t.pop(EXPERTS[:-8] + "gate.weight"), r"1 missing: \S+2\.mlp\.gate\.weight"),
+    ],
+    ids=["fused", "one", "no-gate", "too-many", "shape", "quantised", "router"],
+)
+def test_every_expert_is_accounted_for(tmp_path, layout, change, message):
+    folder = make_checkpoint(MOE, tmp_path, experts=layout)
+    edit_weights(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "sparse"),
+    [
+        ({}, {0, 2}),
+        ({"mlp_only_layers": None}, {0, 1, 2}),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 2}, {1}),
+        ({"mlp_only_layers": [2], "decoder_sparse_step": 3}, set()),
+        ({"num_experts": None, "num_local_experts": 8}, {0, 2}),
+    ],
+    ids=str,
+)
+def test_which_layers_are_sparse(tmp_path, change, sparse):
+    folder = make_checkpoint(MOE, tmp_path)
+    text = json.loads((folder / "config.json").read_text())["text_config"] | change
+    edit_config(folder, text_config=text)
+    experts = load_config(folder).experts
+    assert (experts.count, experts.chosen, experts.intermediate_size, experts.sparse_layers) == (8, 3, 40, sparse)
+
+
+def test_without_experts_all_layers_are_dense(tmp_path):
+    folder = make_checkpoint(MOE, tmp_path)
+    text = json.loads((folder / "config.json").read_text())["text_config"] | {"num_experts": 0}
+    edit_config(folder, text_config=text)
+    assert load_config(folder).experts is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"num_experts": -1}, "num_experts is -1"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is false"),
+    ],
+)
+def test_impossible_experts_are_refused(tmp_path, change, message):
+    folder = make_checkpoint(MOE, tmp_path)
+    text = json.loads((folder / "config.json").read_text())["text_config"] | change
+    edit_config(folder, text_config=text)
+    with pytest.raises(CheckpointError, match=message):
+        load_config(folder)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import hf_env  # noqa: F401
-from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, make_checkpoint
 from tests.vlmserve.models.dense_attention import DenseAttention, make_batch
 from vlmserve.models.registry import load_model
 from vlmserve.models.vlm import VisionLanguageModel
@@ -99,7 +99,7 @@ class Pair:
         return inputs
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ALL_FAMILIES)
 def pair(request, tmp_path_factory):
     from transformers import AutoModelForImageTextToText
 

@@ -14,7 +14,7 @@ from vlmserve.attention.native_backend import NativeAttentionBackend
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.config import ModelConfig
+from vlmserve.models.config import ExpertsConfig, ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.qwen2 import Qwen2Decoder
 from vlmserve.models.qwen3 import Qwen3Decoder
@@ -91,8 +91,8 @@ def make_decoder(family: type[Decoder], config: ModelConfig, dtype: torch.dtype,
     generator = torch.Generator().manual_seed(1)
     decoder = family(config, dtype).to(dtype)
     for parameter in decoder.parameters():
-        size = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 0.3
-        offset = 0.0 if parameter.ndim == 2 else 1.0
+        size = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
+        offset = 0.0 if parameter.ndim > 1 else 1.0
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * size + offset)
     decoder.pack(mode)
     return decoder
@@ -159,12 +159,19 @@ class Runner:
     head_dim=st.sampled_from([32, 64]),
     hidden_size=st.sampled_from([64, 72, 200]),
     intermediate_size=st.sampled_from([40, 96, 600]),
+    experts=st.sampled_from(
+        [
+            None,
+            ExpertsConfig(count=5, chosen=2, intermediate_size=40, sparse_layers=frozenset(range(LAYERS))),
+            ExpertsConfig(count=3, chosen=3, intermediate_size=96, sparse_layers=frozenset((1,))),
+        ]
+    ),
     act=st.sampled_from(["silu", "gelu_pytorch_tanh"]),
     deepstack=st.integers(0, LAYERS),
     steps=STEPS,
 )
 def test_whole_layers_compute_what_one_by_one_does(
-    family, dtype, mode, stored, heads, head_dim, hidden_size, intermediate_size, act, deepstack, steps
+    family, dtype, mode, stored, heads, head_dim, hidden_size, intermediate_size, experts, act, deepstack, steps
 ):
     kind, bias = family
     config = make_config(
@@ -173,6 +180,7 @@ def test_whole_layers_compute_what_one_by_one_does(
         head_dim=head_dim,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
+        experts=experts,
         hidden_act=act,
         attention_bias=bias,
         mrope_section={32: (6, 5, 5), 64: (12, 10, 10)}[head_dim],
@@ -192,8 +200,15 @@ def test_whole_layers_compute_what_one_by_one_does(
 
 
 @torch.inference_mode()
-def test_what_is_not_packed_goes_one_by_one():
-    config = make_config(intermediate_size=97)  # the last product's inputs come in pairs
+@pytest.mark.parametrize(
+    "odd",  # the last product's inputs come in pairs
+    [
+        {"intermediate_size": 97},
+        {"experts": ExpertsConfig(count=3, chosen=2, intermediate_size=41, sparse_layers=frozenset((2,)))},
+    ],
+)
+def test_what_is_not_packed_goes_one_by_one(odd):
+    config = make_config(**odd)
     decoder = make_decoder(Qwen3Decoder, config, torch.float32)
     backend = Counting()
     ours = Runner(decoder, config, backend, torch.float32)

@@ -1,21 +1,18 @@
 // A decoder's layers one after another in one call: what their operators compute, in the same order, and nothing of a
 // caller's between them.
+#include <vector>
+
 #include "operators.h"
 
 namespace {
 
 // The structs are those of kernels/decoder.py, field by field.
 
-struct Weight {
-  const void* data;
-  const float* bias;  // or null
-  int64_t inner, panels, outputs, group;
-  int32_t kind, shifted;
-};
-
 struct Layer {
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two null: heads are not normalised
   Weight qkv, out, gate_up, down;
+  Weight router;            // of a sparse MLP, whose gate_up and down are those of all experts
+  int64_t experts, chosen;  // 0 experts: a dense MLP
 };
 
 struct Cache {
@@ -50,10 +47,25 @@ void normalise(const Decoder& d, int64_t rows, const void* x, const void* weight
   vs_rms_norm(d.narrow, x, weight, rows, d.hidden, d.eps, out);
 }
 
+void dense_mlp(const Decoder& d, const Layer& l, int64_t n, const void* normed, void* x, void* scratch) {
+  multiply(d, n, normed, l.gate_up, scratch, nullptr, true);
+  multiply(d, n, scratch, l.down, x, x);
+}
+
+void sparse_mlp(const Decoder& d, const Layer& l, int64_t n, const void* normed, void* x, void* scratch) {
+  const int64_t element = d.narrow ? 2 : 4;
+  std::vector<int64_t> ids(n * l.chosen);
+  char* scores = (char*)scratch + n * l.experts * element;
+  multiply(d, n, normed, l.router, scratch);
+  vs_route(d.narrow, scratch, n, l.experts, l.chosen, ids.data(), scores);
+  vs_experts(d.narrow, &l.gate_up, &l.down, l.experts, l.chosen, d.act, normed, n, ids.data(), scores, x, x,
+             scores + n * l.chosen * element);
+}
+
 }  // namespace
 
 // Layers first .. last - 1 of x [tokens, hidden], in place. scratch: for each token hidden + max(qkv + heads * dim,
-// gates) elements of x's type. A product may add to the memory that it reads its residual from: each element is read by
+// gates, experts + chosen * (1 + hidden + gates)) elements of x's type. A product may add to the memory that it reads its residual from: each element is read by
 // who writes it, just before.
 extern "C" void vs_decoder_layers(const void* decoder, const void* step, int64_t first, int64_t last, void* x,
                                   void* scratch) {
@@ -63,7 +75,7 @@ extern "C" void vs_decoder_layers(const void* decoder, const void* step, int64_t
   void* normed = scratch;
   char* qkv = (char*)scratch + n * d.hidden * element;
   void* attended = qkv + n * all_heads * d.dim * element;
-  void* gated = qkv;  // attention is over by then
+  void* inside = qkv;  // of the MLP: attention is over by then
   for (int64_t i = first; i < last; ++i) {
     const Layer& l = d.layers[i];
     const Cache& c = s.caches[i];
@@ -75,7 +87,6 @@ extern "C" void vs_decoder_layers(const void* decoder, const void* step, int64_t
                  c.value_scales, d.heads, d.kv_heads, d.dim, d.scale, s.table, s.table_stride, s.plan, s.requests);
     multiply(d, n, attended, l.out, x, x);
     normalise(d, n, x, l.mlp_norm, normed);
-    multiply(d, n, normed, l.gate_up, gated, nullptr, true);
-    multiply(d, n, gated, l.down, x, x);
+    (l.experts ? sparse_mlp : dense_mlp)(d, l, n, normed, x, inside);
   }
 }

@@ -256,24 +256,45 @@ void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const
   finish(p, row, int(rows), panel, SCALED ? total : part);
 }
 
+// Rows of a product that one weight of several multiplies, and how they are shared out: by panels, and these by chunks.
+struct Share {
+  const uint8_t* weights;
+  int64_t row, rows, chunks, end;  // end: tasks of this share and of all before it
+};
+
+Share share_of(const Product& p, const uint8_t* weights, int64_t row, int64_t rows, int64_t done) {
+  const int64_t chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  return {weights, row, rows, chunks, done + p.panels * chunks};
+}
+
 template <class Weights, class X>
-void multiply(const Product& p) {
+void run_task(const Product& p, const Share& share, int64_t task) {
+  const int64_t chunk_rows = (share.rows + share.chunks - 1) / share.chunks, skipped = task % share.chunks * chunk_rows;
+  const int64_t panel = task / share.chunks, row = share.row + skipped;
+  const int64_t rows = std::min(share.rows - skipped, chunk_rows);
+  const uint8_t* weights = share.weights + panel * panel_bytes<Weights>(p.inner, p.groups);
+  auto* scales = (const f16*)(weights + number_bytes<Weights>(p.inner));
+  if (rows > TILE_ROWS)
+    many_rows<Weights, X>(p, row, rows, panel, weights, scales);
+  else if (rows > 0)
+    with_constant<TILE_ROWS>(rows, [&](auto m) { few_rows<Weights, m, X>(p, row, panel, weights, scales); });
+}
+
+template <class Weights, class X>
+void multiply(const Product& p, const Share* shares, int64_t count) {
   if (p.rows == 0) return;
-  int64_t chunks = (p.rows + CHUNK_ROWS - 1) / CHUNK_ROWS, chunk_rows = (p.rows + chunks - 1) / chunks;
-  int64_t tasks = p.panels * chunks;
+  const Share *end = shares + count, &last_share = end[-1];
+  int64_t tasks = last_share.end;
   bool alone = p.rows * p.panels * PANEL * p.inner < ALONE;
+  bool chunked = std::any_of(shares, end, [](const Share& share) { return share.chunks > 1; });
   // Small pieces share the work evenly.
-  int64_t grain = chunks > 1 ? 1 : std::max<int64_t>(1, tasks / (pool::threads() * 8));
+  int64_t grain = chunked ? 1 : std::max<int64_t>(1, tasks / (pool::threads() * 8));
   if (alone) grain = tasks;
   pool::parallel_for(tasks, grain, [&](int64_t first, int64_t last) {
+    auto* share = std::upper_bound(shares, end, first, [](int64_t task, const Share& s) { return task < s.end; });
     for (int64_t task = first; task < last; ++task) {
-      int64_t panel = task / chunks, row = task % chunks * chunk_rows, rows = std::min(p.rows - row, chunk_rows);
-      const uint8_t* weights = p.weights + panel * panel_bytes<Weights>(p.inner, p.groups);
-      auto* scales = (const f16*)(weights + number_bytes<Weights>(p.inner));
-      if (rows > TILE_ROWS)
-        many_rows<Weights, X>(p, row, rows, panel, weights, scales);
-      else if (rows > 0)
-        with_constant<TILE_ROWS>(rows, [&](auto m) { few_rows<Weights, m, X>(p, row, panel, weights, scales); });
+      if (task == share->end) ++share;
+      run_task<Weights, X>(p, *share, task - (share->end - p.panels * share->chunks));
     }
   });
 }
@@ -296,14 +317,25 @@ void sum_groups(const Product& p, float* sums) {
 }
 
 template <class Weights, class X>
-void multiply_quantised(Product& p, bool shifted) {
+void multiply_quantised(Product& p, const Share* shares, int64_t count, bool shifted) {
   std::vector<float> sums;
   if (shifted || Weights::DOUBLED) {
     sums.resize(size_t(p.rows * p.groups));
     sum_groups<X>(p, sums.data());
     p.sums = sums.data();
   }
-  multiply<Weights, X>(p);
+  multiply<Weights, X>(p, shares, count);
+}
+
+void multiply_by(int32_t kind, bool x_bf16, bool shifted, Product& p, const Share* shares, int64_t count) {
+  if (kind == WEIGHT_F32) return multiply<F32Weights, float>(p, shares, count);
+  if (kind == WEIGHT_BF16) return multiply<Bf16Weights, bf16>(p, shares, count);
+  if (kind == WEIGHT_INT8)
+    x_bf16 ? multiply_quantised<Int8Weights, bf16>(p, shares, count, shifted)
+           : multiply_quantised<Int8Weights, float>(p, shares, count, shifted);
+  else
+    x_bf16 ? multiply_quantised<Int4Weights, bf16>(p, shares, count, shifted)
+           : multiply_quantised<Int4Weights, float>(p, shares, count, shifted);
 }
 
 }  // namespace
@@ -316,10 +348,19 @@ extern "C" void vs_linear(int32_t kind, int32_t x_bf16, int32_t y_bf16, const vo
                           int64_t y_stride) {
   Product p{x,    rows, inner, row_stride,  (const uint8_t*)weights, panels, outputs, group,
             (inner + group - 1) / group, nullptr, bias, act,  bool(gated), residual, bool(y_bf16), y, y_stride};
-  if (kind == WEIGHT_F32) return multiply<F32Weights, float>(p);
-  if (kind == WEIGHT_BF16) return multiply<Bf16Weights, bf16>(p);
-  if (kind == WEIGHT_INT8)
-    x_bf16 ? multiply_quantised<Int8Weights, bf16>(p, shifted) : multiply_quantised<Int8Weights, float>(p, shifted);
-  else
-    x_bf16 ? multiply_quantised<Int4Weights, bf16>(p, shifted) : multiply_quantised<Int4Weights, float>(p, shifted);
+  const Share all = share_of(p, p.weights, 0, rows, 0);
+  multiply_by(kind, x_bf16, shifted, p, &all, 1);
+}
+
+// Rows starts[i] .. starts[i + 1] - 1 of x by the i-th of `count` weights, without bias; x and y [starts[count], *] have
+// no gaps.
+void grouped_linear(const Weight& w, bool narrow, int64_t count, const int64_t* starts, const void* x, int32_t act,
+                    bool gated, void* y) {
+  Product p{x, starts[count], w.inner, w.inner, (const uint8_t*)w.data, w.panels, w.outputs, w.group,
+            (w.inner + w.group - 1) / w.group, nullptr, nullptr, act, gated, nullptr, narrow, y, w.outputs};
+  std::vector<Share> shares;
+  for (int64_t i = 0; i < count; ++i)
+    if (const int64_t rows = starts[i + 1] - starts[i])
+      shares.push_back(share_of(p, p.weights + i * w.bytes, starts[i], rows, shares.empty() ? 0 : shares.back().end));
+  multiply_by(w.kind, narrow, w.shifted, p, shares.data(), int64_t(shares.size()));
 }

@@ -2,6 +2,17 @@
 #pragma once
 #include <cstdint>
 
+// A packed weight, or several alike one behind the other; kernels/linear.py has the same struct, field by field.
+struct Weight {
+  const void* data;
+  const float* bias;  // or null
+  int64_t inner, panels, outputs, group, bytes;  // bytes: of one
+  int32_t kind, shifted;
+};
+
+void grouped_linear(const Weight& w, bool narrow, int64_t count, const int64_t* starts, const void* x, int32_t act,
+                    bool gated, void* y);
+
 extern "C" {
 void vs_rms_norm(int32_t narrow, const void* x, const void* weight, int64_t rows, int64_t size, float eps, void* out);
 void vs_linear(int32_t kind, int32_t x_bf16, int32_t y_bf16, const void* x, int64_t rows, int64_t inner,
@@ -14,4 +25,9 @@ void vs_attention(int32_t narrow, int32_t kind, const void* q, int64_t q_stride,
                   const void* values, const float* key_scales, const float* value_scales, int64_t heads,
                   int64_t kv_heads, int64_t dim, float scale, const int32_t* table, int64_t table_stride,
                   const int64_t* requests, int64_t count);
+void vs_route(int32_t narrow, const void* logits, int64_t rows, int64_t experts, int64_t chosen, int64_t* ids,
+              void* scores);
+void vs_experts(int32_t narrow, const void* gate_up, const void* down, int64_t experts, int64_t chosen, int32_t act,
+                const void* x, int64_t rows, const int64_t* ids, const void* scores, const void* residual, void* out,
+                void* scratch);
 }

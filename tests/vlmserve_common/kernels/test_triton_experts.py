@@ -1,0 +1,117 @@
+"""Sparse MLPs in Triton against those in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.experts import Experts
+
+routing = pytest.importorskip("vlmserve_common.kernels.gpu.routing")
+kernels = pytest.importorskip("vlmserve_common.kernels.gpu.experts")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 5e-3, "atol": 5e-3},
+    torch.bfloat16: {"rtol": 0.02, "atol": 0.04},
+}
+
+
+def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 5), st.sampled_from([1, 5, 8, 33]), st.integers(1, 6), DTYPES, st.integers(0, 99))
+def test_routing_is_torch_s(rows, experts, chosen, dtype, seed):
+    chosen = min(chosen, experts)
+    logits = 3 * seeded(seed, rows, experts, dtype=dtype)
+    ids, scores = routing.route(logits, chosen)
+    odds = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    best = odds.topk(chosen, dim=-1).values
+    # of equally likely ones either may be chosen, but each once
+    torch.testing.assert_close(odds.gather(1, ids.long()), best, rtol=1e-6, atol=0)
+    assert all(len(set(row)) == chosen for row in ids.tolist())
+    assert scores.dtype == dtype
+    wanted = (best / best.sum(-1, keepdim=True)).to(dtype)
+    torch.testing.assert_close(scores, wanted, rtol=max(1e-6, torch.finfo(dtype).eps), atol=0)
+
+
+def test_of_equally_likely_experts_the_first_are_chosen():
+    ids, _ = routing.route(torch.zeros(2, 6, device=DEVICE), 3)
+    assert ids.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_what_is_not_a_number_goes_to_experts_that_are_there():
+    ids, _ = routing.route(torch.full((2, 5), float("nan"), device=DEVICE), 3)
+    assert ((ids >= 0) & (ids < 5)).all()
+
+
+@settings(max_examples=10)
+@given(
+    st.one_of(st.integers(1, 40), st.just(700)),
+    st.sampled_from([1, 3, 8, 20]),
+    st.sampled_from([16, 64]),
+    st.integers(0, 99),
+)
+def test_a_plan_has_each_row_once_in_a_block_of_its_expert(rows, experts, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, experts, (rows, 2), generator=generator, dtype=torch.int32)
+    ids[: rows // 2] = 0  # one that is hit often
+    plan = routing.make_plan(ids.to(DEVICE), experts, size)
+    flat, seen = ids.flatten(), []
+    for expert, first, count in plan.blocks.tolist():
+        assert 0 <= count <= size
+        if count:
+            own = plan.order[first : first + count].tolist()
+            assert (flat[own] == expert).all()
+            seen += own
+    assert sorted(seen) == list(range(2 * rows))
+    assert plan.order.tolist() == flat.argsort(stable=True).tolist()
+
+
+@settings(max_examples=12)
+@given(
+    tokens=st.sampled_from([0, 1, 2, 9]),
+    experts=st.sampled_from([1, 4, 6]),
+    chosen=st.integers(1, 3),
+    sizes=st.sampled_from([(32, 48), (130, 40), (64, 40)]),
+    inputs_first=st.booleans(),
+    dtype=DTYPES,
+    residual=st.booleans(),
+)
+def test_what_torch_computes(tokens, experts, chosen, sizes, inputs_first, dtype, residual):
+    chosen, (size, inner) = min(chosen, experts), sizes
+    module = Experts(experts, size, inner, activation("silu")).to(DEVICE, dtype)
+    module.lay_out("inputs_first" if inputs_first else "outputs_first")
+    for seed, weights in enumerate(module.weights):
+        weights.copy_(seeded(seed, *weights.shape) * weights.shape[-1] ** -0.5)
+    x, added = (seeded(seed, tokens, size, dtype=dtype) for seed in (2, 3))
+    ids, scores = routing.route(seeded(4, tokens, experts, dtype=dtype), chosen)
+    wanted = module._one_by_one(x, ids.long(), scores, None)
+    found = kernels.run_experts(x, ids, scores, *module.weights, added if residual else None)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wanted + added if residual else wanted, **CLOSE[dtype])
+
+
+def test_tiles_hold_all_rows_of_any_number():
+    """Each kind of tile, by the number of rows; of 16 bits."""
+    module = Experts(2, 64, 32, activation("silu")).to(DEVICE, torch.float16)
+    for seed, weights in enumerate(module.weights):
+        weights.copy_(seeded(seed, *weights.shape) * weights.shape[-1] ** -0.5)
+    kinds = set()
+    for tokens in (7, 50, 150):
+        kinds.add(kernels.tile_for(2 * tokens, 2, torch.float16, gated=True).rows)
+        x, ids = seeded(2, tokens, 64, dtype=torch.float16), torch.tensor([[1, 0]] * tokens, device=DEVICE)
+        scores = torch.tensor([[0.75, 0.25]] * tokens, device=DEVICE, dtype=torch.float16)
+        wanted = module._one_by_one(x, ids, scores, None)
+        torch.testing.assert_close(
+            kernels.run_experts(x, ids.int(), scores, *module.weights), wanted, **CLOSE[torch.float16]
+        )
+    assert len(kinds) == 3

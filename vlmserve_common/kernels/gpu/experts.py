@@ -1,0 +1,229 @@
+"""A sparse MLP: grouped products over the rows of a `routing.Plan`, and the sum over each token's experts.
+
+Each block of rows is multiplied by its expert's weights, which are read once for it. A token's sum is in the order of
+its scores; its products depend on others only in the size of tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
+from vlmserve_common.kernels.gpu.rounding import rounded
+from vlmserve_common.kernels.gpu.routing import make_plan
+from vlmserve_common.kernels.gpu.variant import TYPES, Variant, pointer
+
+_COLUMNS = 1024  # of a row that a program adds up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Rows of a block, outputs of a program (gates and as many ups), inputs of a step; warps, stages of a pipeline."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def tile_for(rows: int, experts: int, dtype: torch.dtype, *, gated: bool) -> Tile:
+    """For so many rows in all. Few rows an expert only wait for its weights: small tiles, many loads on their way."""
+    if dtype == torch.float32:
+        return Tile(rows=16, outputs=32, inputs=32, warps=4, stages=2)  # on no tensor core
+    if rows <= 16 * experts:
+        return Tile(rows=16, outputs=32 if gated else 64, inputs=128, warps=4, stages=4)
+    if rows <= 64 * experts:
+        return Tile(rows=64, outputs=64 if gated else 128, inputs=64, warps=4, stages=4)
+    return Tile(rows=128, outputs=64 if gated else 128, inputs=64, warps=8, stages=4)
+
+
+def run_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int32 [N, chosen] of x, [N, size].
+
+    gate_up [experts, 2 * inner, size], gates first, for SiLU; down [experts, size, inner]: of x's dtype, any strides.
+    """
+    (tokens, size), chosen, (experts, _, inner) = x.shape, ids.shape[1], down.shape
+    out = torch.empty_like(x)
+    if not tokens:
+        return out
+    rows = ids.numel()
+    plan = make_plan(ids, experts, tile_for(rows, experts, x.dtype, gated=True).rows)
+    inside, made = x.new_empty(rows, inner), x.new_empty(rows, size)
+    for weights, source, target, gated in ((gate_up, x, inside, True), (down, inside, made, False)):
+        tile = tile_for(rows, experts, x.dtype, gated=gated)
+        outputs = target.shape[1]
+        grouped_kernel[len(plan.blocks), triton.cdiv(outputs, tile.outputs)](
+            source,
+            weights,
+            target,
+            plan.order,
+            plan.blocks,
+            outputs,
+            source.shape[1],
+            *weights.stride(),
+            CHOSEN=chosen,
+            GATED=gated,
+            ROWS=tile.rows,
+            OUTPUTS=tile.outputs,
+            INPUTS=tile.inputs,
+            WIDEN=INTERPRETED and x.dtype == torch.bfloat16,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    sum_kernel[tokens, triton.cdiv(size, _COLUMNS)](
+        made,
+        scores,
+        out if residual is None else residual,
+        out,
+        size,
+        CHOSEN=chosen,
+        ADDED=residual is not None,
+        COLUMNS=_COLUMNS,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def grouped_kernel(
+    x: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    order: tl.tensor,
+    blocks: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    expert_stride: tl.tensor,
+    output_stride: tl.tensor,
+    input_stride: tl.tensor,
+    CHOSEN: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """A block's rows, some outputs. GATED: x has tokens, and out is in the plan's order; otherwise x is in the plan's
+    order, and out is in that of rows."""
+    block = blocks + tl.program_id(0) * 3
+    count = tl.load(block + 2)
+    if count == 0:
+        return
+    within, columns = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    places = tl.load(block + 1) + within
+    rows = tl.load(order + places, mask=within < count, other=0)
+    channels = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    sources, targets = (rows // CHOSEN, places) if GATED else (places, rows)
+    x_ptrs = x + sources.to(tl.int64)[:, None] * inputs + columns[None, :]
+    w_ptrs = weights + tl.load(block).to(tl.int64) * expert_stride
+    w_ptrs += channels[None, :] * output_stride + columns[:, None] * input_stride
+    sums = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    if GATED:
+        ups = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    for first in range(0, inputs, INPUTS):
+        left = columns < inputs - first
+        x_part = tl.load(x_ptrs, mask=(within < count)[:, None] & left[None, :], other=0.0)
+        w_mask = (channels < outputs)[None, :] & left[:, None]
+        sums = _add(x_part, tl.load(w_ptrs, mask=w_mask, other=0.0), sums, WIDEN)
+        if GATED:
+            ups = _add(x_part, tl.load(w_ptrs + outputs * output_stride, mask=w_mask, other=0.0), ups, WIDEN)
+        x_ptrs += INPUTS
+        w_ptrs += INPUTS * input_stride
+    if GATED:
+        sums = sums / (1.0 + tl.exp(-sums)) * ups
+    out_ptrs = out + targets.to(tl.int64)[:, None] * outputs + channels[None, :]
+    mask = (within < count)[:, None] & (channels < outputs)[None, :]
+    tl.store(out_ptrs, rounded(sums, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add(x: tl.tensor, weights: tl.tensor, sums: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+    if WIDEN:
+        x, weights = x.to(tl.float32), weights.to(tl.float32)
+    return tl.dot(x, weights, sums, input_precision="ieee")
+
+
+@triton.jit
+def sum_kernel(
+    made: tl.tensor,
+    scores: tl.tensor,
+    residual: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    CHOSEN: tl.constexpr,
+    ADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """A stretch of a token a program."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < size
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for place in tl.static_range(CHOSEN):
+        row = token * CHOSEN + place
+        part = tl.load(made + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(scores + row).to(tl.float32) * part
+    if ADDED:
+        total += tl.load(residual + token * size + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * size + columns, rounded(total, out.dtype.element_ty), mask=inside)
+
+
+def _grouped(dtype: torch.dtype, rows: int, *, gated: bool, inputs_first: bool) -> Variant:
+    tile = tile_for(rows, 128, dtype, gated=gated)
+    strides = {"output_stride": "i32:16", "input_stride": "i32:16"}
+    unit = "output_stride" if inputs_first else "input_stride"
+    del strides[unit]
+    return Variant(
+        name=f"experts: {'gate and up' if gated else 'down'}, {TYPES[dtype]}, {rows} rows, {unit} 1",
+        kernel=grouped_kernel,
+        signature={
+            **{name: pointer(dtype) for name in ("x", "weights", "out")},
+            **{name: pointer(torch.int32) for name in ("order", "blocks")},
+            **dict.fromkeys(("outputs", "inputs", "expert_stride"), "i32:16"),
+            **strides,
+        },
+        constexprs={
+            unit: 1,
+            "CHOSEN": 8,
+            "GATED": gated,
+            "ROWS": tile.rows,
+            "OUTPUTS": tile.outputs,
+            "INPUTS": tile.inputs,
+            "WIDEN": False,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+CATALOGUE = (
+    *(
+        _grouped(dtype, rows, gated=gated, inputs_first=inputs_first)
+        for dtype, many in ((torch.bfloat16, (8, 4096, 16384)), (torch.float16, (16384,)), (torch.float32, (8,)))
+        for rows in many
+        for gated in (True, False)
+        for inputs_first in (True, False)
+    ),
+    *(
+        Variant(
+            name=f"experts: sum, {TYPES[dtype]}",
+            kernel=sum_kernel,
+            signature={name: pointer(dtype) for name in ("made", "scores", "residual", "out")} | {"size": "i32:16"},
+            constexprs={"CHOSEN": 8, "ADDED": True, "COLUMNS": _COLUMNS},
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+    ),
+)
+"""Of 30B-A3B and 235B-A22B; see `variant`."""
