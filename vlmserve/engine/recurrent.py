@@ -53,7 +53,7 @@ def request_states(args: EngineArgs, runner: ModelRunner, num_slots: int) -> Req
         return None
     return RequestStates(
         RecurrentStates(len(cache.recurrent) - 1, num_slots=num_slots, page_size=args.page_size),
-        page_size=args.page_size,
+        unit=snapshot_unit(args.page_size),
         interval=args.mamba_track_interval,
         snapshots=_keeps_snapshots(args),
     )

@@ -70,8 +70,8 @@ class LinearAttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """family: model_type. rotary_dim: elements of a head that turn, the first ones. mrope_section: how many of
-    rotary_dim / 2 frequencies turn with time, height and width. linear: None where all layers are attention.
+    """family: model_type. mrope_section: how many of rotary_dim / 2 frequencies turn with time, height and width.
+    linear: None where all layers are attention.
 
     eos_token_ids: of generation_config.json and config.json together. dtype: what the checkpoint declares.
     """
@@ -89,13 +89,17 @@ class ModelConfig:
     hidden_act: str
     attention_bias: bool
     rope_theta: float
-    rotary_dim: int
     mrope_section: tuple[int, int, int]
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     experts: ExpertsConfig | None = None
     linear: LinearAttentionConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that turn, the first ones."""
+        return 2 * sum(self.mrope_section)
 
     @property
     def num_kv_layers(self) -> int:
@@ -122,7 +126,7 @@ def read_model_config(
         raise CheckpointError(
             f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
-    rope_theta, rotary_dim, mrope_section = _rope(text, defaults, head_dim)
+    rope_theta, mrope_section = _rope(text, defaults, head_dim)
     num_layers = text.positive("num_hidden_layers")
     experts = _experts(text, num_layers) if defaults.has_experts else None
     return ModelConfig(
@@ -140,7 +144,6 @@ def read_model_config(
         hidden_act=text.string("hidden_act", "silu"),
         attention_bias=text.flag("attention_bias", False),
         rope_theta=rope_theta,
-        rotary_dim=rotary_dim,
         mrope_section=mrope_section,
         # some checkpoints say it in one of the two places only
         tie_word_embeddings=top.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False)),
@@ -205,8 +208,8 @@ def _linear_attention(text: Fields, num_layers: int) -> LinearAttentionConfig:
     return found
 
 
-def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, int, tuple[int, int, int]]:
-    """Theta, elements that turn, section: `rope_parameters` (transformers 5), or `rope_theta`, `rope_scaling` (4)."""
+def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, tuple[int, int, int]]:
+    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     name = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = text.section(name)
     kind = rope.string("rope_type", rope.string("type", "default"))
@@ -225,7 +228,7 @@ def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, 
             f"{rope.where}: mrope_section is {list(section)}, and must be 3 numbers with the sum of half {what} "
             f"({rotary_dim}/2)"
         )
-    return theta, rotary_dim, section
+    return theta, section
 
 
 def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:

@@ -23,13 +23,13 @@ def snapshot_unit(page_size: int) -> int:
 
 
 class RequestStates:
-    """pool: who owns which state. snapshots: whether any are to be made. interval: tokens between snapshots, beside
-    those at the ends of chunks, pictures and prompts; rounded up to multiples of the unit."""
+    """pool: who owns which state. unit: see above. snapshots: whether any are to be made. interval: tokens between
+    snapshots, beside those at the ends of chunks, pictures and prompts; rounded up to multiples of the unit."""
 
-    def __init__(self, pool: RecurrentStates, *, page_size: int, interval: int, snapshots: bool) -> None:
+    def __init__(self, pool: RecurrentStates, *, unit: int, interval: int, snapshots: bool) -> None:
         self.pool = pool
-        self.unit = snapshot_unit(page_size)
-        self._interval = -(-interval // self.unit) * self.unit
+        self.unit = unit
+        self._interval = -(-interval // unit) * unit
         self._snapshots = snapshots
         self._copies: dict[int, StateCopy] = {}
 

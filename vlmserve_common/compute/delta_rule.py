@@ -63,7 +63,7 @@ def chunk_rule(
 
 
 def _chunks(parts: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """parts: q, k, v [heads, n, size, dim], g, beta [heads, n, size] -> [heads, n * size, value_dim], and the state behind.
+    """parts: q, k, v [heads, n, size, dim], g, beta [heads, n, size] -> [heads, n * size, value_dim], the state behind.
 
     Inside a chunk, token i's correction depends on those of tokens before it: a triangular system, solved for all
     chunks at once. What is left to do in their order are products with the state.
