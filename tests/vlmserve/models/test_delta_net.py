@@ -29,9 +29,7 @@ def new_cache(config) -> RecurrentCache:
 
 def run(net, x, cache, spans=(), singles=()) -> torch.Tensor:
     """singles: pairs of a token of x and a state."""
-    tokens, states = (
-        torch.tensor(part, dtype=torch.int64) for part in (zip(*singles, strict=True) if singles else ((), ()))
-    )
+    tokens, states = torch.tensor(singles, dtype=torch.int64).view(-1, 2).unbind(1)
     step = RecurrentStep(
         cache=cache,
         spans=tuple(spans),
