@@ -183,9 +183,9 @@ class EngineArgs:
         CACHE_SIZE,
     )
     mamba_track_interval: int = _memory(
-        256,
-        "Qwen3.5: tokens after which a state is kept, besides those at the ends of chunks, pictures and prompts; "
-        "rounded up to whole pages and 64 tokens",
+        512,
+        "Qwen3.5: tokens after which a state is kept, besides those at the ends of prompts and of their pictures and "
+        "videos; rounded up to whole pages and 64 tokens",
         AT_LEAST_1,
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)

@@ -23,8 +23,12 @@ def snapshot_unit(page_size: int) -> int:
 
 
 class RequestStates:
-    """pool: who owns which state. unit: see above. snapshots: whether any are to be made. interval: tokens between
-    snapshots, beside those at the ends of chunks, pictures and prompts; rounded up to multiples of the unit."""
+    """pool: who owns which state. unit: see above. snapshots: whether any are to be made.
+
+    interval: tokens between snapshots, rounded up to multiples of the unit. Others are at the end of a prompt, of its
+    last picture or video, of those with nothing of the kind for an interval behind them, and of long chunks: a state
+    is large, so many close to each other would only push those of other prompts out.
+    """
 
     def __init__(self, pool: RecurrentStates, *, unit: int, interval: int, snapshots: bool) -> None:
         self.pool = pool
@@ -77,6 +81,12 @@ class RequestStates:
         first = start // self._interval + 1
         wanted = {place * self._interval for place in range(first, end // self._interval + 1)}
         if start < req.prompt_len:
-            ends = (end, min(req.prompt_len - 1, end), *(last for last in req.media.ends if start < last <= end))
+            # an equal prompt goes on from its last token but one, at the latest
+            ends = [req.prompt_len - 1, *self._media_ends(req)]
+            ends += [end] if end - start >= self._interval else []
             wanted |= {last // self.unit * self.unit for last in ends}
-        return sorted(place for place in wanted if place > start)
+        return sorted(place for place in wanted if start < place <= end)
+
+    def _media_ends(self, req: Req) -> list[int]:
+        ends = req.media.ends
+        return [last for last, after in zip(ends, (*ends, math.inf)[1:], strict=True) if after - last >= self._interval]
