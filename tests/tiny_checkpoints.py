@@ -21,8 +21,10 @@ from vlmserve_common.compute.experts import ExpertLayout
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 MOE = "qwen3_vl_moe"
+HYBRID, HYBRID_MOE = "qwen3_5", "qwen3_5_moe"
+HYBRIDS = (HYBRID, HYBRID_MOE)
 ALL_FAMILIES = (*FAMILIES, MOE)
-"""With those that differ from one of `FAMILIES` in the decoder alone."""
+"""With those that differ from one of `FAMILIES` in the decoder alone; `HYBRIDS` differ in what they cache, too."""
 
 VOCAB_SIZE = 448
 BPE_SIZE = 400
@@ -55,12 +57,16 @@ _ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     MOE: "Qwen3VLMoeForConditionalGeneration",
+    HYBRID: "Qwen3_5ForConditionalGeneration",
+    HYBRID_MOE: "Qwen3_5MoeForConditionalGeneration",
 }
 _PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
     MOE: "Qwen3VLProcessor",
+    HYBRID: "Qwen3VLProcessor",
+    HYBRID_MOE: "Qwen3VLProcessor",
 }
 _TEMPLATE = """\
 {%- for message in messages %}
@@ -101,7 +107,7 @@ def make_checkpoint(
     nested_names: bool | None = None,
     experts: ExpertLayout = "inputs_first",
 ) -> Path:
-    """Write a checkpoint of `family` (one of ALL_FAMILIES) into `out_dir` and return it.
+    """Write a checkpoint of `family` (one of ALL_FAMILIES and HYBRIDS) into `out_dir` and return it.
 
     tied: whether lm_head is the embedding; default as in the family's small published models.
     deepstack: tower layers whose rows Qwen3-VL adds to the decoder's first layers.
@@ -109,7 +115,7 @@ def make_checkpoint(
     experts: how the weights of experts are stored.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    tied = family not in ("qwen2_5_vl", MOE) if tied is None else tied
+    tied = family not in ("qwen2_5_vl", MOE, HYBRID_MOE) if tied is None else tied
     nested_names = family.startswith("qwen3") if nested_names is None else nested_names
     tokenizer = make_tokenizer()
     config = make_config(family, tokenizer, dtype=dtype, tied=tied, deepstack=deepstack)
@@ -131,7 +137,7 @@ def make_checkpoint(
     )
     _write_processor_configs(out_dir, family)
     tensors = _random_tensors(out_dir, tokenizer, tied, seed)
-    tensors = _store_experts(tensors, experts)
+    tensors = _store_experts(tensors, "outputs_first" if family == HYBRID_MOE else experts)
     if not nested_names:
         tensors = {_flat_name(name): value for name, value in tensors.items()}
     write_safetensors(out_dir, {name: value.to(getattr(torch, dtype)) for name, value in tensors.items()}, shards)
@@ -208,6 +214,33 @@ def make_config(
             "deepstack_visual_indexes": list(deepstack),
             "initializer_range": 0.02,
         }
+        if family in HYBRIDS:
+            vision["deepstack_visual_indexes"] = []
+            text |= {
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "attn_output_gate": True,
+                "linear_conv_kernel_dim": 4,
+                "linear_key_head_dim": 32,
+                "linear_value_head_dim": 24,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": text.pop("rope_theta"),
+                    "mrope_interleaved": True,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_section": [2, 1, 1],
+                },
+            }
+            del text["rope_scaling"]
+        if family == HYBRID_MOE:
+            del text["intermediate_size"]
+            text |= {
+                "num_experts": 8,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "shared_expert_intermediate_size": 24,
+            }
         if family == MOE:
             text |= {
                 "num_experts": 8,
@@ -360,13 +393,26 @@ def _random_tensors(out_dir: Path, tokenizer: Tokenizer, tied: bool, seed: int) 
     for name in sorted(shapes):
         value = torch.randn(shapes[name], generator=generator)
         tensors[name] = _scaled(name, value, tied, unlikely, generator)
+        if model.config.model_type in HYBRIDS and _is_zero_centred(name):
+            tensors[name] -= 1
     return tensors
+
+
+def _is_zero_centred(name: str) -> bool:
+    """Whether a norm of a hybrid model multiplies by 1 more than this."""
+    return "language_model" in name and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
 
 
 def _scaled(
     name: str, noise: torch.Tensor, tied: bool, unlikely: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
     """One parameter from standard normal noise of its shape."""
+    if name.endswith("A_log"):
+        return torch.linspace(0.05, 1, len(noise)).log()
+    if name.endswith("dt_bias"):
+        return torch.linspace(-3, 0, len(noise))
+    if name.endswith("conv1d.weight"):
+        return noise * 0.3 + torch.tensor([0, 0, 0, 0.7])
     if name.endswith("patch_embed.proj.weight"):
         # flat colours count as much as texture
         flat = torch.randn((*noise.shape[:2], 1, 1, 1), generator=generator)

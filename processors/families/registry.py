@@ -16,6 +16,8 @@ _PROCESSORS: Mapping[str, tuple[str, str]] = {
     "qwen2_5_vl": ("processors.families.qwen2_5_vl", "Qwen2_5VLProcessor"),
     "qwen3_vl": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
     "qwen3_vl_moe": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
+    "qwen3_5": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
+    "qwen3_5_moe": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
 }
 
 

@@ -7,12 +7,19 @@ import re
 import pytest
 import torch
 
+from tests import hf_env  # noqa: F401
+
+# isort: split
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+
 from processors.resize import smart_resize
 from tests.vlmserve.server_process import ROOT
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.recurrent import state_shape
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.models.config import read_model_config
 from vlmserve.models.qwen3 import QWEN3_MOE_DEFAULTS, Qwen3Decoder
+from vlmserve.models.qwen3_5 import QWEN3_5_DEFAULTS, QWEN3_5_MOE_DEFAULTS, Qwen3_5Decoder
 
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 GIB = 2**30
@@ -119,6 +126,27 @@ def test_experts(name: str) -> None:
         f"{kv // 1024}",
         f"{4 * d * 2 / 1024:g}",
         *(f"{one // 1000}" if one >= 4000 else "-" for one in tokens),
+    ]
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3.5-35B-A3B"])
+def test_hybrid_models(name: str) -> None:
+    sparse = name.endswith("A3B")
+    text = (Qwen3_5MoeTextConfig if sparse else Qwen3_5TextConfig)().to_dict()
+    defaults = QWEN3_5_MOE_DEFAULTS if sparse else QWEN3_5_DEFAULTS
+    config = read_model_config({"model_type": "qwen3_5", "text_config": text}, {}, defaults)
+    with torch.device("meta"):
+        model = Qwen3_5Decoder(config, torch.bfloat16)
+    total = sum(parameter.numel() for parameter in model.parameters()) + config.vocab_size * config.hidden_size
+    state = state_shape(config, torch.bfloat16).nbytes
+    kv = KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, torch.bfloat16)
+    assert _table("Hybrid models")[name] == [
+        f"{total / 1e9:.2f}",
+        f"{total * 2 / GIB:.1f}",
+        f"{kv // 1024}",
+        f"{state / 2**20:.1f}",
+        f"{EngineArgs(model='').max_running_requests * state / GIB:.1f}",
+        f"{EngineArgs(model='').mamba_cache_mib * 2**20 // state}",
     ]
 
 

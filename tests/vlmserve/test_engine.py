@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.tiny_checkpoints import ALL_FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRID, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve_common.errors import BadRequestError
@@ -14,7 +14,7 @@ NEW = 12
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=ALL_FAMILIES)
+@pytest.fixture(scope="module", params=(*ALL_FAMILIES, HYBRID))
 def family(request, tmp_path_factory):
     """A checkpoint, the conversations, and what transformers answers."""
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
@@ -65,7 +65,9 @@ def test_a_prompt_asked_again_is_cached_and_its_picture_not_encoded_again(family
         encoded = llm.stats().encoder.encoded
         again = llm.chat(asked[1], GREEDY)
         assert first.cached_tokens == 0
-        assert again.cached_tokens >= (again.prompt_tokens - 1) // 16 * 16
+        # in whole pages; of hybrid models, where a chunk of the delta rule ends
+        unit = 64 if "qwen3_5" in folder.name else 16
+        assert again.cached_tokens >= (again.prompt_tokens - 1) // unit * unit
         assert again.token_ids == first.token_ids
         assert llm.stats().encoder.encoded == encoded == 1
         llm.flush_cache()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_checkpoints import ALL_FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
 from tests.vlmserve.reference import Reference, conversations
 from tests.vlmserve.server_process import ServerProcess
 from tests.vlmserve.test_video import conversations as video_conversations
@@ -38,7 +38,7 @@ def as_openai(messages: list[dict]) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, *HYBRIDS])
 @pytest.mark.parametrize(
     "flags",
     [

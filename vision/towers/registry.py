@@ -22,6 +22,8 @@ TOWERS: Mapping[str, type[Qwen2VisionTower] | type[Qwen2_5VisionTower] | type[Qw
         "qwen2_5_vl": Qwen2_5VisionTower,
         "qwen3_vl": Qwen3VisionTower,
         "qwen3_vl_moe": Qwen3VisionTower,
+        "qwen3_5": Qwen3VisionTower,
+        "qwen3_5_moe": Qwen3VisionTower,
     }
 )
 

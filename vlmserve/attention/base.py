@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.recurrent_cache import RecurrentStep
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.attention import HeadNorms
@@ -35,7 +36,8 @@ class ForwardBatch:
     input_ids int64 [N]; positions int64 [3, N] (M-RoPE: time, height, width); req_pool_indices int64 [B]; seq_lens
     int32 [B]: tokens of each request, those of this step included; extend_start_loc int32 [B + 1]: where the tokens of
     each request begin in the batch, and N; prefix_lens / extend_lens: host lists of length B, tokens before and of this
-    step; out_cache_loc int64 [N]: the KV slot each token is written to.
+    step; out_cache_loc int64 [N]: the KV slot each token is written to. recurrent: the states of recurrent layers; None
+    for models without any.
     """
 
     forward_mode: ForwardMode
@@ -50,6 +52,7 @@ class ForwardBatch:
     req_to_token_pool: ReqToTokenPool
     kv_cache: KVCache
     attn_backend: AttentionBackend
+    recurrent: RecurrentStep | None = None
 
 
 class RadixAttention(nn.Module):

@@ -25,7 +25,7 @@ def decode_bytes(outline: VisionLanguageModel, kv_tokens: float) -> float:
 
 def kv_bytes(config: ModelConfig, outline: VisionLanguageModel) -> int:
     """Bytes of a token in a KV cache of the model's own dtype."""
-    return KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, outline.dtype)
+    return KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, outline.dtype)
 
 
 def prefill_flops(outline: VisionLanguageModel, tokens: int) -> float:
@@ -33,7 +33,7 @@ def prefill_flops(outline: VisionLanguageModel, tokens: int) -> float:
     config = outline.config
     weights = sum(parameter.numel() for parameter in outline.language_model.layers.parameters() if parameter.dim() > 1)
     pairs = tokens * (tokens + 1) / 2
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * pairs
+    attention = 4.0 * config.num_kv_layers * config.num_heads * config.head_dim * pairs
     return 2.0 * weights * tokens + attention + 2.0 * config.vocab_size * config.hidden_size
 
 

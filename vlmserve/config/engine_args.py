@@ -176,6 +176,18 @@ class EngineArgs:
         "what the KV cache holds: auto is --dtype; fp8_e4m3 and int8 take half of bfloat16's memory; int8, with a "
         "scale for each token and head, is the closer one, and on a GPU for --attention-backend torch only",
     )
+    mamba_cache_mib: int = _memory(
+        1024,
+        "Qwen3.5: memory for states of its recurrent layers that are kept for prompts that begin alike, in MiB, beside "
+        "one for each of --max-running-requests; 0: none, so nothing of a prompt is found in the prefix cache",
+        CACHE_SIZE,
+    )
+    mamba_track_interval: int = _memory(
+        512,
+        "Qwen3.5: tokens after which a state is kept, besides those at the ends of prompts and of their pictures and "
+        "videos; rounded up to whole pages and 64 tokens",
+        AT_LEAST_1,
+    )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
     disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = _memory(

@@ -193,6 +193,13 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         switch=True,
         fine="false",
     ),
+    _answered(
+        "--mamba-cache-mib says how much memory kept states take, beside those of running requests",
+        "mamba_cache_mode",
+        "max_mamba_cache_size mamba_full_memory_ratio",
+    ),
+    _answered("--mamba-track-interval says after how many tokens a state is kept", "mamba_block_size"),
+    _answered("recurrent states are float32", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", fine="float32 auto"),
     _answered("--device cuda:N names the GPU", sglang="base_gpu_id", fine="0"),
     _answered(
         "one backend does both: --attention-backend", sglang="prefill_attention_backend decode_attention_backend"

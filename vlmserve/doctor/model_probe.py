@@ -30,7 +30,7 @@ def examine(name: str) -> dict[str, Any]:
     make_processor(folder, read_hf_config(folder), continue_text=tokenizer.continue_text)
     config = model.config
     weights = weight_bytes(model)
-    per_token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    per_token = KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, model.dtype)
     facts: dict[str, Any] = {
         "family": config.family,
         "dtype": dtype_name(model.dtype),

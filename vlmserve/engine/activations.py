@@ -20,9 +20,11 @@ from vision.towers.blocks import VisionTower
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.encoder import resolve_max_patches
+from vlmserve.engine.recurrent import state_shape
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 from vlmserve.executor.sampler import sample
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.memory.sizing import Activations, activation_bytes
 from vlmserve.models.config import ModelConfig
@@ -66,7 +68,9 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
     config, itemsize = model.config, model.dtype.itemsize
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     # heads before and after they are turned, and what they attend to; or gate and up, their product, and its input
-    widest = max(2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config))
+    widest = max(
+        2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config), _linear_width(config)
+    )
     embeds = config.hidden_size * (1 + model.visual.num_deepstack_layers) * itemsize
     return Activations(
         tower=_tower_bytes(model.visual, limits.patches, itemsize) if limits.patches else 0,
@@ -87,7 +91,7 @@ def measure_activations(
     """Of a loaded model, by computing such steps over zeros. cache_dtype: the KV cache's, by default the model's."""
     with torch.inference_mode():
         device = model.language_model.embed_tokens.weight.device
-        batch = _dummy_batch(model.config, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
+        batch = _dummy_batch(model.config, model.dtype, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
         info = dummy_sampling(limits.rows)
         return Activations(
@@ -125,6 +129,13 @@ def _tower_bytes(tower: VisionTower, patches: int, itemsize: int) -> int:
     return activation_bytes(patches, stream=stream, widest=widest, itemsize=itemsize, beside=values + 2 * merged)
 
 
+def _linear_width(config: ModelConfig) -> int:
+    """Elements of a gated delta net for each token: what its product makes, and what comes of it; what the delta rule
+    takes in float32 is that of a few hundred tokens."""
+    linear = config.linear
+    return 0 if linear is None else linear.conv_size + 4 * linear.value_size
+
+
 def _experts_width(config: ModelConfig) -> int:
     """Elements of a sparse MLP for each token: its odds in float32, twice; and in each expert that it goes through its
     input, gate and up with their product, and the output."""
@@ -154,7 +165,12 @@ def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
 
 
 def _dummy_batch(
-    config: ModelConfig, dtype: torch.dtype, attn_backend: AttentionBackend, tokens: int, device: torch.device
+    config: ModelConfig,
+    model_dtype: torch.dtype,
+    dtype: torch.dtype,
+    attn_backend: AttentionBackend,
+    tokens: int,
+    device: torch.device,
 ) -> ForwardBatch:
     """A prompt of so many tokens, in a cache of its own."""
     slots = torch.arange(tokens, device=device)
@@ -162,12 +178,14 @@ def _dummy_batch(
     pool.write(0, 0, slots)
     cache = KVCache(
         num_slots=tokens,
-        num_layers=config.num_layers,
+        num_layers=config.num_kv_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
         device=device,
     )
+    shape = state_shape(config, model_dtype)
+    span = Span(start=0, length=tokens, prefix_len=0, state=1)
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
@@ -181,6 +199,7 @@ def _dummy_batch(
         req_to_token_pool=pool,
         kv_cache=cache,
         attn_backend=attn_backend,
+        recurrent=None if shape is None else RecurrentStep(cache=RecurrentCache(1, shape, device), spans=(span,)),
     )
 
 

@@ -26,6 +26,7 @@ from vlmserve.engine.decode_graphs import GraphBuilder, cuda_tools, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
+from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
 from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.logits_processors import load_logits_processors
@@ -35,6 +36,7 @@ from vlmserve.grammar.grammar_queue import GrammarQueue
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import check_weights_fit, graph_room, kv_cache_size, weight_bytes
 from vlmserve.messages import SchedulerOutput
@@ -123,22 +125,30 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         activations = estimate_activations(model, limits)
     new_cache = partial(
         KVCache,
-        num_layers=config.num_layers,
+        num_layers=config.num_kv_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=kv_dtype,
         device=device,
     )
     graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=cuda_tools(device))
+    shape = state_shape(config, model.dtype)
+    if shape is not None and device.type == "cuda":
+        log.info("decode steps are not captured as CUDA graphs: %s is recurrent", config.family)
     graph_plan = graph_builder.plan(
-        wanted_sizes(args, attn_backend, device),
+        wanted_sizes(args, attn_backend, device) if shape is None else (),
         kv_cache=new_cache(num_slots=args.page_size),
         max_context_len=max_model_len + args.page_size,
         room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
     )
     activations = replace(activations, graphs=graph_plan.reserved)
     tokens = kv_cache_size(
-        args, bytes_per_token=per_token, max_model_len=max_model_len, device=device, activations=activations
+        args,
+        bytes_per_token=per_token,
+        max_model_len=max_model_len,
+        device=device,
+        state_bytes=state_bytes(args, config, model.dtype, max_model_len),
+        activations=activations,
     )
     max_req_len = min(max_model_len, tokens - args.page_size)
     info = EngineInfo(
@@ -154,12 +164,15 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
         attn_backend=attn_backend,
         device=device,
+        recurrent_cache=None
+        if shape is None
+        else RecurrentCache(num_states(args, shape, max_model_len), shape, device),
         logits_processors=processors,
     )
     graphs = graph_builder.capture(graph_plan, kv_cache=runner.kv_cache, req_to_token_pool=runner.req_to_token_pool)
     if graphs is not None:
         runner.attach_graphs(graphs)
-    if device.type == "cuda":
+    if device.type == "cuda" and shape is None:  # the steps of its own have no states
         warm_up(runner, with_tower=not args.num_encoders)
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
@@ -231,6 +244,7 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> N
         max_model_len=max_model_len,
         device=device,
         weights_to_come=weights,
+        state_bytes=state_bytes(args, outline.config, outline.dtype, max_model_len),
         activations=estimate_activations(outline, limits),
     )
 
@@ -242,7 +256,7 @@ def _part_of(bits: int, dtype: torch.dtype) -> float:
 
 def _bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:
     config = model.config
-    return KVCache.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+    return KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype)
 
 
 def build_scheduler(
@@ -257,6 +271,7 @@ def build_scheduler(
 
     start: needed where `args` asks for encoder processes.
     """
+    args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
     media_keys = MediaKeyTable()
     cache, close_cache = build_tiers(
@@ -267,7 +282,13 @@ def build_scheduler(
         bytes_per_token=_bytes_per_token(runner.model, runner.kv_cache.dtype),
     )
     req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
-    kv = KVCacheManager(allocator, cache, req_pool, close=close_cache)
+    kv = KVCacheManager(
+        allocator,
+        cache,
+        req_pool,
+        states=request_states(args, runner, info.max_total_tokens + args.page_size),
+        close=close_cache,
+    )
     threads = torch.get_num_threads()  # of this thread; each has its own
     return Scheduler(
         args,

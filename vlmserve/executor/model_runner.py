@@ -28,8 +28,10 @@ from vlmserve.executor.model_worker_batch import (
 from vlmserve.executor.sampler import SamplerOutput, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
 from vlmserve.executor.step_inputs import StepInputs
+from vlmserve.memory.groups.recurrent import StateCopy
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_transfer import KVTransfer
+from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.transfers import Transfers, Upload, to_device, transfers_for
@@ -38,7 +40,7 @@ from vlmserve_common.compute.transfers import Transfers, Upload, to_device, tran
 class ModelRunner:
     """A worker's whole state: model, KV cache, request table, last sampled tokens.
 
-    transfers: to and from the device; None: the usual ones.
+    recurrent_cache: for models with recurrent layers. transfers: to and from the device; None: the usual ones.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ModelRunner:
         req_to_token_pool: ReqToTokenPool,
         attn_backend: AttentionBackend,
         device: torch.device,
+        recurrent_cache: RecurrentCache | None = None,
         logits_processors: LogitsProcessors | None = None,
         transfers: Transfers | None = None,
     ) -> None:
@@ -56,6 +59,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self.model = model
         self.kv_cache = kv_cache
+        self.recurrent_cache = recurrent_cache
         self.req_to_token_pool = req_to_token_pool
         self.attn_backend = attn_backend
         self.device = device
@@ -75,7 +79,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:
         """Compute a step as far as the hidden states of its tokens. Side effects in this order: copies between the
-        tiers of the KV cache, request table, KV cache. Raises as `device_errors` does."""
+        tiers of the KV cache and of states, request table, KV cache and states, snapshots of these. Raises as
+        `device_errors` does."""
         with device_errors(
             f"step {batch.step} of {len(batch.req_pool_indices)} requests, {len(batch.input_ids)} tokens"
         ):
@@ -83,11 +88,13 @@ class ModelRunner:
             if batch.kv_copies:
                 assert self._kv_transfer is not None, "KV to copy, and no second tier"
                 self._kv_transfer.run(batch.kv_copies)
+            self._copy_states(batch.state_copies)
             inputs, forward_batch = self._prepare(batch)
             if self._graphs is not None and self._graphs.fits(forward_batch):
                 hidden = self._graphs.run(forward_batch)
             else:
                 hidden = self._run(forward_batch, *self._embed(batch, forward_batch.input_ids, inputs))
+            self._copy_states(_ends_kept(batch))
             tiles = inputs.prompt_tiles
             return Forwarded(
                 step=batch.step,
@@ -125,6 +132,33 @@ class ModelRunner:
             req_to_token_pool=pool,
             kv_cache=self.kv_cache,
             attn_backend=self.attn_backend,
+            recurrent=self._recurrent_step(batch, inputs),
+        )
+
+    def _copy_states(self, jobs: Sequence[StateCopy]) -> None:
+        if jobs:
+            assert self.recurrent_cache is not None, "states to copy, and no recurrent layers"
+            self.recurrent_cache.copy(jobs)
+
+    def _recurrent_step(self, batch: ModelWorkerBatch, inputs: StepInputs) -> RecurrentStep | None:
+        if self.recurrent_cache is None:
+            return None
+        kept: dict[int, dict[int, int]] = {}
+        for snapshot in batch.state_snapshots:
+            kept.setdefault(snapshot.index, {})[snapshot.tokens] = snapshot.target
+        lengths = inputs.extend_lens.tolist()
+        starts = (inputs.extend_lens.cumsum() - inputs.extend_lens).tolist()
+        return RecurrentStep(
+            cache=self.recurrent_cache,
+            spans=tuple(
+                Span(start=start, length=length, prefix_len=before, state=state, kept=kept.get(index, {}))
+                for index, (start, length, before, state) in enumerate(
+                    zip(starts, lengths, batch.prefix_lens.tolist(), batch.states.tolist(), strict=True)
+                )
+                if length > 1
+            ),
+            single_states=inputs.single_states.tensor if inputs.single_states is not None else None,
+            single_tokens=inputs.single_tokens.tensor if inputs.single_tokens is not None else None,
         )
 
     def _embed(
@@ -192,3 +226,13 @@ class ModelRunner:
         )
         self._recent[sampled[0].tensor, sampled[1].tensor] = out.next_token_ids
         return out
+
+
+def _ends_kept(batch: ModelWorkerBatch) -> list[StateCopy]:
+    """Of the states that are to be kept those behind all tokens of a request: copies, when the step is computed."""
+    lengths = batch.seq_lens - batch.prefix_lens
+    return [
+        StateCopy(source=int(batch.states[one.index]), target=one.target)
+        for one in batch.state_snapshots
+        if one.tokens == lengths[one.index]
+    ]

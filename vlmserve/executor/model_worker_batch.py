@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from vlmserve.memory.groups.recurrent import StateCopy
 from vlmserve.memory.kv_transfer import KVCopyJob
 
 
@@ -26,6 +27,16 @@ class PrefixSlots:
 
     req_pool_idx: int
     slots: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSnapshot:
+    """Keep, as state `target`, what the state of request number `index` is behind its first `tokens` tokens of this
+    step, above 0."""
+
+    index: int
+    tokens: int
+    target: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +155,8 @@ class ModelWorkerBatch:
     seq_lens, prefix_lens int64 [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
     mm_embeds: in the order of their tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens:
     int64 [H], batch tokens whose final hidden states are returned. kv_copies: between the tiers of the KV cache, to be
-    done first.
+    done first. states: int64 [B], where recurrent layers have the state of each request, none for models without such
+    layers. state_copies: to be done first, in this order. state_snapshots: to be made.
     """
 
     step: int
@@ -161,6 +173,9 @@ class ModelWorkerBatch:
     prompt_logprobs: PromptLogprobRows | None = None
     hidden_tokens: np.ndarray = field(default_factory=_no_ids)
     kv_copies: tuple[KVCopyJob, ...] = ()
+    states: np.ndarray = field(default_factory=_no_ids)
+    state_copies: tuple[StateCopy, ...] = ()
+    state_snapshots: tuple[StateSnapshot, ...] = ()
 
 
 class PendingResult(Protocol):

@@ -14,7 +14,8 @@ class StepInputs:
 
     places: int64 [N] on the host, the number of each token among those of its request. owners: int64 [N], whose tokens
     they are. recent: int64 [N], where among the last tokens sampled of these each would be. table_*: which entries
-    of the request table are written, this step's and those of prefixes that it did not know, and what.
+    of the request table are written, this step's and those of prefixes that it did not know, and what. single_*: see
+    `RecurrentStep`.
     """
 
     def __init__(self, batch: ModelWorkerBatch, vocab: int, upload: Upload) -> None:
@@ -42,6 +43,11 @@ class StepInputs:
         self.table_slots = add(slots.astype(np.int32))
         in_flight = bool((batch.input_ids < 0).any())
         self.sampled_last = (add(owners), add(self.places % RECENT_TOKENS)) if in_flight else None
+        self.single_states = self.single_tokens = None
+        if len(batch.states):
+            single = self.extend_lens == 1
+            self.single_states = add(batch.states[single]) if single.any() else None
+            self.single_tokens = add(ends[single] - 1) if single.any() and not single.all() else None
         self.mm_index = add(_tokens(batch.mm_embeds)) if batch.mm_embeds else None
         self.hidden_tokens = add(batch.hidden_tokens) if len(batch.hidden_tokens) else None
         asked = batch.prompt_logprobs

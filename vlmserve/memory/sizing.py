@@ -78,23 +78,24 @@ def kv_cache_size(
     max_model_len: int,
     device: torch.device,
     weights_to_come: int = 0,
+    state_bytes: int = 0,
     activations: Activations = Activations(),
 ) -> int:
     """KV slots, a multiple of the page size: `max_total_tokens` if set, else what memory allows, and never more than
-    `max_running_requests` full contexts. What computing takes stays free.
+    `max_running_requests` full contexts. What computing takes stays free, and `state_bytes` for recurrent states.
 
     Call it before the weights are loaded, with their bytes, so that what cannot be is known at once; and when they are.
     EngineError if not even a page fits, or not what was asked for.
     """
     size = args.page_size
     free, total = free_memory(device)
-    left = max(0, free - weights_to_come - activations.peak)
+    left = max(0, free - weights_to_come - state_bytes - activations.peak)
     if args.max_total_tokens is not None:
         tokens = args.max_total_tokens // size * size
     else:
         if device.type == "cuda":
             # the rest of its memory is for computing; where that takes more, it gets more
-            budget = min(left * _USABLE, free - weights_to_come - total * (1 - args.mem_fraction_static))
+            budget = min(left * _USABLE, free - weights_to_come - state_bytes - total * (1 - args.mem_fraction_static))
         else:
             budget = min(left * min(args.mem_fraction_static, _USABLE), args.cpu_kv_cache_gib * _GIB)
         contexts = args.max_running_requests * (max_model_len + size)
@@ -112,6 +113,8 @@ def kv_cache_size(
                 show_gib(budget),
             )
     taken = [f"the weights take {show_gib(weights_to_come)}"] * bool(weights_to_come)
+    if state_bytes:
+        taken.append(f"states take {show_gib(state_bytes)} (--max-running-requests, --mamba-cache-mib)")
     taken += [f"computing takes {activations}"] * bool(activations.peak)
     room = ", of which ".join([_free(free, device), *[" and ".join(taken)][: len(taken)]])
     if tokens < 2 * size:

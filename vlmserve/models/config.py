@@ -15,29 +15,63 @@ from vlmserve_common.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDefaults:
-    """What a family's config.json may leave out. has_experts: whether its MLPs are sparse."""
+    """What a family's config.json may leave out. has_experts: whether its MLPs are sparse. has_linear_attention:
+    whether most of its layers are gated delta nets. partial_rotary_factor: how much of a head turns."""
 
     rope_theta: float
     mrope_section: tuple[int, int, int]
     has_experts: bool = False
+    has_linear_attention: bool = False
+    partial_rotary_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Sparse MLPs: of `count` experts, each of intermediate_size, a token goes through `chosen`.
 
-    sparse_layers: the layers that have them; the others' are dense.
+    sparse_layers: the layers that have them; the others' are dense. shared_size: intermediate size of the expert that
+    all tokens go through besides; 0: there is none.
     """
 
     count: int
     chosen: int
     intermediate_size: int
     sparse_layers: frozenset[int]
+    shared_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig:
+    """Gated delta nets (arXiv:2412.06464) in place of attention, in the layers `layers`; heads of queries and keys
+    serve several of values each. conv_width: tokens that the convolution before looks at."""
+
+    layers: frozenset[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def key_size(self) -> int:
+        """Of all heads of keys; queries have as many."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Of all heads of values."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """family: model_type. mrope_section: how many of head_dim / 2 frequencies turn with time, height and width.
+    """family: model_type. mrope_section: how many of rotary_dim / 2 frequencies turn with time, height and width.
+    linear: None where all layers are attention.
 
     eos_token_ids: of generation_config.json and config.json together. dtype: what the checkpoint declares.
     """
@@ -60,6 +94,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     experts: ExpertsConfig | None = None
+    linear: LinearAttentionConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that turn, the first ones."""
+        return 2 * sum(self.mrope_section)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return self.num_layers - (len(self.linear.layers) if self.linear is not None else 0)
 
 
 def read_model_config(
@@ -83,11 +128,13 @@ def read_model_config(
         )
     rope_theta, mrope_section = _rope(text, defaults, head_dim)
     num_layers = text.positive("num_hidden_layers")
+    experts = _experts(text, num_layers) if defaults.has_experts else None
     return ModelConfig(
         family=top.string("model_type"),
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=text.positive("intermediate_size"),
+        # where all MLPs are sparse it may be missing
+        intermediate_size=text.positive("intermediate_size", experts.intermediate_size if experts else None),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -102,7 +149,8 @@ def read_model_config(
         tie_word_embeddings=top.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False)),
         eos_token_ids=_eos_token_ids(generation_config, text.values, hf_config),
         dtype=declared_dtype(hf_config),
-        experts=_experts(text, num_layers) if defaults.has_experts else None,
+        experts=experts,
+        linear=_linear_attention(text, num_layers) if defaults.has_linear_attention else None,
     )
 
 
@@ -127,7 +175,37 @@ def _experts(text: Fields, num_layers: int) -> ExpertsConfig | None:
         chosen=chosen,
         intermediate_size=text.positive("moe_intermediate_size"),
         sparse_layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+        shared_size=text.integer("shared_expert_intermediate_size", 0),
     )
+
+
+_LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+def _linear_attention(text: Fields, num_layers: int) -> LinearAttentionConfig:
+    """Which layers they are is listed, or every nth is attention (`full_attention_interval`)."""
+    interval = text.positive("full_attention_interval", 4)
+    types = text.values.get("layer_types") or [_LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_LAYER_TYPES):
+        raise CheckpointError(
+            f"{text.where}: layer_types is {types!r}, and must be {num_layers} of {' and '.join(_LAYER_TYPES)}"
+        )
+    if "full_attention" not in types:
+        raise CheckpointError(f"{text.where}: none of layer_types is full_attention, and one has to be")
+    found = LinearAttentionConfig(
+        layers=frozenset(i for i, kind in enumerate(types) if kind == "linear_attention"),
+        num_key_heads=text.positive("linear_num_key_heads", 16),
+        num_value_heads=text.positive("linear_num_value_heads", 32),
+        key_dim=text.positive("linear_key_head_dim", 128),
+        value_dim=text.positive("linear_value_head_dim", 128),
+        conv_width=text.positive("linear_conv_kernel_dim", 4),
+    )
+    if found.num_value_heads % found.num_key_heads or found.conv_width < 2:
+        raise CheckpointError(
+            f"{text.where}: linear_num_value_heads {found.num_value_heads} must be a multiple of linear_num_key_heads "
+            f"{found.num_key_heads}, and linear_conv_kernel_dim {found.conv_width} 2 or more"
+        )
+    return found
 
 
 def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, tuple[int, int, int]]:
@@ -138,11 +216,17 @@ def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, 
     if kind not in ("default", "mrope"):
         raise CheckpointError(f"{rope.where}: type {kind!r} is not supported, only 'default' and 'mrope'")
     theta = rope.number("rope_theta", text.number("rope_theta", defaults.rope_theta))
+    factor = defaults.partial_rotary_factor
+    rotary_dim = head_dim
+    if factor != 1:
+        factor = rope.number("partial_rotary_factor", text.number("partial_rotary_factor", factor))
+        rotary_dim = int(head_dim * factor)
     section = rope.integers("mrope_section", defaults.mrope_section)
-    if len(section) != 3 or sum(section) != head_dim // 2 or head_dim % 2:
+    if len(section) != 3 or sum(section) != rotary_dim // 2 or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        what = "a head" if rotary_dim == head_dim else "what turns of a head"
         raise CheckpointError(
-            f"{rope.where}: mrope_section is {list(section)}, and must be 3 numbers with the sum of half a head "
-            f"({head_dim}/2)"
+            f"{rope.where}: mrope_section is {list(section)}, and must be 3 numbers with the sum of half {what} "
+            f"({rotary_dim}/2)"
         )
     return theta, section
 

@@ -15,6 +15,7 @@ import re
 import torch
 
 from vlmserve.models.decoder import Decoder, DecoderAttention
+from vlmserve.models.qwen3_5 import Qwen3_5Decoder
 from vlmserve_common.checkpoint.reader import CheckpointReader
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.errors import CheckpointError
@@ -44,7 +45,7 @@ class KVScales:
                 self._found[int(match[1]), kind] = stored
         self.stored = {stored.name for stored in self._found.values()}
 
-    def fold_into(self, decoder: Decoder) -> None:
+    def fold_into(self, decoder: Decoder | Qwen3_5Decoder) -> None:
         """Make them part of a loaded decoder. CheckpointError for layers that it has not, and scales not above 0."""
         for (index, kind), stored in self._found.items():
             value = torch.empty(stored.shape, dtype=stored.dtype)
@@ -56,7 +57,15 @@ class KVScales:
                     f"{len(decoder.layers)} layers"
                 )
             power = 2.0 ** math.ceil(math.log2(scale))
-            attention: DecoderAttention = decoder.layers[index].self_attn  # type: ignore[assignment]
-            done = attention.divide_keys(power) if kind == "k" else attention.divide_values(power)
+            attention = getattr(decoder.layers[index], "self_attn", None)
+            done = isinstance(attention, DecoderAttention) and (
+                attention.divide_keys(power) if kind == "k" else attention.divide_values(power)
+            )
             if not done:
-                log.warning("%s is not used: the weights that it belongs to are whole numbers", stored.name)
+                log.warning("%s is not used: %s", stored.name, _why_not(decoder))
+
+
+def _why_not(decoder: Decoder | Qwen3_5Decoder) -> str:
+    if isinstance(decoder, Decoder):
+        return "the weights that it belongs to are whole numbers"
+    return "a hybrid model's keys and values are not divided"

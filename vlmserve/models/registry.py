@@ -18,6 +18,7 @@ from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.kv_scales import KVScales
 from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
 from vlmserve.models.qwen3 import QWEN3_DEFAULTS, QWEN3_MOE_DEFAULTS, Qwen3Decoder
+from vlmserve.models.qwen3_5 import QWEN3_5_DEFAULTS, QWEN3_5_MOE_DEFAULTS, Qwen3_5Decoder
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
@@ -34,7 +35,7 @@ from vlmserve_common.errors import CheckpointError
 class Family:
     """What a family's decoder is made of; its tower is in `vision.towers.registry`."""
 
-    decoder: type[Qwen2Decoder] | type[Qwen3Decoder]
+    decoder: type[Qwen2Decoder] | type[Qwen3Decoder] | type[Qwen3_5Decoder]
     defaults: ModelDefaults
 
 
@@ -44,6 +45,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
         "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS),
         "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
+        "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS),
+        "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS),
     }
 )
 
@@ -119,6 +122,8 @@ class _Tensors:
         choose_layouts(self._module, shapes)
         self._kv_scales = KVScales(self._reader, self._rules)
         scheme = quantization_of(folder, hf_config)
+        shapes = {self._rules.our_name(name): stored.shape for name, stored in self._reader.tensors.items()}
+        choose_layouts(self._module, shapes)
         self._quantized = quantized_tensors(
             self._module, self._reader, self._rules, scheme, device=device, keep_fp8=keep_fp8
         )

@@ -10,6 +10,7 @@ from vision.towers.loading import TOWER_WEIGHT_RULES
 from vlmserve.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
+from vlmserve.models.qwen3_5 import Qwen3_5Decoder
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
 from vlmserve_common.errors import CheckpointError
@@ -26,8 +27,8 @@ WEIGHT_RULES = WeightRules(
         ("model.", "language_model."),
     ),
     # Constants that old versions of transformers saved along, and the head of a tied model, which is its embedding
-    # (that of an untied one is a parameter, and so never ignored).
-    ignored=(r"\brotary_emb\.inv_freq$", *TOWER_WEIGHT_RULES.ignored, r"^lm_head\.weight$"),
+    # (that of an untied one is a parameter, and so never ignored). Qwen3.5's layers that guess further tokens.
+    ignored=(r"\brotary_emb\.inv_freq$", *TOWER_WEIGHT_RULES.ignored, r"^lm_head\.weight$", r"^mtp\."),
 )
 
 
@@ -37,7 +38,9 @@ class VisionLanguageModel(nn.Module):
     dtype: what it computes in.
     """
 
-    def __init__(self, config: ModelConfig, visual: VisionTower, decoder: Decoder, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, visual: VisionTower, decoder: Decoder | Qwen3_5Decoder, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         if visual.out_hidden_size != config.hidden_size:
             raise CheckpointError(

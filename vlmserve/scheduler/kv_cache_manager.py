@@ -20,6 +20,7 @@ from vlmserve.memory.groups.base import CacheGroup, CacheGroups
 from vlmserve.memory.prefix_cache import MatchResult, PrefixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.req import Req
+from vlmserve.scheduler.request_states import RequestStates
 
 MAX_ROOM = 1024
 
@@ -34,12 +35,15 @@ class KVCacheManager:
         req_pool: ReqPoolAllocator,
         *,
         groups: Sequence[CacheGroup] = (),
+        states: RequestStates | None = None,
         close: Callable[[float | None], int] = lambda _: 0,
     ) -> None:
         """groups: what the model keeps of its tokens beside KV of full attention. They let go of what hangs on pages
-        that are freed, and a prefix is matched as far as all of them can go on from it. close: see there."""
-        self.groups = CacheGroups(groups)
-        if groups:
+        that are freed, and a prefix is matched as far as all of them can go on from it. states: of recurrent layers,
+        another such group. close: see there."""
+        self.states = states
+        self.groups = CacheGroups([*groups, *([states.pool] if states is not None else [])])
+        if self.groups:
             allocator.on_free = self.groups.free_pages
         self.allocator = allocator
         self._close = close
@@ -50,6 +54,11 @@ class KVCacheManager:
     def page_size(self) -> int:
         """Slots in a page."""
         return self.allocator.page_size
+
+    @property
+    def cut_size(self) -> int:
+        """Prompts had better be cut at multiples of so many tokens: whole pages, where states can be kept."""
+        return self.page_size if self.states is None else self.states.unit
 
     def reachable(self) -> int:
         """Slots that are free or could be freed by eviction."""
@@ -77,6 +86,8 @@ class KVCacheManager:
         req.req_pool_idx = req_pool_idx
         match = self._match(req)
         self._take_prefix(req, match)
+        if self.states is not None:
+            self.states.begin(req, int(match.indices[-1]) if len(match.indices) else None)
         return match
 
     def _match(self, req: Req) -> MatchResult:
@@ -172,10 +183,7 @@ class KVCacheManager:
         match = cache.match_prefix(key, req.namespace, count_hit=False)
         assert len(match.indices) == full, (req.rid, len(match.indices), full)
         if already > req.protected_len:
-            ours, theirs = slots[req.protected_len : already], match.indices[req.protected_len : already]
-            if self.groups:
-                self.groups.replace_pages(*(part[:: self.page_size] // self.page_size for part in (ours, theirs)))
-            self.allocator.free(ours)  # computed twice
+            self._free_twins(slots[req.protected_len : already], match.indices[req.protected_len : already])
             self.req_pool.write(req.req_pool_idx, req.protected_len, match.indices[req.protected_len :])
             req.prefix_unsent = True
         self.prefix_cache.inc_lock_ref(match.last_node)
@@ -196,13 +204,24 @@ class KVCacheManager:
                 already = self.prefix_cache.insert(
                     req.radix_key(full), slots[:full], req.namespace, priority=-req.priority
                 )
-                self.allocator.free(slots[req.protected_len : max(already, req.protected_len)])  # computed twice
+                ours = slots[req.protected_len : max(already, req.protected_len)]
+                if self.groups:
+                    theirs = self.prefix_cache.match_slots(req.radix_key(full), req.namespace)
+                    self._free_twins(ours, theirs[req.protected_len :][: len(ours)])
+                else:
+                    self.allocator.free(ours)  # computed twice
                 kept = full
         self.allocator.free(slots[kept:])  # the partial last page and those in flight, or all without a prefix cache
         if len(slots):
             self.allocator.release_room(int(slots[-1]))
         self._unlock(req)
         self._leave_pool(req)
+
+    def _free_twins(self, ours: np.ndarray, theirs: np.ndarray) -> None:
+        """Free whole pages of a request whose tokens were computed twice: the prefix cache has them at `theirs`."""
+        if self.groups:
+            self.groups.replace_pages(*(part[:: self.page_size] // self.page_size for part in (ours, theirs)))
+        self.allocator.free(ours)
 
     def _unlock(self, req: Req) -> None:
         if req.last_node is not None:
@@ -211,6 +230,8 @@ class KVCacheManager:
 
     def _leave_pool(self, req: Req) -> None:
         assert req.req_pool_idx is not None
+        if self.states is not None:
+            self.states.end(req)
         self.req_pool.free(req.req_pool_idx)
         req.req_pool_idx, req.prefix_unsent = None, False
         req.kv_len = req.kv_allocated_len = req.kv_committed_len = req.protected_len = 0

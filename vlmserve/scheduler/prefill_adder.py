@@ -181,9 +181,12 @@ class PrefillAdder:
         return self._whole_pages(req, limit) or (0 if self.can_run else limit)
 
     def _whole_pages(self, req: Req, length: int) -> int:
-        """The most of the next `length` tokens that end on a page boundary."""
-        size = self.kv.page_size
-        return max(0, (req.kv_len + length) // size * size - req.kv_len)
+        """The most of the next `length` tokens that end on a page boundary, and where states can be kept, if any do."""
+        for size in (self.kv.cut_size, self.kv.page_size):
+            whole = (req.kv_len + length) // size * size - req.kv_len
+            if whole > 0:
+                return whole
+        return 0
 
     def _take(self, req: Req, length: int) -> None:
         self.can_run.append(req)

@@ -36,6 +36,7 @@ class Req:
     The first `protected_len` of its KV slots belong to the prefix cache and are locked by this request (`last_node`
     is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does not know
     yet which slots hold its first kv_len tokens. flow: whose requests it takes turns with (see `WaitingQueue`).
+    state: of the recurrent layers, where the model has some and while the request has a place.
     prefetch: under way while more of its prefix is read from disk. grammar_compiles: it waits for its `grammar`, which
     has taken all of `output_ids`.
     arrival counts requests as they come; turn is that, and more for the later of several answers to one prompt.
@@ -90,6 +91,7 @@ class Req:
         self.in_flight = 0
         self.drafts: tuple[int, ...] = ()
         self.req_pool_idx: int | None = None
+        self.state: int | None = None
         self.kv_len = 0
         self.kv_allocated_len = 0
         self.kv_committed_len = 0

@@ -49,12 +49,14 @@ def num_patches(mm_inputs: MultimodalInputs | None) -> int:
 class ReqMedia:
     """Holds, of an encoder pool, the embeddings that the rest of a prompt needs.
 
-    order: of the request among all; those of lower order are encoded first.
+    order: of the request among all; those of lower order are encoded first. ends: where the tokens of each picture or
+    video end.
     """
 
     def __init__(self, mm_inputs: MultimodalInputs | None, pool: EncoderPool, *, order: int) -> None:
         self._spans = patch_spans(mm_inputs)
         self._ends = [span.end for span in self._spans]
+        self.ends = tuple(item.offsets[-1][1] for item in (mm_inputs.items if mm_inputs is not None else ()))
         self._pool = pool
         self.order = order
         self._keys: list[bytes] = [b""] * len(self._spans)

@@ -182,8 +182,24 @@ class ScheduleBatch:
             mm_embeds=_mm_embeds(spans),
             input_embeds=_input_embeds(spans),
             **self._returned(ends - starts),
+            **self._states(),
             kv_copies=self.kv.prefix_cache.take_copy_jobs(),
         )
+
+    def _states(self) -> dict[str, Any]:
+        """What recurrent layers are told."""
+        states = self.kv.states
+        if states is None:
+            return {}
+        copies = states.take_copies()
+        return {
+            "states": _ints([_state(part.req) for part in self.reqs]),
+            "state_copies": copies,
+            "state_snapshots": states.snapshots(
+                ((part.req, part.start, part.end) for part in self.reqs),
+                lambda req, place: self.kv.req_pool.slot(_req_pool_idx(req), place),
+            ),
+        }
 
     def _returned(self, lengths: np.ndarray) -> dict[str, Any]:
         """What the step returns besides its tokens. lengths: int64 [B], tokens of each request."""
@@ -218,6 +234,11 @@ def _ints(values: list[int]) -> np.ndarray:
 def _req_pool_idx(req: Req) -> int:
     assert req.req_pool_idx is not None, req.rid
     return req.req_pool_idx
+
+
+def _state(req: Req) -> int:
+    assert req.state is not None, req.rid
+    return req.state
 
 
 _Span: TypeAlias = tuple[Req, int, int]

@@ -530,7 +530,13 @@ class Scheduler:
     def check_pools(self, *, encoder_is_shared: bool = False) -> None:
         """See `pool_check`. encoder_is_shared: see `step`."""
         held = 0 if encoder_is_shared else self.encoder.cache.device.held_bytes
-        check_pools(self.stats(), held_bytes=held, sessions=len(self.sessions))
+        states = self.kv.states
+        check_pools(
+            self.stats(),
+            held_bytes=held,
+            sessions=len(self.sessions),
+            held_states=states.held if states is not None else 0,
+        )
 
     def stats(self) -> SchedulerStats:
         """Plain figures of this moment."""

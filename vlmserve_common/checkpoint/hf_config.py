@@ -19,6 +19,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
         "qwen3_vl": "Qwen3VLForConditionalGeneration",
         "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_5": "Qwen3_5ForConditionalGeneration",
+        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     }
 )
 """model_type -> what config.json calls the class, which identifies a family as well as its model_type."""

@@ -6,6 +6,7 @@ import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
 from vlmserve.attention.positioning import positioned
+from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.attention import HeadNorms
 
@@ -48,9 +49,14 @@ class DenseAttention(AttentionBackend):
 
 
 def make_batch(
-    backend: AttentionBackend, input_ids: list[torch.Tensor], positions: list[torch.Tensor], prefix_lens: list[int]
+    backend: AttentionBackend,
+    input_ids: list[torch.Tensor],
+    positions: list[torch.Tensor],
+    prefix_lens: list[int],
+    states: RecurrentCache | None = None,
 ) -> ForwardBatch:
-    """A batch of requests 0..B-1: their new ids [L_i], positions [3, L_i], and how many tokens came before."""
+    """A batch of requests 0..B-1: their new ids [L_i], positions [3, L_i], and how many tokens came before. states: of
+    requests, from number 1 on."""
     extend_lens = [len(ids) for ids in input_ids]
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
@@ -65,4 +71,21 @@ def make_batch(
         req_to_token_pool=None,  # type: ignore[arg-type]
         kv_cache=None,  # type: ignore[arg-type]
         attn_backend=backend,
+        recurrent=recurrent_step(states, prefix_lens, extend_lens) if states is not None else None,
+    )
+
+
+def recurrent_step(states: RecurrentCache, prefix_lens: list[int], extend_lens: list[int]) -> RecurrentStep:
+    """Requests 0..B-1 in states 1..B."""
+    starts = torch.tensor([0, *extend_lens]).cumsum(0).tolist()
+    single = [request for request, length in enumerate(extend_lens) if length == 1]
+    return RecurrentStep(
+        cache=states,
+        spans=tuple(
+            Span(start=starts[request], length=length, prefix_len=prefix_lens[request], state=request + 1)
+            for request, length in enumerate(extend_lens)
+            if length > 1
+        ),
+        single_states=torch.tensor(single) + 1 if single else None,
+        single_tokens=torch.tensor([starts[request] for request in single]) if single else None,
     )

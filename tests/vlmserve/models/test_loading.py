@@ -189,7 +189,8 @@ def test_unknown_families_are_refused(tmp_path):
     folder = make_checkpoint("qwen3_vl", tmp_path)
     edit_config(folder, model_type="llava", architectures=["Llava"])
     with pytest.raises(
-        CheckpointError, match=r"'llava' \(architectures .*supported are qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe"
+        CheckpointError,
+        match=r"'llava' \(architectures .*supported are qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_",
     ):
         load_model(folder)
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests import hf_env  # noqa: F401
-from tests.tiny_checkpoints import ALL_FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
 from tests.vlmserve.models.dense_attention import DenseAttention, make_batch
+from vlmserve.engine.recurrent import state_shape
+from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.models.registry import load_model
 from vlmserve.models.vlm import VisionLanguageModel
 
@@ -74,9 +76,17 @@ class Pair:
         embeds[rows] = parts[0]
         return embeds, rows, parts[1:] if len(parts) > 1 else None
 
-    def forward(self, prompts: list[Prompt], backend: DenseAttention) -> torch.Tensor:
-        """Final hidden states of a batch of whole prompts."""
-        batch = make_batch(backend, [p.ids for p in prompts], [p.positions for p in prompts], [0] * len(prompts))
+    def states(self, requests: int) -> RecurrentCache | None:
+        """For requests that begin."""
+        shape = state_shape(self.model.config, self.model.dtype)
+        return None if shape is None else RecurrentCache(requests, shape, torch.device("cpu"))
+
+    def forward(
+        self, prompts: list[Prompt], backend: DenseAttention, states: RecurrentCache | None = None
+    ) -> torch.Tensor:
+        """Final hidden states of a batch of whole prompts. states: where they are left, if anybody goes on."""
+        ids, positions = [p.ids for p in prompts], [p.positions for p in prompts]
+        batch = make_batch(backend, ids, positions, [0] * len(prompts), states or self.states(len(prompts)))
         parts = [self.embeds(prompt) for prompt in prompts]
         starts = torch.tensor([0, *batch.extend_lens]).cumsum(0).tolist()
         rows = torch.cat([rows + start for (_, rows, _), start in zip(parts, starts, strict=False)])
@@ -99,7 +109,7 @@ class Pair:
         return inputs
 
 
-@pytest.fixture(scope="module", params=ALL_FAMILIES)
+@pytest.fixture(scope="module", params=(*ALL_FAMILIES, *HYBRIDS))
 def pair(request, tmp_path_factory):
     from transformers import AutoModelForImageTextToText
 
@@ -114,10 +124,12 @@ def test_hidden_states_and_logits_are_those_of_transformers(pair, grids):
     prompt = pair.prompt(grids, seed=1)
     hidden = pair.forward([prompt], DenseAttention())
     reference = pair.reference(**pair.reference_inputs(prompt), output_hidden_states=True)
-    torch.testing.assert_close(hidden, reference.hidden_states[-1][0], rtol=1e-4, atol=2e-4)
+    # pictures in hybrid models: transformers' own logits are up to 1.2e-4 from those that it computes in float64
+    noise = 3.0 if pair.model.config.linear is not None else 1.0
+    torch.testing.assert_close(hidden, reference.hidden_states[-1][0], rtol=1e-4, atol=2e-4 * noise)
     logits = pair.model.compute_logits(hidden)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, reference.logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, reference.logits[0], rtol=1e-4, atol=1e-4 * noise)
 
 
 @torch.inference_mode()
@@ -125,7 +137,8 @@ def test_greedy_answers_of_a_mixed_batch_are_those_of_transformers(pair):
     prompts = [pair.prompt(grids, seed=i) for i, grids in enumerate(PROMPTS)]
     backend = DenseAttention()
     lens = [len(prompt.ids) for prompt in prompts]
-    hidden = pair.forward(prompts, backend)[torch.tensor(lens).cumsum(0) - 1]
+    states = pair.states(len(prompts))
+    hidden = pair.forward(prompts, backend, states)[torch.tensor(lens).cumsum(0) - 1]
     last = [prompt.positions.max() for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
     for step in range(NEW_TOKENS):
@@ -133,7 +146,7 @@ def test_greedy_answers_of_a_mixed_batch_are_those_of_transformers(pair):
         for answer, token in zip(answers, next_ids.tolist(), strict=True):
             answer.append(token)
         positions = [(top + 1 + step).expand(3, 1) for top in last]
-        batch = make_batch(backend, list(next_ids.split(1)), positions, [length + step for length in lens])
+        batch = make_batch(backend, list(next_ids.split(1)), positions, [length + step for length in lens], states)
         hidden = pair.model(pair.model.embed_tokens(next_ids), batch.positions, batch)
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = pair.reference.generate(
@@ -159,10 +172,13 @@ def test_the_answer_depends_on_every_part_of_the_model(pair):
 
 @torch.inference_mode()
 def test_bfloat16_stays_as_near_to_float32_as_transformers_does(pair):
-    prompt = pair.prompt([(1, 8, 8)], seed=4)
-    truth = pair.reference(**pair.reference_inputs(prompt)).logits[0]
     low = Pair(pair.folder, load_model(pair.folder, dtype=torch.bfloat16), pair.reference)
-    ours = low.model.compute_logits(low.forward([prompt], DenseAttention())) - truth
     reference = copy.deepcopy(pair.reference).to(torch.bfloat16)
-    theirs = reference(**pair.reference_inputs(prompt)).logits[0].float() - truth
-    assert 0 < ours.square().mean().sqrt() < 1.2 * theirs.square().mean().sqrt()
+    ours = theirs = 0.0
+    for seed in (4, 5, 6, 7):  # a token more or less that another expert gets is chance
+        prompt = pair.prompt([(1, 8, 8)], seed=seed)
+        truth = pair.reference(**pair.reference_inputs(prompt)).logits[0]
+        logits = low.model.compute_logits(low.forward([prompt], DenseAttention()))
+        ours += float((logits - truth).square().mean())
+        theirs += float((reference(**pair.reference_inputs(prompt)).logits[0].float() - truth).square().mean())
+    assert 0 < ours**0.5 < 1.2 * theirs**0.5

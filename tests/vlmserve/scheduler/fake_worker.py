@@ -15,6 +15,7 @@ from vlmserve.executor.model_worker_batch import (
     RowLogprobs,
     SamplingBatchInfo,
 )
+from vlmserve.memory.groups.recurrent import BLANK
 
 VOCAB = 50
 
@@ -57,6 +58,8 @@ class FakeWorker:
         self.last = np.zeros(rows, np.int64)
         self.batches: list[ModelWorkerBatch] = []
         self.fail_at: int | None = None
+        self.states: dict[int, list[tuple]] = {BLANK: []}
+        self.resumed = 0
 
     def forward(self, batch: ModelWorkerBatch) -> tuple:
         self.batches.append(batch)
@@ -78,6 +81,10 @@ class FakeWorker:
         for prefix in batch.prefix_slots:
             self.table[prefix.req_pool_idx, : len(prefix.slots)] = prefix.slots
         assert len(set(batch.out_cache_loc.tolist())) == len(batch.out_cache_loc), "a slot is written twice"
+        for copy in batch.state_copies:
+            assert copy.target != BLANK
+            self.states[copy.target] = self.states[copy.source]
+            self.resumed += copy.source != BLANK
         at = 0
         histories, before = [], []
         for row, start, end in zip(batch.req_pool_indices, batch.prefix_lens, batch.seq_lens, strict=True):
@@ -88,10 +95,25 @@ class FakeWorker:
                 at += 1
             histories.append([self.kv[slot] for slot in self.table[row, :end]])
             before += [(histories[-1], position + 1) for position in range(start, end)]
+        self._advance_states(batch, histories)
         asked = batch.prompt_logprobs
         scores = None if asked is None else self._scores([before[token] for token in asked.tokens], asked)
         hidden = [[score(history[:end], 0)] for history, end in (before[token] for token in batch.hidden_tokens)]
         return batch, before, scores, np.array(hidden, np.float32).reshape(-1, 1)
+
+    def _advance_states(self, batch: ModelWorkerBatch, histories: list[list]) -> None:
+        """What a state is of must be what its request's slots hold."""
+        states = batch.states.tolist()
+        kept = [snapshot.target for snapshot in batch.state_snapshots]
+        assert len({*states, *kept}) == len(states) + len(kept), "a state is written twice"
+        for state, start, history in zip(states, batch.prefix_lens, histories, strict=bool(states)):
+            assert self.states[state] == history[:start], "a state of other tokens"
+            self.states[state] = history
+        for snapshot in batch.state_snapshots:
+            history = histories[snapshot.index]
+            end = int(batch.prefix_lens[snapshot.index]) + snapshot.tokens
+            assert batch.prefix_lens[snapshot.index] < end <= len(history)
+            self.states[snapshot.target] = history[:end]
 
     @staticmethod
     def _scores(rows: list[tuple[list, int]], asked: PromptLogprobRows) -> RowLogprobs:

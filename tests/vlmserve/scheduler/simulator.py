@@ -18,6 +18,7 @@ from vision.workers.backend import EncodeResult
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.groups.recurrent import RecurrentStates
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
@@ -27,6 +28,7 @@ from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.request_states import RequestStates
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sessions import Sessions
 
@@ -46,7 +48,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The engine that is simulated."""
+    """The engine that is simulated. snapshots: states for these, of a model with recurrent layers."""
 
     pool: int = 512
     page: int = 4
@@ -63,6 +65,7 @@ class Setup:
     max_patches: int = 256
     costs: Costs = Costs()
     check: bool = True
+    snapshots: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +216,8 @@ class Simulation:
         max_req_len = min(setup.context, setup.pool - setup.page)
         rows = ReqPoolAllocator(setup.rows, max_req_len + setup.page)
         cache = RadixCache(allocator) if setup.radix else ChunkCache(setup.page)
-        self.kv = KVCacheManager(allocator, cache, rows)
-        worker = FakeWorker(setup.pool + setup.page, setup.rows, max_req_len + setup.page)
+        self.kv = KVCacheManager(allocator, cache, rows, states=_states(setup))
+        worker = self.worker = FakeWorker(setup.pool + setup.page, setup.rows, max_req_len + setup.page)
         space = setup.space_rows * ROW_BYTES
         self.encoder = SlicedPool(
             SlicedBackend(self.clock, setup.costs),
@@ -266,6 +269,9 @@ class Simulation:
             pass
         self.scheduler.flush_cache()
         assert self.kv.allocator.available_size() == self.setup.pool
+        if self.kv.states is not None:
+            assert self.kv.states.pool.evictable_size() == 0
+            assert self.kv.states.held == 0
         stats = self.encoder.stats()
         assert (stats.queued, stats.under_way, stats.device.held_bytes) == (0, 0, 0)
         return self
@@ -322,3 +328,16 @@ class Simulation:
         free, evictable, locked = self.kv.allocator.available_size(), cache.evictable_size(), cache.protected_size()
         assert free + evictable + locked + own == total, (free, evictable, locked, own, total)
         assert self.kv.req_pool.available_size() + places == self.setup.rows
+        if self.kv.states is not None:
+            assert self.kv.states.held == places
+
+
+def _states(setup: Setup) -> RequestStates | None:
+    if setup.snapshots is None:
+        return None
+    return RequestStates(
+        RecurrentStates(setup.rows + setup.snapshots, num_slots=setup.pool + setup.page, page_size=setup.page),
+        unit=2 * setup.page,
+        interval=5 * setup.page,
+        snapshots=setup.radix and setup.snapshots > 0,
+    )

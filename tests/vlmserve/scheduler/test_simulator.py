@@ -49,8 +49,8 @@ def mixed_traffic(rng: random.Random, count: int, *, policy: str, rate: float) -
     return arrivals
 
 
-def simulate(seed: int, count: int) -> Counter[str]:
-    """Of a random engine; how many ended how."""
+def simulate(seed: int, count: int, *, recurrent: bool = False) -> Counter[str]:
+    """Of a random engine; how many ended how, and went on from a snapshot of recurrent layers, if the model has any."""
     rng = random.Random(seed)
     policy = POLICIES[seed % len(POLICIES)]
     page = rng.choice([1, 4, 16])
@@ -69,6 +69,8 @@ def simulate(seed: int, count: int) -> Counter[str]:
         max_patches=rng.choice([16, 256]),
     )
     arrivals = mixed_traffic(rng, count, policy=policy, rate=rng.choice([20, 100, 1000]))
+    if recurrent:
+        setup = replace(setup, snapshots=rng.choice([0, 1, 3, 20, 200]))
     simulation = Simulation(setup, arrivals).run()
     aborts = {arrival.message.rid: arrival.message for arrival in arrivals if isinstance(arrival.message, AbortReq)}
     ends: Counter[str] = Counter()
@@ -85,6 +87,7 @@ def simulate(seed: int, count: int) -> Counter[str]:
             assert aborts[message.rid].finished == (reason is None)
             assert got == want[: len(got)], (seed, message.rid)
         ends["unsaid" if reason is None else reason.type] += 1
+    ends["resumed"] = simulation.worker.resumed
     return ends
 
 
@@ -94,9 +97,16 @@ def test_mixed_traffic(seed):
     assert ends["length"] > 50
 
 
+def test_mixed_traffic_of_a_hybrid_model():
+    """Every state is of the tokens that its request's slots hold, wherever prompts are cut and taken back."""
+    ends = sum((simulate(seed, 40, recurrent=True) for seed in range(20, 34)), Counter())
+    assert ends["length"] > 400
+    assert ends["resumed"] > 100
+
+
 @pytest.mark.slow
 def test_ten_thousand_requests():
     ends = sum((simulate(seed, 500) for seed in range(100, 120)), Counter())
-    assert ends.total() >= 10_000
+    assert ends.total() - ends["resumed"] >= 10_000
     assert ends["abort"] > 100
     assert ends["unsaid"] > 30

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.fp8_checkpoints import make_fp8
-from tests.tiny_checkpoints import ALL_FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
 
 # isort: split
 import numpy as np
@@ -43,7 +43,7 @@ def different(findings: list[Finding]) -> set[str]:
     return {finding.case for finding in findings if finding.verdict is Verdict.DIFFERENT}
 
 
-@pytest.fixture(scope="module", params=ALL_FAMILIES)
+@pytest.fixture(scope="module", params=(*ALL_FAMILIES, *HYBRIDS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 

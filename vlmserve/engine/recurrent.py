@@ -1,0 +1,77 @@
+"""What hybrid models need beside a KV cache: states of their recurrent layers, in a pool of their own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.memory.groups.recurrent import RecurrentStates
+from vlmserve.memory.recurrent_cache import StateShape
+from vlmserve.models.config import ModelConfig
+from vlmserve.scheduler.request_states import RequestStates, snapshot_unit
+
+log = logging.getLogger(__name__)
+
+
+def state_shape(config: ModelConfig, dtype: torch.dtype) -> StateShape | None:
+    """Of a model that computes in `dtype`; None without recurrent layers."""
+    linear = config.linear
+    if linear is None or not linear.layers:
+        return None
+    layers = len(linear.layers)
+    return StateShape(
+        conv=(layers, linear.conv_width - 1, linear.conv_size),
+        recurrent=(layers, linear.num_value_heads, linear.key_dim, linear.value_dim),
+        conv_dtype=dtype,
+    )
+
+
+def num_states(args: EngineArgs, shape: StateShape, max_model_len: int) -> int:
+    """One for each request that may run, and for snapshots what --mamba-cache-mib has room for, but no more than there
+    can be places in so many requests."""
+    snapshots = 0
+    if _keeps_snapshots(args):
+        places = args.max_running_requests * (max_model_len // snapshot_unit(args.page_size) + 1)
+        snapshots = max(1, min(args.mamba_cache_mib * 2**20 // shape.nbytes, places))
+    return args.max_running_requests + snapshots
+
+
+def state_bytes(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> int:
+    """What all of them take, the blank one included; 0 without recurrent layers."""
+    shape = state_shape(config, dtype)
+    return 0 if shape is None else (1 + num_states(args, shape, max_model_len)) * shape.nbytes
+
+
+def request_states(args: EngineArgs, runner: ModelRunner, num_slots: int) -> RequestStates | None:
+    """Who has which of a runner's states. num_slots: of its KV cache, dummy page included."""
+    cache = runner.recurrent_cache
+    if cache is None:
+        return None
+    return RequestStates(
+        RecurrentStates(len(cache.recurrent) - 1, num_slots=num_slots, page_size=args.page_size),
+        unit=snapshot_unit(args.page_size),
+        interval=args.mamba_track_interval,
+        snapshots=_keeps_snapshots(args),
+    )
+
+
+def supported_args(args: EngineArgs, config: ModelConfig) -> EngineArgs:
+    """The settings without what recurrent layers cannot do; a line in the log for each. Answers are the same."""
+    if config.linear is None:
+        return args
+    if args.speculative_algorithm != "none":
+        # a state cannot be taken back to where the guesses were right
+        log.warning("--speculative-algorithm %s is off: %s is recurrent", args.speculative_algorithm, config.family)
+        args = replace(args, speculative_algorithm="none")
+    if args.enable_hierarchical_cache:
+        log.warning("--enable-hierarchical-cache is off: states of %s stay on the device", config.family)
+        args = replace(args, enable_hierarchical_cache=False, hicache_storage_dir=None)
+    return args
+
+
+def _keeps_snapshots(args: EngineArgs) -> bool:
+    return bool(args.mamba_cache_mib) and not args.disable_radix_cache

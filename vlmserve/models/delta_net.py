@@ -1,0 +1,134 @@
+"""A gated delta net: the recurrent layer of hybrid models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vlmserve.attention.base import ForwardBatch
+from vlmserve.memory.recurrent_cache import RecurrentStep, Span
+from vlmserve.models.config import LinearAttentionConfig, ModelConfig
+from vlmserve_common.compute.delta_norms import GatedRMSNorm
+from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, recurrent_step, unit_heads
+from vlmserve_common.compute.linear import Linear, MergedLinear
+from vlmserve_common.kernels.quantized import Mode
+
+_RUN = 16 * CHUNK
+"""Most tokens that are computed together, so that what that takes does not grow with the prompt."""
+
+
+class ConvWeight(nn.Module):
+    """A weight [channels, 1, width], stored as that of a convolution."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+
+
+class _NeverQuantised(MergedLinear):
+    """Few outputs, of which much depends."""
+
+    def pack(self, mode: Mode | None = None) -> None:
+        super().pack(None)
+
+
+class GatedDeltaNet(nn.Module):
+    """See `compute.delta_rule`. index: its place among the recurrent layers.
+
+    A request's state in it: the last inputs of the convolution, and the delta rule's state.
+    """
+
+    def __init__(self, config: ModelConfig, linear: LinearAttentionConfig, index: int) -> None:
+        super().__init__()
+        hidden, heads = config.hidden_size, linear.num_value_heads
+        self.in_proj_qkvz = MergedLinear(
+            hidden, {"in_proj_qkv": linear.conv_size, "in_proj_z": linear.value_size}, bias=False
+        )
+        self.in_proj_ba = _NeverQuantised(hidden, {"in_proj_b": heads, "in_proj_a": heads}, bias=False)
+        self.conv1d = ConvWeight(linear.conv_size, linear.conv_width)
+        self.A_log = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.norm = GatedRMSNorm(linear.value_dim, config.rms_norm_eps)
+        self.out_proj = Linear(linear.value_size, hidden, bias=False)
+        self._linear = linear
+        self._index = index
+
+    def forward(self, x: torch.Tensor, forward_batch: ForwardBatch, residual: torch.Tensor) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden], added to `residual`."""
+        linear, step = self._linear, forward_batch.recurrent
+        assert step is not None, "a step without states"
+        mixed, gate = self.in_proj_qkvz(x).split([linear.conv_size, linear.value_size], dim=-1)
+        b, a = self.in_proj_ba(x).chunk(2, dim=-1)
+        beta = b.sigmoid().float()
+        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        out = x.new_empty(len(x), linear.num_value_heads, linear.value_dim)
+        for span in step.spans:
+            self._run_span(mixed, g, beta, out, step, span)
+        if step.single_states is not None:
+            self._run_singles(mixed, g, beta, out, step, step.single_states)
+        out = self.norm(out, gate.view_as(out)).flatten(1)
+        return self.out_proj(out, residual=residual)
+
+    def _run_span(
+        self,
+        mixed: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        out: torch.Tensor,
+        step: RecurrentStep,
+        span: Span,
+    ) -> None:
+        """Several tokens of one request."""
+        convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
+        conv, state = convs[span.state], states[span.state]
+        for first, last in _runs(span):
+            tokens = slice(span.start + first, span.start + last)
+            x = mixed[tokens]
+            q, k, v = self._heads(causal_conv(conv, x, self.conv1d.weight[:, 0]))
+            out[tokens], state = chunk_rule(q, k, v, g[tokens], beta[tokens], state)
+            conv = torch.cat((conv, x))[-len(conv) :]
+            for place in {span.state} if last == span.length else {span.kept[last]} if last in span.kept else ():
+                convs[place] = conv
+                states[place] = state
+
+    def _run_singles(
+        self,
+        mixed: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        out: torch.Tensor,
+        step: RecurrentStep,
+        rows: torch.Tensor,
+    ) -> None:
+        """One token of each of several requests."""
+        convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
+        tokens = step.single_tokens
+        if tokens is not None:
+            mixed, g, beta = mixed[tokens], g[tokens], beta[tokens]
+        before, state = convs[rows], states[rows]
+        q, k, v = self._heads(causal_conv(before, mixed[:, None], self.conv1d.weight[:, 0])[:, 0])
+        made = recurrent_step(q, k, v, g, beta, state).to(out.dtype)
+        convs[rows] = torch.cat((before[:, 1:], mixed[:, None]), dim=1)
+        states[rows] = state
+        if tokens is None:
+            out.copy_(made)
+        else:
+            out[tokens] = made
+
+    def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """mixed [T, channels] -> queries, keys [T, heads, key_dim], values [T, heads, value_dim], in float32."""
+        linear = self._linear
+        q, k, v = mixed.split([linear.key_size, linear.key_size, linear.value_size], dim=-1)
+        q, k = (unit_heads(part.unflatten(-1, (-1, linear.key_dim)), linear.num_value_heads) for part in (q, k))
+        return q, k, v.unflatten(-1, (-1, linear.value_dim)).float()
+
+
+def _runs(span: Span) -> Iterator[tuple[int, int]]:
+    """Tokens [first, last) that are computed together. All but the first run begin at a multiple of a chunk of the
+    request's tokens, so that it makes no difference where its prompt is cut, if that is at such multiples."""
+    aligned = range(-span.prefix_len % CHUNK or _RUN, span.length, _RUN)
+    return itertools.pairwise(sorted({0, *aligned, *span.kept, span.length}))

@@ -1,0 +1,162 @@
+"""The decoder of Qwen3.5, dense or with experts: gated delta nets, and gated attention in every fourth layer or so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from vlmserve.attention.base import ForwardBatch
+from vlmserve.models.config import ExpertsConfig, ModelConfig, ModelDefaults
+from vlmserve.models.decoder import DecoderAttention
+from vlmserve.models.delta_net import GatedDeltaNet
+from vlmserve.models.rotary import MRotary, interleaved_axes
+from vlmserve_common.compute.activations import Activation, activation
+from vlmserve_common.compute.delta_norms import ZeroCentredRMSNorm
+from vlmserve_common.compute.experts import SparseMLP, pack_experts
+from vlmserve_common.compute.layers import Embedding, GatedMLP
+from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
+from vlmserve_common.compute.rotary import Rotation, rotate
+from vlmserve_common.kernels.quantized import Mode
+
+QWEN3_5_DEFAULTS = ModelDefaults(
+    rope_theta=10_000.0, mrope_section=(11, 11, 10), has_linear_attention=True, partial_rotary_factor=0.25
+)
+QWEN3_5_MOE_DEFAULTS = replace(QWEN3_5_DEFAULTS, has_experts=True)
+
+
+class GatedAttention(DecoderAttention):
+    """Attention whose output goes through gates that come with the queries. Only the first part of each head turns, so
+    heads are normalised and turned here, and backends are given what turns nothing."""
+
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        super().__init__(config, layer_id, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        kv_size = config.num_kv_heads * config.head_dim
+        parts = {"q_proj": 2 * config.num_heads * config.head_dim, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=config.attention_bias)
+        self.q_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def divide_keys(self, by: float) -> bool:
+        """Its norms are no plain factors."""
+        return False
+
+    def divide_values(self, by: float) -> bool:
+        """Not either, lest keys and values differ."""
+        return False
+
+    def forward(
+        self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden], added to `residual`. rotary: of the part of a head that turns."""
+        heads, kv_heads, dim = self._heads, self._kv_heads, self.head_dim
+        queries, kv = self.qkv_proj(x).split([2 * heads * dim, 2 * kv_heads * dim], dim=-1)
+        q, gate = queries.unflatten(-1, (heads, 2 * dim)).split(dim, dim=-1)
+        k, v = kv.unflatten(-1, (2 * kv_heads, dim)).split(kv_heads, dim=1)
+        qk = torch.cat((self.q_norm(q.contiguous()), self.k_norm(k.contiguous())), dim=1)
+        turning = rotary[0].shape[-1]
+        qk[..., :turning] = rotate(qk[..., :turning], *rotary)
+        attended = self.attn(torch.cat((qk, v), dim=1), _unturned(rotary, dim), None, forward_batch)
+        return self.o_proj(attended.mul_(gate.sigmoid().flatten(1)), residual=residual)
+
+
+def _unturned(rotary: Rotation, dim: int) -> Rotation:
+    cos, _ = rotary
+    shape = (len(cos), 1, dim)
+    return cos.new_ones(shape), cos.new_zeros(shape)
+
+
+class _Gate(Linear):
+    """One output, never quantised."""
+
+    def pack(self, mode: Mode | None = None) -> None:
+        super().pack(None)
+
+
+class SharedExpertMLP(SparseMLP):
+    """A sparse MLP with an expert that all tokens go through besides, times a gate."""
+
+    def __init__(self, size: int, experts: ExpertsConfig, act: Activation) -> None:
+        super().__init__(size, experts.intermediate_size, experts.count, experts.chosen, act)
+        self.shared_expert = GatedMLP(size, experts.shared_size, act, bias=False)
+        self.shared_expert_gate = _Gate(size, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [N, size] -> [N, size], added to `residual`."""
+        shared = self.shared_expert(x).mul_(self.shared_expert_gate(x).sigmoid())
+        out = super().forward(x, shared)
+        return out if residual is None else out.add_(residual)
+
+
+class HybridLayer(nn.Module):
+    """Pre-norm layer with a gated delta net (`linear_attn`) or attention (`self_attn`)."""
+
+    def __init__(self, config: ModelConfig, mixer: GatedDeltaNet | GatedAttention) -> None:
+        super().__init__()
+        self.self_attn = mixer if isinstance(mixer, GatedAttention) else None
+        self.linear_attn = mixer if isinstance(mixer, GatedDeltaNet) else None
+        self.mlp = _make_mlp(config)
+        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch) -> torch.Tensor:
+        """x [N, hidden] -> [N, hidden], a new tensor."""
+        normed = self.input_layernorm(x)
+        if self.linear_attn is not None:
+            x = self.linear_attn(normed, forward_batch, residual=x)
+        else:
+            assert self.self_attn is not None
+            x = self.self_attn(normed, rotary, forward_batch, residual=x)
+        return self.mlp(self.post_attention_layernorm(x), residual=x)
+
+
+def _make_mlp(config: ModelConfig) -> nn.Module:
+    size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
+    if experts is None:
+        return GatedMLP(size, config.intermediate_size, act, bias=False)
+    if not experts.shared_size:
+        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act)
+    return SharedExpertMLP(size, experts, act)
+
+
+class Qwen3_5Decoder(nn.Module):
+    """Embedding, layers and final norm. dtype: what it computes in."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.linear is not None
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList()
+        recurrent = 0
+        for index in range(config.num_layers):
+            mixer: GatedDeltaNet | GatedAttention
+            if index in config.linear.layers:
+                mixer = GatedDeltaNet(config, config.linear, recurrent)
+                recurrent += 1
+            else:
+                mixer = GatedAttention(config, index - recurrent)
+            self.layers.append(HybridLayer(config, mixer))
+        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._rotary = MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
+
+    def pack(self, mode: Mode | None = None) -> None:
+        """Lay all weights of the layers out for this process's operators; see `Linear.pack`."""
+        pack_linears(self, mode)
+        pack_experts(self, mode)
+
+    def forward(
+        self,
+        input_embeds: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        deepstack_index: torch.Tensor | None = None,
+        deepstack_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Decoder.forward`; this family has no DeepStack."""
+        assert deepstack_embeds is None
+        rotary, x = self._rotary(positions), input_embeds
+        for layer in self.layers:
+            x = layer(x, rotary, forward_batch)
+        return self.norm(x)

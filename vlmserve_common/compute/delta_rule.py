@@ -1,0 +1,105 @@
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464): linear attention whose state forgets and corrects itself.
+
+A head's state S [key_dim, value_dim] goes over a token with query q, key k, value v, log decay g and rate beta as
+
+    S <- exp(g) S;  S <- S + k (beta (v - k S));  out = q S
+
+`recurrent_step` does that; `chunk_rule` comes to the same for a run of tokens by products of matrices, a chunk at a
+time (`torch_chunk_gated_delta_rule` in transformers). Everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+CHUNK = 64
+"""Tokens of a chunk. A run that is cut at multiples of it is computed as if it were not cut."""
+_EPS = 1e-6
+
+
+def unit_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """x [..., h, dim] -> float32 [..., heads, dim] of length one; heads, a multiple of h: each one side by side."""
+    wide = x.float()
+    wide = wide * (wide.square().sum(-1, keepdim=True) + _EPS).rsqrt_()
+    return wide if heads == x.shape[-2] else wide.repeat_interleave(heads // x.shape[-2], dim=-2)
+
+
+def recurrent_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """One token of each of B requests: q, k [B, heads, key_dim], v [B, heads, value_dim], g, beta [B, heads], state
+    [B, heads, key_dim, value_dim], which is updated -> [B, heads, value_dim]. All float32."""
+    state.mul_(g.exp()[..., None, None])
+    known = (k.unsqueeze(-2) @ state).squeeze(-2)
+    state.add_(k.unsqueeze(-1) * ((v - known) * beta.unsqueeze(-1)).unsqueeze(-2))
+    return (_scaled(q).unsqueeze(-2) @ state).squeeze(-2)
+
+
+def chunk_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """T tokens of one request: q, k [T, heads, key_dim], v [T, heads, value_dim], g, beta [T, heads], state [heads,
+    key_dim, value_dim] -> [T, heads, value_dim] and the state behind. All float32."""
+    whole = len(q) - len(q) % CHUNK
+    outs = []
+    for tokens, size in ((slice(0, whole), CHUNK), (slice(whole, len(q)), len(q) - whole)):
+        if tokens.stop > tokens.start:
+            parts = [
+                x[tokens].transpose(0, 1).unflatten(1, (-1, size))
+                for x in (
+                    _scaled(q),
+                    k,
+                    v,
+                    g,
+                    beta,
+                )
+            ]
+            out, state = _chunks(parts, state)
+            outs.append(out)
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)).transpose(0, 1), state
+
+
+def _chunks(parts: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """parts: q, k, v [heads, n, size, dim], g, beta [heads, n, size] -> [heads, n * size, value_dim], the state behind.
+
+    Inside a chunk, token i's correction depends on those of tokens before it: a triangular system, solved for all
+    chunks at once. What is left to do in their order are products with the state.
+    """
+    q, k, v, g, beta = parts
+    size = q.shape[2]
+    decay = g.cumsum(-1)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
+    rated = k * beta.unsqueeze(-1)
+    system = (rated @ k.transpose(-1, -2)) * between
+    right = torch.cat((v * beta.unsqueeze(-1), rated * decay.exp().unsqueeze(-1)), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    values, known = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    inside = (q @ k.transpose(-1, -2)) * between
+    asking = q * decay.exp().unsqueeze(-1)
+    writing = (k * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    kept = decay[..., -1].exp()[..., None, None]
+    outs = []
+    for i in range(q.shape[1]):
+        new = values[:, i] - known[:, i] @ state
+        outs.append(asking[:, i] @ state + inside[:, i] @ new)
+        state = state * kept[:, i] + writing[:, i] @ new
+    return torch.cat(outs, dim=1), state
+
+
+def _scaled(q: torch.Tensor) -> torch.Tensor:
+    return q * q.shape[-1] ** -0.5
+
+
+def causal_conv(before: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A convolution for each channel over a token and those before it, and SiLU: before [..., width - 1, C], x
+    [..., T, C], weight [C, width] -> [..., T, C]. The sum in float32, in the same order whatever T is."""
+    every, length = torch.cat((before, x), dim=-2), x.shape[-2]
+    taps = weight.float()
+    total = every.narrow(-2, 0, length).float() * taps[:, 0]
+    for tap in range(1, weight.shape[1]):
+        total.addcmul_(every.narrow(-2, tap, length).float(), taps[:, tap])
+    return F.silu(total.to(x.dtype))
