@@ -99,6 +99,13 @@ def run_detokenizer_process(args: EngineArgs, channels: Channels, start: StartSe
     run_detokenizer(args, channels, start, ready)
 
 
+def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready, *, rank: int) -> None:
+    """The process of a rank but the first, which the scheduler's has."""
+    from vlmserve.engine.process import run_rank_process
+
+    run_rank_process(args, channels, start, ready, rank=rank)
+
+
 def launch_server(
     settings: ServerSettings,
     *,
@@ -148,7 +155,10 @@ def launch_server(
                 if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
                     import torch  # noqa: F401  # not only when the first picture waits for it
             children: list[ChildProcess] = []
-            for name, main in (("scheduler", scheduler), ("detokenizer", detokenizer)):
+            mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
+            ranks = range(1, settings.engine.tp_size)
+            mains.extend((f"rank-{rank}", partial(run_rank_process, rank=rank)) for rank in ranks)
+            for name, main in mains:
                 with stop_signals_held():  # until it is sure that the child will be stopped
                     child = start_child(name, main, settings.engine, channels, start)
                     stack.callback(child.stop)

@@ -40,6 +40,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
     if chunk != -1 and (chunk < 1 or (page >= 1 and chunk % page)):
         allowed = f"-1 (whole prompts), or a positive multiple of --page-size, which is {page}"
         problems.append(problem(args, "chunked_prefill_size", allowed))
+    if args.tp_size > 1 and args.enable_hierarchical_cache:
+        problems.append("--enable-hierarchical-cache does not go with --tp-size above 1 yet")
     if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < 2 * page:
         problems.append(problem(args, "max_total_tokens", f"at least two pages (--page-size is {page})"))
     return problems

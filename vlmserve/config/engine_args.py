@@ -10,6 +10,7 @@ from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CACHE_SIZE, 
 
 _model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
 _memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))
+_parallel = settings_of("several devices")
 
 _SIZES = r" *0*[1-9]\d* *(, *0*[1-9]\d* *)*"
 AUTO, CHECKPOINT = "auto", "checkpoint"
@@ -195,6 +196,12 @@ class EngineArgs:
         None, "folder that keeps prefixes which host memory has no room for, also across restarts; default: none"
     )
     hicache_storage_gib: float = _memory(32.0, "limit of --hicache-storage-dir, in GiB", ABOVE_0)
+    tp_size: int = _parallel(
+        1,
+        "devices that share the model's layers (tensor parallel): a process for each, on GPUs from --device on, or on "
+        "the CPU's cores",
+        AT_LEAST_1,
+    )
     max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
     max_queued_requests: int = _scheduling(
         1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1

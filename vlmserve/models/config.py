@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import declared_dtype, text_fields
+from vlmserve_common.compute.shard import WHOLE, Shard
 from vlmserve_common.errors import CheckpointError
 
 
@@ -25,7 +26,8 @@ class ModelDefaults:
 class ModelConfig:
     """family: model_type. mrope_section: how many of head_dim / 2 frequencies turn with time, height and width.
 
-    eos_token_ids: of generation_config.json and config.json together. dtype: what the checkpoint declares.
+    eos_token_ids: of generation_config.json and config.json together. dtype: what the checkpoint declares. shard: the
+    part of the model that this process has; sizes are of the whole, but for those of `of_part`.
     """
 
     family: str
@@ -45,6 +47,16 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    shard: Shard = WHOLE
+
+    def of_part(self) -> ModelConfig:
+        """With the heads and inner elements that this process has. EngineError if they cannot be shared."""
+        return replace(
+            self,
+            num_heads=self.shard.part(self.num_heads, "num_attention_heads"),
+            num_kv_heads=self.shard.kv_heads(self.num_kv_heads),
+            intermediate_size=self.shard.part(self.intermediate_size, "intermediate_size"),
+        )
 
 
 def read_model_config(
