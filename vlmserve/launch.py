@@ -32,6 +32,7 @@ from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, start_chi
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.ipc.ready import Ready, ReadyReport
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
+from vlmserve.launch_ranks import rank_mains, serve_node
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.api_keys import read_api_keys
 from vlmserve.server.listening import listen
@@ -99,13 +100,6 @@ def run_detokenizer_process(args: EngineArgs, channels: Channels, start: StartSe
     run_detokenizer(args, channels, start, ready)
 
 
-def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready, *, rank: int) -> None:
-    """The process of a rank but the first, which the scheduler's has."""
-    from vlmserve.engine.process import run_rank_process
-
-    run_rank_process(args, channels, start, ready, rank=rank)
-
-
 def launch_server(
     settings: ServerSettings,
     *,
@@ -118,6 +112,8 @@ def launch_server(
     A signal stops new connections and lets running requests finish, for `shutdown_timeout_s` at most; a second one
     does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
     """
+    if settings.engine.node_rank:
+        return serve_node(settings)
     configure_logging(settings.log_level, "api")
     if settings.otlp_traces_endpoint is not None:
         from vlmserve.server.tracing import check_extra
@@ -156,8 +152,7 @@ def launch_server(
                     import torch  # noqa: F401  # not only when the first picture waits for it
             children: list[ChildProcess] = []
             mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
-            ranks = range(1, settings.engine.tp_size)
-            mains.extend((f"rank-{rank}", partial(run_rank_process, rank=rank)) for rank in ranks)
+            mains.extend(rank_mains(settings.engine))
             for name, main in mains:
                 with stop_signals_held():  # until it is sure that the child will be stopped
                     child = start_child(name, main, settings.engine, channels, start)

@@ -95,6 +95,10 @@ def _processor_knobs(value: Any) -> Mapping[str, Any]:
     return {ours[name]: number for name, number in given.items()}
 
 
+def _encoders_mode(on: bool) -> Mapping[str, Any]:
+    return {"mm_encoder_tp_mode": "data" if on else "one"}
+
+
 def _cache_size(value: Any) -> Mapping[str, Any]:
     try:
         return {"processor_cache_mib": round(float(value) * 1024)}
@@ -198,8 +202,8 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(
         "one backend does both: --attention-backend", sglang="prefill_attention_backend decode_attention_backend"
     ),
-    _answered(_ENCODERS, "mm_encoder_tp_mode", fine="weights"),
-    _answered(_ENCODERS, sglang="mm_enable_dp_encoder", switch=True, fine="false"),
+    _same("mm_encoder_tp_mode", sglang="mm_enable_dp_encoder", switch=True, convert=_encoders_mode),
+    _answered("--dist-init-addr HOST:PORT is both", "master_addr master_port"),
     _answered("--max-video-frames and --video-fps say which frames are used", "media_io_kwargs"),
     _answered("name a folder: hf download MODEL --revision REVISION prints it", both="revision"),
     _answered("the variable HF_HOME says where checkpoints are kept", both="download_dir"),
@@ -210,7 +214,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(
         f"{_ONE_GPU}; start a server for each", "data_parallel_size dp", "data_parallel_size dp_size dp", fine="1"
     ),
-    _answered(_ONE_GPU, sglang="expert_parallel_size ep_size ep nnodes", fine="1"),
+    _answered(_ONE_GPU, sglang="expert_parallel_size ep_size ep", fine="1"),
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
     _answered("mixture-of-experts models are not supported yet", "enable_expert_parallel", switch=True, fine="false"),
     _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
@@ -265,6 +269,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     ),
     "tool_call_parser": {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder"},
     "reasoning_parser": {"qwen3-thinking": "qwen3", "deepseek_r1": "qwen3", "deepseek-r1": "qwen3"},
+    "mm_encoder_tp_mode": {"weights": "one"},
     "log_level": {"warn": "warning", "critical": "error", "trace": "debug"},
 }
 """Of settings that are called the same: their words for values -> ours. Capitals do not matter."""

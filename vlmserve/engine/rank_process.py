@@ -28,7 +28,7 @@ class RankProcesses:
         self._place = place
         self._children: list[ChildProcess] = []
         self._starting: list[ChildProcess] = []
-        for rank in range(1, place.size):
+        for rank in args.own_ranks[1:]:
             with stop_signals_held():
                 child = ChildProcess(
                     f"rank-{rank}",

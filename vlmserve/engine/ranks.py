@@ -28,7 +28,7 @@ from vlmserve_common.version import __version__
 LAST_WORDS_S = 3.0
 """Whoever loses another rank waits so long before it ends, too: the process that started both says which one it was."""
 # What ranks may have each for itself.
-_OWN_SETTINGS = frozenset({"model", "device", "num_threads"})
+_OWN_SETTINGS = frozenset({"model", "device", "num_threads", "node_rank"})
 
 
 def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
@@ -36,19 +36,22 @@ def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
     them than there are GPUs, or a model that they cannot share."""
     load_config(Path(args.model), Shard(rank, args.tp_size)).of_part()
     device = resolve_device(args.device)
+    here = args.own_ranks
     if device.type != "cuda":
-        threads = args.num_threads or max(1, available_cpus() // args.tp_size)
+        threads = args.num_threads or max(1, available_cpus() // len(here))
         return replace(args, device=str(device), num_threads=threads)
     first, count = device.index or 0, torch.cuda.device_count()
-    if first + args.tp_size > count:
-        raise EngineError(f"--tp-size is {args.tp_size}, from cuda:{first} on; the GPUs end with cuda:{count - 1}")
-    return replace(args, device=f"cuda:{first + rank}")
+    if first + len(here) > count:
+        wanted = f"{len(here)} ranks (--tp-size) want as many GPUs, from cuda:{first} on"
+        raise EngineError(f"{wanted}; the last one is cuda:{count - 1}")
+    return replace(args, device=f"cuda:{first + rank - here.start}")
 
 
 def meeting_place(folder: Path | str, args: EngineArgs, start: StartSettings) -> MeetingPlace:
-    """Where the ranks of one engine meet. folder: an existing private directory."""
+    """Where the ranks of one engine meet. folder: an existing private directory, for those of one machine."""
+    address = f"{folder}/ranks" if args.nnodes == 1 else args.dist_init_addr
     return MeetingPlace(
-        address=f"{folder}/ranks", size=args.tp_size, ready_by=start.ready_by, timeout_s=start.startup_timeout_s
+        address=str(address), size=args.tp_size, ready_by=start.ready_by, timeout_s=start.startup_timeout_s
     )
 
 

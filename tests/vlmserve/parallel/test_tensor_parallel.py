@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -11,13 +12,16 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import conversations
-from tests.vlmserve.server_process import ServerProcess, gone
+from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, gone
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.bench.processes import children_of
-from vlmserve.config.checks import SettingsError
+from vlmserve.config.checks import SettingsError, check_engine_args
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.encoder import encoder_devices
 from vlmserve.messages import ReturnOptions
 from vlmserve_common.errors import DeviceLostError, EngineError
 
@@ -91,27 +95,34 @@ def test_what_cannot_be_shared_is_refused_at_once(tmp_path: Path):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     base = tmp_path_factory.mktemp("server")
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder_of("qwen3_vl", base)), "--port", "0"]
-    words += [word for name, value in SETTINGS.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    server = ServerProcess([*words, "--tensor-parallel-size", "2"], base / "run", OMP_NUM_THREADS="1")
+    server = serving(folder_of("qwen3_vl", base), base / "run")
     yield server
     server.end()
+
+
+def serving(folder: Path, runtime: Path, *more: str) -> ServerProcess:
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder), "--port", "0", "--tensor-parallel-size", "2"]
+    words += [word for name, value in SETTINGS.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    return ServerProcess([*words, *more], runtime, OMP_NUM_THREADS="1")
 
 
 def test_a_server_of_two_ranks_answers(server: ServerProcess, tmp_path: Path):
     folder = folder_of("qwen3_vl", tmp_path)
     with LLM(str(folder), **SETTINGS) as llm:
         alone = llm.chat("Name a colour.", GREEDY)
+    assert answer_of(server) == alone.text
+
+
+def answer_of(server: ServerProcess) -> str | None:
     client = server.client()
-    model = client.models.list().data[0].id
     answer = client.chat.completions.create(
-        model=model,
+        model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": "Name a colour."}],
         temperature=0.0,
         max_tokens=8,
         extra_body={"ignore_eos": True},
     )
-    assert answer.choices[0].message.content == alone.text
+    return answer.choices[0].message.content
 
 
 def test_a_server_whose_rank_is_killed_ends_and_says_why(server: ServerProcess):
@@ -132,7 +143,60 @@ def test_a_server_whose_rank_is_killed_ends_and_says_why(server: ServerProcess):
     assert server.wait() == 1
     assert time.monotonic() - began < 20
     assert "stopped: the rank-1 process was killed by SIGKILL" in "".join(server.log)
-    assert all(gone(pid) for pid in everybody)
+    deadline = time.monotonic() + PATIENCE_S  # the process that the others are forks of ends by itself
+    while not all(gone(pid) for pid in everybody):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_two_nodes_have_a_server_together(tmp_path: Path):
+    """The second one starts first, and has a checkpoint folder of its own. It ends after the first one."""
+    folders = [folder_of("qwen2_vl", tmp_path / str(node)) for node in range(2)]
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        alone = llm.chat("Name a colour.", GREEDY)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        words = ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{probe.getsockname()[1]}"]
+    nodes = [
+        serving(folders[node], tmp_path / f"run{node}", *words, "--node-rank", str(node)) for node in reversed(range(2))
+    ][::-1]
+    try:
+        assert answer_of(nodes[0]) == alone.text
+        nodes[1].await_log("ready: ranks 1 work for 127.0.0.1:")
+        nodes[0].process.send_signal(signal.SIGTERM)
+        assert nodes[0].wait() == 0
+        assert nodes[1].wait() == 1
+        assert "rank 1 of 2 lost another one" in "".join(nodes[1].log)
+        assert "stopped: the rank-1 process ended with status 1" in "".join(nodes[1].log)
+    finally:
+        for node in nodes:
+            node.end()
+
+
+def test_each_rank_may_have_an_encoder_beside_it():
+    def encoders(**settings) -> tuple[str, ...]:
+        args = EngineArgs(model="m", mm_encoder_tp_mode="data", **settings)
+        return encoder_devices(args, torch.device("cpu"))
+
+    assert encoders(tp_size=2) == ("cpu", "cpu")
+    assert encoders(tp_size=4, nnodes=2, node_rank=1) == ("cpu", "cpu")
+    assert encoders(tp_size=2, encoder_dp_size=3) == ("cpu",) * 3
+    assert encoders() == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp_size": 3, "nnodes": 2}, "--tp-size is 3; it must be a multiple of --nnodes, which is 2"),
+        ({"nnodes": 2, "node_rank": 2, "tp_size": 2}, "--node-rank is 2; it must be below --nnodes, which is 2"),
+        ({"nnodes": 2, "tp_size": 2}, "--dist-init-addr is None; it must be HOST:PORT of machine 0"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "here"}, "--dist-init-addr is 'here'; it must be HOST:PORT"),
+        ({"tp_size": 0}, "--tp-size is 0; it must be 1 or more"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict, message: str):
+    with pytest.raises(SettingsError, match=message):
+        check_engine_args(EngineArgs(model="m", **settings))
 
 
 def name_of(pid: int) -> str:
