@@ -32,6 +32,7 @@ from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, start_chi
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.ipc.ready import Ready, ReadyReport
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
+from vlmserve.launch_ranks import rank_mains, serve_node
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.api_keys import read_api_keys
 from vlmserve.server.listening import listen
@@ -111,6 +112,8 @@ def launch_server(
     A signal stops new connections and lets running requests finish, for `shutdown_timeout_s` at most; a second one
     does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
     """
+    if settings.engine.node_rank:
+        return serve_node(settings)
     configure_logging(settings.log_level, "api")
     if settings.otlp_traces_endpoint is not None:
         from vlmserve.server.tracing import check_extra
@@ -148,7 +151,9 @@ def launch_server(
                 if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
                     import torch  # noqa: F401  # not only when the first picture waits for it
             children: list[ChildProcess] = []
-            for name, main in (("scheduler", scheduler), ("detokenizer", detokenizer)):
+            mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
+            mains.extend(rank_mains(settings.engine))
+            for name, main in mains:
                 with stop_signals_held():  # until it is sure that the child will be stopped
                     child = start_child(name, main, settings.engine, channels, start)
                     stack.callback(child.stop)

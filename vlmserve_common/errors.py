@@ -37,3 +37,7 @@ class EngineError(VlmserveError):
 
 class DeviceLostError(EngineError):
     """A GPU reported an error after which it computes nothing more for this process, which has to end."""
+
+
+class RankLostError(DeviceLostError):
+    """Another process that has a part of the model is gone, or did not answer in time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -40,6 +41,14 @@ def engine_problems(args: EngineArgs) -> list[str]:
     if chunk != -1 and (chunk < 1 or (page >= 1 and chunk % page)):
         allowed = f"-1 (whole prompts), or a positive multiple of --page-size, which is {page}"
         problems.append(problem(args, "chunked_prefill_size", allowed))
+    if args.tp_size > 1 and args.enable_hierarchical_cache:
+        problems.append("--enable-hierarchical-cache does not go with --tp-size above 1 yet")
+    if args.tp_size % args.nnodes:
+        problems.append(problem(args, "tp_size", f"a multiple of --nnodes, which is {args.nnodes}"))
+    if args.node_rank >= args.nnodes:
+        problems.append(problem(args, "node_rank", f"below --nnodes, which is {args.nnodes}"))
+    if args.nnodes > 1 and not re.fullmatch(r".+:0*[1-9]\d{0,4}", args.dist_init_addr or ""):
+        problems.append(problem(args, "dist_init_addr", "HOST:PORT of machine 0 where --nnodes is above 1"))
     if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < 2 * page:
         problems.append(problem(args, "max_total_tokens", f"at least two pages (--page-size is {page})"))
     return problems

@@ -10,6 +10,7 @@ from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CACHE_SIZE, 
 
 _model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
 _memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))
+_parallel = settings_of("several devices")
 
 _SIZES = r" *0*[1-9]\d* *(, *0*[1-9]\d* *)*"
 AUTO, CHECKPOINT = "auto", "checkpoint"
@@ -207,6 +208,22 @@ class EngineArgs:
         None, "folder that keeps prefixes which host memory has no room for, also across restarts; default: none"
     )
     hicache_storage_gib: float = _memory(32.0, "limit of --hicache-storage-dir, in GiB", ABOVE_0)
+    tp_size: int = _parallel(
+        1,
+        "devices that share the model's layers (tensor parallel): a process for each, on GPUs from --device on, or on "
+        "the CPU's cores",
+        AT_LEAST_1,
+    )
+    nnodes: int = _parallel(1, "machines that --tp-size is spread over; the same command is given on each", AT_LEAST_1)
+    node_rank: int = _parallel(0, "this machine's number; 0 is the one that takes requests", _NOT_NEGATIVE)
+    dist_init_addr: str | None = _parallel(
+        None, "HOST:PORT of machine 0 where machines meet; for a network that nobody else is in: it is not encrypted"
+    )
+    mm_encoder_tp_mode: Literal["one", "data"] = _parallel(
+        "one",
+        "with --tp-size: one, the first rank encodes pictures and hands rows on; data: an encoder process on every "
+        "rank's device does, each with the whole tower",
+    )
     max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
     max_queued_requests: int = _scheduling(
         1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1
@@ -285,6 +302,20 @@ class EngineArgs:
         return tuple(map(int, self.cuda_graph_bs.split(","))) if self.cuda_graph_bs is not None else None
 
     @property
+    def own_ranks(self) -> range:
+        """The ranks of this machine."""
+        count = self.tp_size // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
+
+    @property
+    def encodes_on_all_ranks(self) -> bool:
+        """Whether each of this machine's ranks has an encoder process beside it."""
+        given = self.encoder_dp_size or self.encoder_devices
+        return self.mm_encoder_tp_mode == "data" and self.tp_size > 1 and not given
+
+    @property
     def num_encoders(self) -> int:
         """Vision encoder processes beside the engine."""
+        if self.encodes_on_all_ranks:
+            return len(self.own_ranks)
         return self.encoder_dp_size or (len(self.encoder_devices.split(",")) if self.encoder_devices else 0)

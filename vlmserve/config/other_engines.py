@@ -95,6 +95,10 @@ def _processor_knobs(value: Any) -> Mapping[str, Any]:
     return {ours[name]: number for name, number in given.items()}
 
 
+def _encoders_mode(on: bool) -> Mapping[str, Any]:
+    return {"mm_encoder_tp_mode": "data" if on else "one"}
+
+
 def _cache_size(value: Any) -> Mapping[str, Any]:
     try:
         return {"processor_cache_mib": round(float(value) * 1024)}
@@ -130,7 +134,7 @@ def _twenty_at_the_most(value: Any) -> Mapping[str, Any]:
     raise SettingsError("a request may ask for 20 at the most")
 
 
-_ONE_GPU = "more than one GPU is not supported yet"
+_ONE_GPU = "several GPUs share one model's layers (--tp-size), and nothing else yet"
 _NOT_COMPILED = "models are not compiled here; for CUDA graphs there are --cuda-graph-bs and --disable-cuda-graph"
 _ENCODERS = "--encoder-dp-size and --encoder-devices spread the vision encoder"
 _PROXY = "a reverse proxy in front of the server does that"
@@ -143,6 +147,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("max_running_requests", vllm="max_num_seqs"),
     _same("chunked_prefill_size", vllm="max_num_batched_tokens", answer="of prompts; decoding comes on top"),
     _same("page_size", vllm="block_size"),
+    _same("tp_size", vllm="tensor_parallel_size tp", sglang="tensor_parallel_size tp"),
     _same("quantization", vllm="q"),
     _same("hicache_size_gib", sglang="hicache_size"),
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
@@ -204,20 +209,19 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(
         "one backend does both: --attention-backend", sglang="prefill_attention_backend decode_attention_backend"
     ),
-    _answered(_ENCODERS, "mm_encoder_tp_mode", fine="weights"),
-    _answered(_ENCODERS, sglang="mm_enable_dp_encoder", switch=True, fine="false"),
+    _same("mm_encoder_tp_mode", sglang="mm_enable_dp_encoder", switch=True, convert=_encoders_mode),
+    _answered("--dist-init-addr HOST:PORT is both", "master_addr master_port"),
     _answered("--max-video-frames and --video-fps say which frames are used", "media_io_kwargs"),
     _answered("name a folder: hf download MODEL --revision REVISION prints it", both="revision"),
     _answered("the variable HF_HOME says where checkpoints are kept", both="download_dir"),
     _answered("the checkpoint's own tokenizer is used", "tokenizer", "tokenizer_path"),
     _answered(_PROXY, "ssl_keyfile ssl_certfile root_path", "ssl_keyfile ssl_certfile fastapi_root_path"),
     # not there yet
-    _answered(_ONE_GPU, "tensor_parallel_size tp", "tensor_parallel_size tp_size tp", fine="1"),
     _answered(_ONE_GPU, "pipeline_parallel_size pp", "pipeline_parallel_size pp_size pp", fine="1"),
     _answered(
         f"{_ONE_GPU}; start a server for each", "data_parallel_size dp", "data_parallel_size dp_size dp", fine="1"
     ),
-    _answered(_ONE_GPU, sglang="expert_parallel_size ep_size ep nnodes", fine="1"),
+    _answered(_ONE_GPU, sglang="expert_parallel_size ep_size ep", fine="1"),
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
     _answered(_ONE_GPU, "enable_expert_parallel", switch=True, fine="false"),
     _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
@@ -272,6 +276,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     ),
     "tool_call_parser": {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder"},
     "reasoning_parser": {"qwen3-thinking": "qwen3", "deepseek_r1": "qwen3", "deepseek-r1": "qwen3"},
+    "mm_encoder_tp_mode": {"weights": "one"},
     "log_level": {"warn": "warning", "critical": "error", "trace": "debug"},
 }
 """Of settings that are called the same: their words for values -> ours. Capitals do not matter."""

@@ -48,6 +48,7 @@ _GROUPS = (
     "videos",
     "uploaded files",
     "memory",
+    "several devices",
     "scheduling",
     "other",
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,14 +50,19 @@ from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sessions import Sessions
+from vlmserve.scheduler.step import ModelWorker
 from vlmserve_common.checkpoint.quantized import Scheme
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import check_dtype, resolve_device
+from vlmserve_common.compute.shard import WHOLE, Shard
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, active, torch_threads
 from vlmserve_common.kernels.quantized import MODE_BITS, Mode
+
+if TYPE_CHECKING:
+    from vlmserve_common.parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +79,14 @@ class EngineInfo:
     auto_pixels: int | None = None
 
 
-def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
+def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRunner, EngineInfo]:
     """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError.
 
-    What cannot fit into memory is refused before weights are loaded.
+    What cannot fit into memory is refused before weights are loaded. ranks: who has the other parts of the model; the
+    first one alone encodes pictures.
     """
+    shard = WHOLE if ranks is None else ranks.shard
+    encodes = not args.num_encoders and not shard.rank
     processors = load_logits_processors(args.logits_processors)
     threads = usable_threads(args.num_threads, "--num-threads")
     torch.set_num_threads(threads)
@@ -91,9 +100,9 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     if device.type == "cuda":
         log.info("%s: %s", device, operators)
     mode = _quantization(args, device)
-    _check_sizes(args, device, mode)
+    _check_sizes(args, device, mode, shard)
     # encoder processes have the tower, and no copy of it is needed here
-    model = _model(args, device)
+    model = _model(args, device, shard, with_tower=encodes)
     model.pack(mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, model.dtype))
@@ -115,10 +124,11 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         ),
     )
     attn_backend.reserve(args.max_running_requests, max_model_len + args.page_size)
-    auto_pixels = auto_max_pixels(args, dtype=model.dtype, device=device)
+    auto_pixels = None if shard.rank else auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
+    limits = limits if encodes else replace(limits, patches=0)
     if device.type == "cuda":
-        if not args.num_encoders and not args.disable_vit_cuda_graph:
+        if encodes and not args.disable_vit_cuda_graph:
             capture_on_gpu(model.visual, device)
         activations = measure_activations(model, attn_backend, limits, cuda_meter(device), kv_dtype)
     else:
@@ -136,7 +146,7 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     if shape is not None and device.type == "cuda":
         log.info("decode steps are not captured as CUDA graphs: %s is recurrent", config.family)
     graph_plan = graph_builder.plan(
-        wanted_sizes(args, attn_backend, device) if shape is None else (),
+        wanted_sizes(args, attn_backend, device) if shape is None and shard.is_whole else (),
         kv_cache=new_cache(num_slots=args.page_size),
         max_context_len=max_model_len + args.page_size,
         room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
@@ -150,6 +160,8 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
         state_bytes=state_bytes(args, config, model.dtype, max_model_len),
         activations=activations,
     )
+    if ranks is not None:
+        tokens = ranks.smallest(tokens)
     max_req_len = min(max_model_len, tokens - args.page_size)
     info = EngineInfo(
         max_total_tokens=tokens,
@@ -188,18 +200,18 @@ def build_runner(args: EngineArgs) -> tuple[ModelRunner, EngineInfo]:
     return runner, info
 
 
-def _outline(args: EngineArgs, device: torch.device) -> VisionLanguageModel:
+def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLanguageModel:
     dtype = dtype_setting(args.dtype)
     if args.load_format == "dummy":
-        return random_model(Path(args.model), "meta", dtype)
-    return outline_model(Path(args.model), dtype, device)
+        return random_model(Path(args.model), "meta", dtype, shard=shard)
+    return outline_model(Path(args.model), dtype, device, shard=shard)
 
 
-def _model(args: EngineArgs, device: torch.device) -> VisionLanguageModel:
-    dtype, with_tower = dtype_setting(args.dtype), not args.num_encoders
+def _model(args: EngineArgs, device: torch.device, shard: Shard, *, with_tower: bool) -> VisionLanguageModel:
+    dtype = dtype_setting(args.dtype)
     if args.load_format == "dummy":
-        return random_model(Path(args.model), device, dtype, with_tower=with_tower)
-    return load_model(args.model, device=device, dtype=dtype, with_tower=with_tower)
+        return random_model(Path(args.model), device, dtype, with_tower=with_tower, shard=shard)
+    return load_model(args.model, device=device, dtype=dtype, with_tower=with_tower, shard=shard)
 
 
 def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
@@ -214,9 +226,9 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
     return args.quantization
 
 
-def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> None:
+def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shard: Shard) -> None:
     """EngineError for a context that the model was not made for, and for what has no room in memory."""
-    outline = _outline(args, device)
+    outline = _outline(args, device, shard)
     most = outline.config.max_position_embeddings
     max_model_len = args.max_model_len or most
     if max_model_len > most:
@@ -225,7 +237,8 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None) -> N
     weights = weight_bytes(outline)
     if args.num_encoders:
         encoder_devices(args, device)  # are there
-        weights -= weight_bytes(outline.visual)  # which each of them loads, and this process does not
+    if args.num_encoders or shard.rank:
+        weights -= weight_bytes(outline.visual)  # which each of them, or the first rank, loads, and this process not
     if active() is not None and outline.lm_head is None:
         # the packed copy that is a tied model's head
         copy = weight_bytes(outline.language_model.embed_tokens)
@@ -266,10 +279,11 @@ def build_scheduler(
     send: Callable[[SchedulerOutput], None],
     *,
     start: StartSettings | None = None,
+    worker: ModelWorker | None = None,
 ) -> Scheduler:
     """A scheduler over a runner in this process; `send` gets every step's outputs.
 
-    start: needed where `args` asks for encoder processes.
+    start: needed where `args` asks for encoder processes. worker: computes steps, where that is not the runner alone.
     """
     args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
@@ -295,7 +309,7 @@ def build_scheduler(
         max_req_len=info.max_req_len,
         eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
-        worker=runner,
+        worker=runner if worker is None else worker,
         device=_device_queue(args, runner.device, threads),
         encoder=build_encoder_pool(
             args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, start=start

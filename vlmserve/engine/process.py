@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
@@ -34,6 +35,11 @@ from vlmserve.messages import (
 )
 from vlmserve.scheduler.batch_log import BatchLog
 
+if TYPE_CHECKING:
+    from vlmserve.executor.model_runner import ModelRunner
+    from vlmserve.scheduler.step import ModelWorker
+    from vlmserve_common.parallel.ranks import Ranks
+
 log = logging.getLogger(__name__)
 
 _GRACE_S = 0.5
@@ -46,9 +52,11 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     Between steps all waiting messages are taken, then what operators ask; with nothing to compute the process sleeps on
     its sockets.
     """
-    runner, info = build_runner(args)
+    args, ranks = _join(args, channels, start)
+    runner, info = build_runner(args, ranks)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
-    scheduler = build_scheduler(args, runner, info, to_detokenizer.send, start=start)
+    worker = None if ranks is None else _leading(runner, ranks)
+    scheduler = build_scheduler(args, runner, info, to_detokenizer.send, start=start, worker=worker)
     loop = EngineLoop(
         scheduler,
         scheduler.encoder,
@@ -87,6 +95,33 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     if lost:
         log.warning("%d tokens of cached prefixes were not on disk %g s after the end, and are lost", lost, FINISH_S)
     ending.finish()
+
+
+def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready, *, rank: int) -> None:
+    """The work of a rank but the first."""
+    from vlmserve.engine.ranks import follow, meeting_place
+
+    heartbeat = channels.heartbeat(f"rank-{rank}")
+    place = meeting_place(channels.runtime_dir, args, start)
+    follow(args, rank, place, ready=ready, idle=heartbeat.idle, working=heartbeat.working)
+
+
+def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[EngineArgs, Ranks | None]:
+    """The first rank's own settings, once it has met the others."""
+    if args.tp_size == 1:
+        return args, None
+    from vlmserve.engine.ranks import join_ranks, meeting_place, rank_args
+
+    args = rank_args(args, 0)
+    return args, join_ranks(args, 0, meeting_place(channels.runtime_dir, args, start))
+
+
+def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker:
+    from vlmserve.engine.ranks import LAST_WORDS_S
+    from vlmserve.executor.ranks.leader import LeadingWorker
+
+    # the launcher sees which rank has ended, and says so
+    return LeadingWorker(runner, ranks, who_died=lambda: time.sleep(LAST_WORDS_S))
 
 
 def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None]) -> TypeDispatcher:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
@@ -205,6 +206,24 @@ class ModelRunner:
             began = self._transfers.mark()
             out = self._sample(forwarded, info) if len(info.batch_indices) else None
             return LaunchedResult(forwarded, out, began, self._transfers)
+
+    @torch.inference_mode()
+    def recent_tokens(self, req_pool_indices: np.ndarray, places: np.ndarray) -> torch.Tensor:
+        """Tokens int64 [S] of requests int64 [S] at places int64 [S], modulo `RECENT_TOKENS`; on the device."""
+        rows, columns = self._table_places(req_pool_indices, places)
+        return self._recent[rows, columns]
+
+    @torch.inference_mode()
+    def remember(self, req_pool_indices: np.ndarray, places: np.ndarray, tokens: torch.Tensor) -> None:
+        """Have these tokens, which another process sampled, at the places of `recent_tokens`."""
+        rows, columns = self._table_places(req_pool_indices, places)
+        self._recent[rows, columns] = tokens
+
+    def _table_places(self, req_pool_indices: np.ndarray, places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        upload = Upload(self._transfers)
+        parts = upload.add(req_pool_indices), upload.add(places)
+        upload.send()
+        return parts[0].tensor, parts[1].tensor
 
     def _sample(self, forwarded: Forwarded, info: SamplingBatchInfo) -> SamplerOutput:
         upload = Upload(self._transfers)

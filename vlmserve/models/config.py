@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import declared_dtype, text_fields
+from vlmserve_common.compute.shard import WHOLE, Shard
 from vlmserve_common.errors import CheckpointError
 
 
@@ -73,7 +74,8 @@ class ModelConfig:
     """family: model_type. mrope_section: how many of rotary_dim / 2 frequencies turn with time, height and width.
     linear: None where all layers are attention.
 
-    eos_token_ids: of generation_config.json and config.json together. dtype: what the checkpoint declares.
+    eos_token_ids: of generation_config.json and config.json together. dtype: what the checkpoint declares. shard: the
+    part of the model that this process has; sizes are of the whole, but for those of `of_part`.
     """
 
     family: str
@@ -95,6 +97,7 @@ class ModelConfig:
     dtype: torch.dtype
     experts: ExpertsConfig | None = None
     linear: LinearAttentionConfig | None = None
+    shard: Shard = WHOLE
 
     @property
     def rotary_dim(self) -> int:
@@ -105,6 +108,15 @@ class ModelConfig:
     def num_kv_layers(self) -> int:
         """Layers that keep keys and values."""
         return self.num_layers - (len(self.linear.layers) if self.linear is not None else 0)
+
+    def of_part(self) -> ModelConfig:
+        """With the heads and inner elements that this process has. EngineError if they cannot be shared."""
+        return replace(
+            self,
+            num_heads=self.shard.part(self.num_heads, "num_attention_heads"),
+            num_kv_heads=self.shard.kv_heads(self.num_kv_heads),
+            intermediate_size=self.shard.part(self.intermediate_size, "intermediate_size"),
+        )
 
 
 def read_model_config(

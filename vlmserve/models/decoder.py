@@ -13,9 +13,10 @@ from vlmserve.models.config import ModelConfig
 from vlmserve.models.rotary import MRotary
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
-from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm
-from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
+from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm, VocabEmbedding
+from vlmserve_common.compute.linear import MergedLinear, pack_linears, row_linear
 from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
 from vlmserve_common.kernels.decoder import DecoderLayers, DecoderShape, LayerWeights, MLPWeights
@@ -27,15 +28,15 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, *, qkv_bias: bool, out_bias: bool) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv_proj = MergedLinear(
-            config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias=qkv_bias
-        )
-        self.o_proj = Linear(q_size, config.hidden_size, bias=out_bias)
-        self.attn = RadixAttention(
-            config.num_heads, config.head_dim, config.head_dim**-0.5, config.num_kv_heads, layer_id
-        )
+        self.head_dim, shard, own = config.head_dim, config.shard, config.of_part()
+        q_size, what = config.num_heads * config.head_dim, "num_attention_heads * head_dim"
+        q, kv = shard.cut(q_size, what), shard.cut_kv(config.num_kv_heads, config.head_dim)
+        parts: dict[str, int | Cut] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        if shard.is_whole:
+            parts = {"q_proj": q.size, "k_proj": kv.size, "v_proj": kv.size}
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
+        self.o_proj = row_linear(q_size, config.hidden_size, bias=out_bias, shard=shard, what=what)
+        self.attn = RadixAttention(own.num_heads, config.head_dim, config.head_dim**-0.5, own.num_kv_heads, layer_id)
 
     def norms(self) -> HeadNorms | None:
         """What heads of q and k are normalised by before they are turned."""
@@ -120,7 +121,13 @@ def make_mlp(config: ModelConfig, layer_id: int) -> GatedMLP | SparseMLP:
     size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
     if experts is not None and layer_id in experts.sparse_layers:
         return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act)
-    return GatedMLP(size, config.intermediate_size, act, bias=False)
+    return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
+
+
+def _embedding(config: ModelConfig) -> Embedding | VocabEmbedding:
+    if config.shard.is_whole:
+        return Embedding(config.vocab_size, config.hidden_size)
+    return VocabEmbedding(config.vocab_size, config.hidden_size, config.shard)
 
 
 class Decoder(nn.Module):
@@ -131,12 +138,13 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, make_attention: Callable[[int], DecoderAttention], rotary: MRotary) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = _embedding(config)
         self.layers = nn.ModuleList(
             DecoderLayer(config, make_attention(i), make_mlp(config, i)) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._rotary = rotary
+        self._is_whole = config.shard.is_whole
         self._packed: DecoderLayers | None = None
         self._shape = DecoderShape(
             heads=config.num_heads,
@@ -153,7 +161,9 @@ class Decoder(nn.Module):
         pack_experts(self, mode)
         packed = [cast(DecoderLayer, layer).packed() for layer in self.layers]
         layers = [layer for layer in packed if layer is not None]
-        self._packed = DecoderLayers(layers, self._shape) if len(layers) == len(packed) else None
+        # a part's layers exchange sums half-way
+        whole = self._is_whole and len(layers) == len(packed)
+        self._packed = DecoderLayers(layers, self._shape) if whole else None
 
     def forward(
         self,

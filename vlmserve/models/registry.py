@@ -27,23 +27,26 @@ from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor, re
 from vlmserve_common.checkpoint.weights import match_weights
 from vlmserve_common.compute.experts import choose_layouts
 from vlmserve_common.compute.linear import share_workspace
+from vlmserve_common.compute.shard import WHOLE, Shard
 from vlmserve_common.compute.tensors import give_memory
-from vlmserve_common.errors import CheckpointError
+from vlmserve_common.errors import CheckpointError, EngineError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's decoder is made of; its tower is in `vision.towers.registry`."""
+    """What a family's decoder is made of; its tower is in `vision.towers.registry`. in_parts: whether processes can
+    have parts of it."""
 
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder] | type[Qwen3_5Decoder]
     defaults: ModelDefaults
+    in_parts: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "qwen2_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
-        "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
-        "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS),
+        "qwen2_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS, in_parts=True),
+        "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS, in_parts=True),
+        "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS, in_parts=True),
         "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
         "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS),
         "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS),
@@ -51,20 +54,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def load_config(folder: Path) -> ModelConfig:
-    """The configuration of a checkpoint folder; see `load_model` for the errors."""
-    return _model_config(folder, read_hf_config(folder))
+def load_config(folder: Path, shard: Shard = WHOLE) -> ModelConfig:
+    """The configuration of a checkpoint folder; see `load_model` for the shard and the errors."""
+    return _model_config(folder, read_hf_config(folder), shard)
 
 
 def outline_model(
-    folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", *, shard: Shard = WHOLE
 ) -> VisionLanguageModel:
     """The model of a checkpoint folder without its weights, on the meta device: its sizes, and no memory.
 
-    dtype, device, errors: those of `load_model`; tensors are found, and not read.
+    dtype, device, shard, errors: those of `load_model`; tensors are found, and not read.
     """
     hf_config = read_hf_config(folder)
-    config = _model_config(folder, hf_config)
+    config = _model_config(folder, hf_config, shard)
     model = _outline(hf_config, config, dtype or config.dtype)
     _Tensors(folder, hf_config, model, torch.device(device)).check()
     return model
@@ -77,19 +80,20 @@ def load_model(
     *,
     with_tower: bool = True,
     keep_fp8: bool | None = None,
+    shard: Shard = WHOLE,
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
     dtype: what it computes in; the checkpoint's own by default, but bfloat16 for quantised weights of float16 on a CPU.
     with_tower: see `make_model`; without it, the tower's tensors are passed over. Quantised weights are packed at once.
     keep_fp8: whether 8-bit floats stay as they are, and so inputs are rounded; where the device multiplies them, by
-    default.
+    default. shard: the part of the decoder that this process has; no more is read.
     Raises CheckpointError when the family is unknown, the configuration impossible, or a tensor missing, unexpected or
-    misshaped.
+    misshaped. EngineError for a model that cannot be shared so.
     """
     folder, device = resolve_model(str(path)), torch.device(device)
     hf_config = read_hf_config(folder)
-    config, scheme = _model_config(folder, hf_config), quantization_of(folder, hf_config)
+    config, scheme = _model_config(folder, hf_config, shard), quantization_of(folder, hf_config)
     if dtype is None and isinstance(scheme, Scheme) and config.dtype == torch.float16 and device.type == "cpu":
         dtype = torch.bfloat16  # float16 is what GPUs of their time wanted; only bfloat16 has operators here
     model = _outline(hf_config, config, dtype or config.dtype)
@@ -192,9 +196,18 @@ def _outline(hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dty
         return VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype).to(dtype)
 
 
-def _model_config(folder: Path, hf_config: Mapping[str, Any]) -> ModelConfig:
-    defaults = FAMILIES[hf_config["model_type"]].defaults
+def _model_config(folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHOLE) -> ModelConfig:
+    family = FAMILIES[hf_config["model_type"]]
     try:
-        return read_model_config(hf_config, read_json(folder, "generation_config.json", required=False), defaults)
+        generation = read_json(folder, "generation_config.json", required=False)
+        config = read_model_config(hf_config, generation, family.defaults)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+    if shard.is_whole:
+        return config
+    if not family.in_parts:
+        able = ", ".join(name for name, one in FAMILIES.items() if one.in_parts)
+        raise EngineError(f"--tp-size is {shard.size}: {config.family} models cannot be shared so yet, only {able}")
+    if quantization_of(folder, hf_config) is not None:
+        raise EngineError(f"--tp-size is {shard.size}: {folder} is quantised; such checkpoints stay on one device yet")
+    return replace(config, shard=shard)

@@ -12,7 +12,7 @@ from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.qwen3_5 import Qwen3_5Decoder
 from vlmserve_common.checkpoint.weights import WeightRules
-from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
+from vlmserve_common.compute.linear import Linear, VocabLinear, Workspace, linear, pack_weight
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import linear as packed_products
 from vlmserve_common.kernels.linear import PackedWeight
@@ -35,7 +35,7 @@ WEIGHT_RULES = WeightRules(
 class VisionLanguageModel(nn.Module):
     """Composes a tower and a decoder. A tied model has no head of its own: the embedding is it.
 
-    dtype: what it computes in.
+    config: of the whole model; `self.config` has the sizes of this process's part. dtype: what it computes in.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class VisionLanguageModel(nn.Module):
             raise CheckpointError(
                 f"config.json: {visual.num_deepstack_layers} deepstack_visual_indexes for {config.num_layers} layers"
             )
-        self.config = config
+        self.config = config.of_part()
         self.dtype = dtype
         self.visual = visual
         self.language_model = decoder
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_word_embeddings else _head(config)
         self._head_workspace = Workspace()
         self._packed_head: PackedWeight | None = None
 
@@ -86,9 +86,23 @@ class VisionLanguageModel(nn.Module):
         return self.language_model(input_embeds, positions, forward_batch, deepstack_index, deepstack_embeds)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [R, hidden] -> float32 [R, vocab]."""
+        """Final hidden states [R, hidden] -> float32 [R, vocab]. Where processes share the model they all call it, and
+        the first one gets them; others get those of their part of the vocabulary."""
+        logits, shard = self._own_logits(hidden), self.config.shard
+        if shard.collectives is None:
+            return logits
+        parts = shard.collectives.gather(logits)
+        return torch.cat(parts, dim=1)[:, : self.config.vocab_size].contiguous() if parts else logits
+
+    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._packed_head is not None:
             return packed_products.linear(hidden, self._packed_head, out_dtype=torch.float32)
         if self.lm_head is not None:
             return self.lm_head(hidden).float()
         return linear(hidden, self.language_model.embed_tokens.weight, workspace=self._head_workspace).float()
+
+
+def _head(config: ModelConfig) -> Linear:
+    if config.shard.is_whole:
+        return Linear(config.hidden_size, config.vocab_size, bias=False)
+    return VocabLinear(config.hidden_size, config.vocab_size, config.shard)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from vlmserve.config.checks import check_engine_args
 from vlmserve.config.engine_args import EngineArgs
@@ -12,10 +14,12 @@ from vlmserve.config.model_path import resolve_model
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import EngineInfo, build_runner, build_scheduler
 from vlmserve.executor.model_runner import ModelRunner
-from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.messages import SchedulerOutput
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.step import ModelWorker
 from vlmserve.tokenizer.stage import StageLimits, TokenizerStage, make_tokenizer_stage
+from vlmserve_common.errors import RankLostError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +43,13 @@ def build_offline_engine(
     """
     check_engine_args(args)
     args = replace(args, model=str(resolve_model(args.model)))
-    runner, info = build_runner(args)
     with ExitStack() as stack:
+        args, runner, info, worker = _runner(args, stack, log_level)
         # for arrays that go to and from encoder and media processes, where there are any
         processes = args.num_encoders + args.media_processes
         shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
         start = None if shared is None else StartSettings(shared_dir=shared.path, log_level=log_level)
-        scheduler = build_scheduler(args, runner, info, send, start=start)
+        scheduler = build_scheduler(args, runner, info, send, start=start, worker=worker)
         stack.callback(scheduler.close)
         stage = make_tokenizer_stage(
             args, limits, max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, start=start
@@ -53,3 +57,32 @@ def build_offline_engine(
         return OfflineEngine(
             args=args, runner=runner, info=info, scheduler=scheduler, stage=stage, stack=stack.pop_all()
         )
+
+
+def _runner(
+    args: EngineArgs, stack: ExitStack, log_level: str
+) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | None]:
+    """This process's part of the model, and what computes steps where others have theirs. stack: ends these."""
+    if args.tp_size == 1:
+        return args, *build_runner(args), None
+    # only who has such processes needs what they talk with
+    from vlmserve.engine.rank_process import RankProcesses
+    from vlmserve.engine.ranks import LAST_WORDS_S, join_ranks, meeting_place, rank_args
+    from vlmserve.executor.ranks.leader import LeadingWorker
+
+    own = rank_args(args, 0)
+    folder = stack.enter_context(PrivateDirectory(socket_base())).path
+    timeout_s = StartSettings(shared_dir=folder).startup_timeout_s
+    start = StartSettings(shared_dir=folder, startup_timeout_s=timeout_s, ready_by=time.monotonic() + timeout_s)
+    place = meeting_place(folder, args, start)
+    processes = RankProcesses(args, place, log_level)
+    stack.callback(processes.stop)
+    try:
+        ranks = join_ranks(own, 0, place, processes.check)
+        stack.callback(ranks.close)
+        runner, info = build_runner(own, ranks)
+    except RankLostError:
+        processes.check(LAST_WORDS_S)
+        raise
+    processes.wait_ready()
+    return own, runner, info, LeadingWorker(runner, ranks, partial(processes.who_died, LAST_WORDS_S))

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ import torch
 
 from vlmserve_common.checkpoint.progress import Progress
 from vlmserve_common.checkpoint.stream import Part, Stream, copies_to
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -57,13 +58,23 @@ def read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, An
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies. start: byte offset in the file."""
+    """Where a tensor lies, or a part of one. start: byte offset in the file. row: elements of a row in the file, where
+    only `shape[1]` of them are wanted, from number `column`; 0: all are."""
 
     name: str
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    row: int = 0
+    column: int = 0
+
+    def cut(self, cut: Cut) -> StoredTensor:
+        """A part of a whole one, of rows or of columns."""
+        if cut.dim == 0:
+            row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+            return replace(self, shape=(cut.size, *self.shape[1:]), start=self.start + cut.start * row_bytes)
+        return replace(self, shape=(self.shape[0], cut.size), row=cut.whole, column=cut.start)
 
 
 class CheckpointReader:
@@ -94,6 +105,9 @@ class CheckpointReader:
                 start=stored.start,
                 dtype=stored.dtype,
                 target=target.detach().view(-1),
+                row=stored.row,
+                column=stored.column,
+                columns=stored.shape[1] if stored.row else 0,
             )
             by_device.setdefault(target.device, []).append(part)
         progress = Progress(sum(part.size for parts in by_device.values() for part in parts))

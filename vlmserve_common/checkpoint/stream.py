@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -27,23 +27,35 @@ Wait: TypeAlias = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Bytes `start` ... of a file, which are `target` [n] stored as `dtype`. name: the tensor's, for errors."""
+    """Bytes `start` ... of a file, which are `target` [n] stored as `dtype`. name: the tensor's, for errors.
+
+    row: where it is above 0, the file has rows of so many elements, of which `columns`, from number `column`, are the
+    target's. Whole rows are read: files are read from memory as a rule, where small gaps save nothing.
+    """
 
     file: Path
     name: str
     start: int
     dtype: torch.dtype
     target: torch.Tensor
+    row: int = 0
+    column: int = 0
+    columns: int = 0
 
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        return self.target.numel() * self.dtype.itemsize
+        elements = self.target.numel()
+        return (elements // self.columns * self.row if self.row else elements) * self.dtype.itemsize
+
+    def wanted(self, read: torch.Tensor) -> torch.Tensor:
+        """Of all that was read, in the stored dtype, what the target gets."""
+        return read.view(-1, self.row)[:, self.column : self.column + self.columns] if self.row else read
 
     @property
     def is_direct(self) -> bool:
         """Whether the file's bytes are the target's."""
-        return self.target.is_cpu and self.target.dtype == self.dtype
+        return not self.row and self.target.is_cpu and self.target.dtype == self.dtype
 
 
 class Copies(Protocol):
@@ -98,6 +110,9 @@ def copies_to(device: torch.device) -> Copies:
 def cut(part: Part, most: int) -> Iterator[Part]:
     """A part as parts of at most so many bytes."""
     count = most // part.dtype.itemsize
+    if part.row:
+        yield from _cut_rows(part, max(1, count // part.row))
+        return
     for first in range(0, part.target.numel(), count):
         yield Part(
             file=part.file,
@@ -105,6 +120,15 @@ def cut(part: Part, most: int) -> Iterator[Part]:
             start=part.start + first * part.dtype.itemsize,
             dtype=part.dtype,
             target=part.target[first : first + count],
+        )
+
+
+def _cut_rows(part: Part, rows: int) -> Iterator[Part]:
+    for first in range(0, part.target.numel() // part.columns, rows):
+        yield replace(
+            part,
+            start=part.start + first * part.row * part.dtype.itemsize,
+            target=part.target[first * part.columns : (first + rows) * part.columns],
         )
 
 
@@ -155,7 +179,8 @@ class Stream:
     def _finish(self, part: Part, read: Future[None], slot: _Slot | None, done: Callable[[int], object]) -> None:
         read.result()
         if slot is not None:
-            slot.leaving = self._copies.start(slot.buffer[: part.size].view(part.dtype), part.target)
+            source = part.wanted(slot.buffer[: part.size].view(part.dtype))
+            slot.leaving = self._copies.start(source, part.target.view(source.shape))
         done(part.size)
 
     def _slot(self) -> _Slot:

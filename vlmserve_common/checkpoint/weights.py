@@ -16,6 +16,7 @@ from torch import nn
 
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
 from vlmserve_common.compute.linear import Linear
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.errors import CheckpointError
 
 _LISTED = 12
@@ -50,6 +51,15 @@ class StoresParametersOtherwise(Protocol):
         ...
 
 
+@runtime_checkable
+class StoresPartsOnly(Protocol):
+    """A module that has parts of some tensors of a checkpoint."""
+
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
+        """Checkpoint names, and which part of each tensor is here; `name` is the module's own."""
+        ...
+
+
 def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules) -> None:
     """Fill all parameters of `module` from a checkpoint, cast to their dtype. Errors: those of `match_weights`."""
     reader.read_into(match_weights(module, reader, rules))
@@ -71,6 +81,7 @@ def match_weights(
     Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors.
     """
     targets = {name: target for name, target in stored_tensors(module) if name not in otherwise}
+    cuts = stored_cuts(module)
     found: dict[str, StoredTensor] = {}
     unexpected, doubled, misshaped, whole, unscaled = [], [], [], [], []
     for name, stored in reader.tensors.items():
@@ -85,6 +96,8 @@ def match_weights(
         else:
             found[ours] = stored
             expected = tuple(targets[ours].shape)
+            if ours in cuts:
+                expected = cuts[ours].whole_shape(targets[ours].shape)
             if stored.shape != expected:
                 misshaped.append(f"{name} is {list(stored.shape)}, not {list(expected)}")
             elif not stored.dtype.is_floating_point:
@@ -106,13 +119,23 @@ def match_weights(
     ]
     if problems:
         raise CheckpointError(f"{reader.folder}: the tensors do not fit the configuration. " + ". ".join(problems))
-    return [(stored, targets[name]) for name, stored in found.items()]
+    return [(stored.cut(cuts[name]) if name in cuts else stored, targets[name]) for name, stored in found.items()]
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All parameters of `module` as a checkpoint has them: names, and views of the stored shape."""
     for name, child in module.named_modules():
         yield from parameters_of(name, child)
+
+
+def stored_cuts(module: nn.Module) -> dict[str, Cut]:
+    """Of `stored_tensors`, those that are parts: their names, and which."""
+    return {
+        stored: cut
+        for name, child in module.named_modules()
+        if isinstance(child, StoresPartsOnly)
+        for stored, cut in child.stored_cuts(name)
+    }
 
 
 def parameters_of(name: str, child: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

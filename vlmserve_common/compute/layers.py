@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
-from vlmserve_common.compute.linear import Linear, MergedLinear
+from vlmserve_common.compute.linear import MergedLinear, row_linear
+from vlmserve_common.compute.shard import WHOLE, Cut, Shard
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.norm import can_normalise, layer_norm, rms_norm
 
@@ -74,14 +77,41 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight)
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+class VocabEmbedding(nn.Module):
+    """An `Embedding` of which each process has its part of the tokens; the rows are added up over all processes, of
+    which one has each."""
 
-    def __init__(self, size: int, intermediate_size: int, act: Activation, *, bias: bool) -> None:
+    def __init__(self, count: int, size: int, shard: Shard) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(size, parts, bias=bias, gated=True)
-        self.down_proj = Linear(intermediate_size, size, bias=bias)
+        self.cut, rows = shard.cut_vocab(count)
+        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
+        self._shard = shard
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 [N] -> [N, size]."""
+        own = ids - self.cut.start
+        elsewhere = (own < 0) | (own >= self.cut.size)
+        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        return self._shard.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+    def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        yield f"{name}.weight", self.weight[: self.cut.size]
+
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
+        """See `checkpoint.weights.StoresPartsOnly`."""
+        yield f"{name}.weight", self.cut
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020). shard: this process's part of the inner elements."""
+
+    def __init__(self, size: int, intermediate_size: int, act: Activation, *, bias: bool, shard: Shard = WHOLE) -> None:
+        super().__init__()
+        inner = shard.cut(intermediate_size, "intermediate_size")
+        part = intermediate_size if shard.is_whole else inner
+        self.gate_up_proj = MergedLinear(size, {"gate_proj": part, "up_proj": part}, bias=bias, gated=True)
+        self.down_proj = row_linear(intermediate_size, size, bias=bias, shard=shard, what="intermediate_size")
         self.act = act
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

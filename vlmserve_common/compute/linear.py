@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales
+from vlmserve_common.compute.shard import Cut, Shard
 from vlmserve_common.kernels import linear as packed_products
 from vlmserve_common.kernels.linear import PackedWeight
 from vlmserve_common.kernels.quantized import Mode, QuantizedWeight, can_quantize, pack_quantized, quantize
@@ -191,12 +192,13 @@ class Linear(nn.Module):
 class MergedLinear(Linear):
     """Several projections of one input as one product: checkpoints store them side by side under their own names.
 
-    parts: name -> output features, in the order of the output.
+    parts: name -> output features, in the order of the output; or this process's cut of them.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool, gated: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, gated=gated)
-        self.parts = dict(parts)
+    def __init__(self, in_features: int, parts: Mapping[str, int | Cut], *, bias: bool, gated: bool = False) -> None:
+        self.parts = {name: part.size if isinstance(part, Cut) else part for name, part in parts.items()}
+        self._cuts = {name: part for name, part in parts.items() if isinstance(part, Cut)}
+        super().__init__(in_features, sum(self.parts.values()), bias=bias, gated=gated)
 
     def scale_parts(self, by: Mapping[str, float]) -> bool:
         """Multiply parts of the output by powers of two. False if the weight is of whole numbers."""
@@ -221,6 +223,68 @@ class MergedLinear(Linear):
             pieces = parameter.split(list(self.parts.values()))
             for part, piece in zip(self.parts, pieces, strict=True):
                 yield f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}", piece
+
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
+        """See `checkpoint.weights.StoresPartsOnly`."""
+        parent = name.rpartition(".")[0]
+        for leaf, _ in self.named_parameters(recurse=False):
+            for part, cut in self._cuts.items():
+                yield f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}", cut
+
+
+class RowLinear(Linear):
+    """A product whose inputs are spread over processes: each has its columns of the weight, and the products are added
+    up over all. in_features: of all processes together."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str) -> None:
+        self.cut = shard.cut(in_features, what, dim=1)
+        super().__init__(self.cut.size, out_features, bias=False)
+        # added once, behind the sum
+        self.sum_bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self._shard = shard
+
+    def forward(
+        self, x: torch.Tensor, act: Activation | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Linear.forward`; without an activation."""
+        assert act is None
+        out = self._shard.all_reduce(super().forward(x))
+        if self.sum_bias is not None:
+            out += self.sum_bias
+        return out if residual is None else out.add_(residual)
+
+    def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        for leaf, parameter in self.named_parameters(recurse=False):
+            yield f"{name}.{leaf.removeprefix('sum_')}", parameter
+
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
+        """See `checkpoint.weights.StoresPartsOnly`."""
+        yield f"{name}.weight", self.cut
+
+
+class VocabLinear(Linear):
+    """A head of this process's part of a vocabulary, without bias; all processes have as many rows."""
+
+    def __init__(self, in_features: int, vocab_size: int, shard: Shard) -> None:
+        self.cut, rows = shard.cut_vocab(vocab_size)
+        super().__init__(in_features, rows, bias=False)
+
+    def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        assert self.weight is not None
+        yield f"{name}.weight", self.weight[: self.cut.size]
+
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
+        """See `checkpoint.weights.StoresPartsOnly`."""
+        yield f"{name}.weight", self.cut
+
+
+def row_linear(in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str) -> Linear:
+    """A product of what processes have each a part of. what: the name of in_features, for errors."""
+    if shard.is_whole:
+        return Linear(in_features, out_features, bias=bias)
+    return RowLinear(in_features, out_features, bias=bias, shard=shard, what=what)
 
 
 class PatchProjection(Linear):

@@ -1,0 +1,120 @@
+"""Processes that are to compute together meet, or know why not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlmserve_common.errors import EngineError, RankLostError
+from vlmserve_common.parallel.group import ProcessGroup
+from vlmserve_common.parallel.meeting import MeetingPlace, meet, split_address
+from vlmserve_common.parallel.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+def place(address: object, *, size: int = 2, seconds: float = 30.0) -> MeetingPlace:
+    return MeetingPlace(address=str(address), size=size, ready_by=time.monotonic() + seconds, timeout_s=seconds)
+
+
+def both(run):
+    """What two ranks return, or raise."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run, rank) for rank in range(2)]
+        return [future.exception() or future.result() for future in futures]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+def test_two_meet_add_up_hand_on_and_gather(tmp_path: Path, by_address: bool):
+    there = place(f"127.0.0.1:{free_port()}" if by_address else tmp_path / "ranks")
+    long = bytes(range(256)) * 100
+
+    def run(rank: int):
+        with closing(Ranks(there, rank, CPU, {"version": "1"})) as ranks:
+            return exchanged(ranks)
+
+    def exchanged(ranks: Ranks):
+        rank = ranks.rank
+        total = ranks.group.all_reduce(torch.tensor([rank + 1.0, 2.0]))
+        parts = ranks.group.gather(torch.full((1, 2), float(rank)))
+        orders = []
+        for order in (b"short", long):
+            if rank == 0:
+                ranks.orders.give(order)
+            else:
+                orders.append(ranks.orders.take())
+        handed = ranks.group.broadcast(torch.tensor([7 - rank]))
+        return total.tolist(), [part.tolist() for part in parts], ranks.smallest(5 - rank), orders, handed.item()
+
+    first, second = both(run)
+    assert first == ([3.0, 4.0], [[[0.0, 0.0]], [[1.0, 1.0]]], 4, [], 7)
+    assert second == ([3.0, 4.0], [], 4, [b"short", long], 7)
+
+
+def test_those_who_differ_are_all_told_how(tmp_path: Path):
+    there = place(tmp_path / "ranks")
+    errors = both(lambda rank: meet(there, rank, {"vlmserve's version": f"1.{rank}", "--page-size": "4"}))
+    for error in errors:
+        assert isinstance(error, EngineError)
+        assert str(error) == "rank 1 differs from rank 0: vlmserve's version is '1.1' there, and '1.0' here"
+
+
+def test_who_does_not_come_is_named_when_the_time_is_over(tmp_path: Path):
+    with pytest.raises(EngineError, match=r"rank 1 of 2 did not come within 0.2 s; --startup-timeout-s allows more"):
+        meet(place(tmp_path / "ranks", seconds=0.2), 0, {})
+    with pytest.raises(EngineError, match=r"rank 0 of 2 did not come within 0.2 s"):
+        meet(place(tmp_path / "others", seconds=0.2), 1, {})
+
+
+def test_waiting_ends_when_it_is_hopeless(tmp_path: Path):
+    def look():
+        raise EngineError("rank 1 cannot read the checkpoint")
+
+    with pytest.raises(EngineError, match="cannot read the checkpoint"):
+        meet(place(tmp_path / "ranks"), 0, {}, look)
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=rf"--dist-init-addr is 127.0.0.1:{port}: rank 0 of 2 cannot listen"):
+            meet(place(f"127.0.0.1:{port}", seconds=2.0), 0, {})
+
+
+def test_an_address_where_nobody_listens_is_named():
+    with pytest.raises(EngineError, match=r"rank 1 of 2 found nobody there in 0.5 s"):
+        meet(place(f"127.0.0.1:{free_port()}", seconds=0.5), 1, {})
+
+
+@pytest.mark.parametrize("address", ["somewhere", "host:0", "host:70000", ":1", "host:x"])
+def test_an_address_is_a_host_and_a_port(address: str):
+    with pytest.raises(EngineError, match=f"--dist-init-addr is '{address}'; it must be HOST:PORT"):
+        split_address(address)
+
+
+def test_whoever_is_gone_is_noticed_at_once(tmp_path: Path):
+    there = place(tmp_path / "ranks")
+
+    def run(rank: int):
+        store = meet(there, rank, {})
+        group = ProcessGroup(store, "g", rank=rank, size=2, device=CPU)
+        if rank == 0:
+            group.close()
+            return None
+        return group.all_reduce(torch.ones(2))
+
+    _, error = both(run)
+    assert isinstance(error, RankLostError)
+    assert str(error).startswith("rank 1 of 2 lost another one while adding up: ")

@@ -1,0 +1,72 @@
+"""The first rank: computes its part of each step, once the others were told of it, and alone samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from vlmserve.executor.forwarded import Forwarded
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.executor.model_worker_batch import (
+    RECENT_TOKENS,
+    MMEmbeds,
+    ModelWorkerBatch,
+    PendingResult,
+    SamplingBatchInfo,
+)
+from vlmserve.executor.ranks.orders import ForwardOrder, OrderCodec, SampleOrder, to_come
+from vlmserve_common.compute.transfers import to_device
+from vlmserve_common.errors import DeviceLostError
+from vlmserve_common.parallel.ranks import Ranks
+
+
+class LeadingWorker:
+    """A `ModelWorker`. runner: has this rank's part.
+
+    who_died: called when one is gone; names it, if it can, and may wait for that. DeviceLostError from a step on which
+    one is gone, or that failed here half-way: the others wait in its midst, and none of them can go on.
+    """
+
+    def __init__(self, runner: ModelRunner, ranks: Ranks, who_died: Callable[[], str | None] = lambda: None) -> None:
+        self._runner, self._ranks, self._who_died = runner, ranks, who_died
+        self._codec = OrderCodec()
+
+    def forward(self, batch: ModelWorkerBatch) -> Forwarded:
+        """See `ModelWorker`."""
+        with self._together(batch.step):
+            mm_embeds, input_embeds = self._here(batch.mm_embeds), self._here(batch.input_embeds)
+            order = ForwardOrder(
+                batch=replace(batch, mm_embeds=(), input_embeds=()),
+                mm_embeds=to_come(mm_embeds),
+                input_embeds=to_come(input_embeds),
+            )
+            self._ranks.orders.give(self._codec.encode(order))
+            for part in (*mm_embeds, *input_embeds):
+                self._ranks.group.broadcast(part.embeds)
+            return self._runner.forward(replace(batch, mm_embeds=mm_embeds, input_embeds=input_embeds))
+
+    def sample(self, forwarded: Forwarded, info: SamplingBatchInfo) -> PendingResult:
+        """See `ModelWorker`."""
+        with self._together(forwarded.step):
+            rows = forwarded.req_pool_indices[info.batch_indices]
+            places = (forwarded.places[info.token_indices] + 1) % RECENT_TOKENS
+            order = SampleOrder(
+                step=forwarded.step, token_indices=info.token_indices, req_pool_indices=rows, places=places
+            )
+            self._ranks.orders.give(self._codec.encode(order))
+            result = self._runner.sample(forwarded, info)
+            if len(rows):
+                self._ranks.group.broadcast(self._runner.recent_tokens(rows, places))
+            return result
+
+    def _here(self, parts: tuple[MMEmbeds, ...]) -> tuple[MMEmbeds, ...]:
+        device = self._runner.device
+        return tuple(replace(part, embeds=to_device(part.embeds, device).contiguous()) for part in parts)
+
+    @contextmanager
+    def _together(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise DeviceLostError(f"step {step} failed, and ranks cannot go on: {self._who_died() or error}") from error

@@ -1,0 +1,1 @@
+"""Processes that compute together: how they meet, and what they exchange."""

@@ -1,0 +1,156 @@
+"""What processes of a group exchange, by torch.distributed: gloo between CPUs, NCCL between GPUs.
+
+Process groups are made as objects, not as the one group that torch keeps for a process: several engines may live in a
+process, one after another or side by side.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vlmserve_common.errors import RankLostError
+
+# A collective that takes longer has lost somebody, who neither works nor closes a connection. Orders may be long in
+# coming: who is idle is not lost.
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
+IDLE_TIMEOUT = datetime.timedelta(days=365)
+_HEADER_BYTES, _FIRST_BYTES = 8, 4096
+
+
+class ProcessGroup:
+    """One group of `size` processes, of which this is number `rank`. counts: collectives so far, by name; bytes: of
+    the tensors in them, by the same names.
+
+    device: where tensors are. host: this machine's address that others reach it by. RankLostError where one of them
+    is gone.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        host: str = "127.0.0.1",
+        timeout: datetime.timedelta = COLLECTIVE_TIMEOUT,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self._device = device
+        with self._lost("meeting"):
+            self._group = _make_group(dist.PrefixStore(name, store), rank, size, device, host, timeout)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`."""
+        self._count("all_reduce", x)
+        with self._lost("adding up"):
+            self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """See `Collectives`."""
+        self._count("gather", x)
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        with self._lost("gathering"):
+            self._group.gather([parts] if parts else [], [x], options).wait()
+        return parts
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """The first process's x at all of them, in x's memory; x is contiguous."""
+        self._count("broadcast", x)
+        with self._lost("handing on"):
+            self._group.broadcast(x, 0).wait()
+        return x
+
+    def smallest(self, number: int) -> int:
+        """The smallest of everybody's numbers."""
+        value = torch.tensor([number], dtype=torch.int64, device=self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        with self._lost("comparing"):
+            self._group.allreduce([value], options).wait()
+        return int(value.item())
+
+    def close(self) -> None:
+        """Let go of the connections; others see that this process is gone."""
+        self._group = None
+
+    def _count(self, name: str, x: torch.Tensor) -> None:
+        self.counts[name] += 1
+        self.bytes[name] += x.nbytes
+
+    @contextmanager
+    def _lost(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise RankLostError(
+                f"rank {self.rank} of {self.size} lost another one while {doing}: {str(error).splitlines()[0]}"
+            ) from error
+
+
+class Orders:
+    """Bytes from the first process to all others, in order: one exchange for most, two for long ones.
+
+    group: of the CPU, with `IDLE_TIMEOUT`.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def give(self, order: bytes) -> None:
+        """At the first process."""
+        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        first[:_HEADER_BYTES].view(torch.int64)[0] = len(order)
+        body = torch.frombuffer(bytearray(order), dtype=torch.uint8)
+        head = body[: _FIRST_BYTES - _HEADER_BYTES]
+        first[_HEADER_BYTES : _HEADER_BYTES + len(head)] = head
+        self._group.broadcast(first)
+        if len(body) > len(head):
+            self._group.broadcast(body[len(head) :].clone())
+
+    def take(self) -> bytes:
+        """At others: the next one; waits for it."""
+        first = self._group.broadcast(torch.zeros(_FIRST_BYTES, dtype=torch.uint8))
+        size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
+        order = bytes(first[_HEADER_BYTES : _HEADER_BYTES + size].numpy())
+        if len(order) < size:
+            order += bytes(self._group.broadcast(torch.empty(size - len(order), dtype=torch.uint8)).numpy())
+        return order
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address on the way to another, by which that one reaches it. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in host and ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def _make_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, host: str, timeout: datetime.timedelta
+) -> Any:
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    gloo._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, gloo)

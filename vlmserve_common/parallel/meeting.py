@@ -1,0 +1,128 @@
+"""How the processes of a group find each other, and see that they fit together before any of them computes.
+
+Each says what it is: versions, model, settings. The first one compares, and tells all what it found; so every process
+ends with the same words where they do not fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from vlmserve_common.errors import EngineError
+from vlmserve_common.parallel.group import address_towards
+
+_LOOK_S = 0.05
+_WELL = "well"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeetingPlace:
+    """size: of the group. address: a path in a private directory, for processes of one machine, or HOST:PORT, where
+    the first one listens. ready_by: when waiting for others ends, by `time.monotonic`; timeout_s: how long that was,
+    for errors."""
+
+    address: str
+    size: int
+    ready_by: float
+    timeout_s: float
+
+    @property
+    def is_file(self) -> bool:
+        """Whether all are on one machine."""
+        return self.address.startswith("/")
+
+    def own_host(self) -> str:
+        """This machine's address, by which others of the group reach it."""
+        return "127.0.0.1" if self.is_file else address_towards(split_address(self.address)[0])
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT. EngineError for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise EngineError(f"--dist-init-addr is {address!r}; it must be HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def meet(
+    place: MeetingPlace, rank: int, about: Mapping[str, str], look: Callable[[], object] = lambda: None
+) -> dist.Store:
+    """The store that all have in common, once all are there. about: what must be the same of all, by names for people.
+    look: called while others are waited for; raises what makes that hopeless.
+
+    EngineError if somebody does not come in time, differs, or the address cannot be used.
+    """
+    store = _open(place, rank)
+    try:
+        store.set(_key(rank), json.dumps(dict(about)))
+        if rank:
+            verdict = _await(store, "verdict", place, f"rank 0 of {place.size}", look).decode()
+        else:
+            verdict = _compare(store, place, about, look)
+            store.set("verdict", verdict)
+    except RuntimeError as error:
+        raise EngineError(f"rank {rank} of {place.size} lost {place.address}: {_first_line(error)}") from error
+    if verdict != _WELL:
+        raise EngineError(verdict)
+    return store
+
+
+def _open(place: MeetingPlace, rank: int) -> dist.Store:
+    if place.is_file:
+        return dist.FileStore(place.address, place.size)
+    host, port = split_address(place.address)
+    left = max(0.1, place.ready_by - time.monotonic())
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            place.size,
+            is_master=rank == 0,
+            timeout=datetime.timedelta(seconds=left),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        what = "cannot listen there" if rank == 0 else f"found nobody there in {place.timeout_s:g} s"
+        raise EngineError(
+            f"--dist-init-addr is {place.address}: rank {rank} of {place.size} {what}: {_first_line(error)}"
+        ) from error
+
+
+def _compare(store: dist.Store, place: MeetingPlace, about: Mapping[str, str], look: Callable[[], object]) -> str:
+    try:
+        for rank in range(1, place.size):
+            other = json.loads(_await(store, _key(rank), place, f"rank {rank} of {place.size}", look))
+            for name in {**about, **other}:
+                ours, theirs = about.get(name), other.get(name)
+                if ours != theirs:
+                    return f"rank {rank} differs from rank 0: {name} is {theirs!r} there, and {ours!r} here"
+    except EngineError as late:
+        return str(late)
+    return _WELL
+
+
+def _await(store: dist.Store, key: str, place: MeetingPlace, who: str, look: Callable[[], object]) -> bytes:
+    while not store.check([key]):
+        look()
+        if time.monotonic() > place.ready_by:
+            raise EngineError(f"{who} did not come within {place.timeout_s:g} s; --startup-timeout-s allows more")
+        time.sleep(_LOOK_S)
+    found: bytes = store.get(key)
+    return found
+
+
+def _key(rank: int) -> str:
+    return f"about/{rank}"
+
+
+def _first_line(error: Exception) -> str:
+    with contextlib.suppress(IndexError):
+        return str(error).splitlines()[0]
+    return type(error).__name__
