@@ -13,9 +13,11 @@ from vision.towers.runner import TowerRunner
 from vlmserve import LLM
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, RadixAttention
 from vlmserve.attention.positioning import position_and_store
+from vlmserve.engine.recurrent import state_shape
 from vlmserve.executor.device_queue import StreamQueue
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.transfers import PackedTransfers
@@ -80,12 +82,12 @@ def move_engine(llm: LLM, cuda: FakeCuda) -> ModelRunner:
     """From here on an engine that was loaded on the CPU, without its own operators, computes on that GPU."""
     runner, config = llm._runner, llm._runner.model.config
     move(runner.model)
-    pool = runner.req_to_token_pool
+    pool, shape = runner.req_to_token_pool, state_shape(config, runner.model.dtype)
     moved = ModelRunner(
         model=runner.model,
         kv_cache=KVCache(
             num_slots=len(runner.kv_cache.layers[0].keys),
-            num_layers=config.num_layers,
+            num_layers=config.num_kv_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=runner.kv_cache.dtype,
@@ -94,6 +96,9 @@ def move_engine(llm: LLM, cuda: FakeCuda) -> ModelRunner:
         req_to_token_pool=ReqToTokenPool(pool.size, pool.max_context_len, CUDA),
         attn_backend=GatheringBackend(),
         device=CUDA,
+        recurrent_cache=None
+        if shape is None
+        else RecurrentCache(len(runner.recurrent_cache.recurrent) - 1, shape, CUDA),
         logits_processors=runner._logits_processors,
         transfers=PackedTransfers(CUDA, cuda.mark),
     )
