@@ -89,10 +89,10 @@ def test_media_processes_that_are_replaced_hide_nothing():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nothing_grows_in_a_server(tmp_path: Path, capsys):
-    """Fewer requests than `vlmserve bench soak` sends by default: memory goes up and down by more than small leaks
-    of memory make of them. Everything else must not grow at all."""
+    """Fewer requests than `vlmserve bench soak` sends by default: what the allocator keeps goes up and down by 20 MiB
+    in a process, so a leak shows from the size of a small picture's values on. Everything else must not grow at all."""
     file = tmp_path / "soak.json"
-    words = ["--requests", "2000", "--warm-up", "500", "--every", "100", "--bytes-per-request", "12288"]
+    words = ["--requests", "2000", "--warm-up", "500", "--every", "100", "--bytes-per-request", "40960"]
     status = main([*words, "--json", str(file)])
     assert status == 0, capsys.readouterr().out
     found = json.loads(file.read_text())
