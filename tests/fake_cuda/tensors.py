@@ -25,7 +25,16 @@ _GARBAGE = 0x5A
 _PER_QUESTION = 50
 _CREATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "alias"}
 _CREATE |= {"_unsafe_view", "_reshape_alias", "resize_", "scalar_tensor"}
-_SYNCHRONISING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim"}
+_SYNCHRONISING = {
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "_unique2",
+    "unique_dim",
+}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 

@@ -26,9 +26,9 @@ def test_no_step_waits_and_answers_are_those_of_the_cpu(tmp_path, monkeypatch):
         forward = runner.forward
 
         def counted(batch):
-            before = cuda.counts.syncs.copy()
-            forwarded = forward(batch)
-            syncs.append(cuda.counts.syncs - before)
+            with cuda.counting() as counts:
+                forwarded = forward(batch)
+            syncs.append(counts.syncs)
             return forwarded
 
         monkeypatch.setattr(runner, "forward", counted)
