@@ -1,7 +1,6 @@
 """What a decode step asks of a GPU, counted on a CPU: launches, and copies between host and device.
 
-The model computes as on a GPU, with our kernels under Triton's interpreter (TRITON_INTERPRET=1). An operator of torch
-that computes something is one launch (a few are more on a GPU), so is a kernel of ours.
+The model computes as on a GPU, with our kernels under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -16,18 +15,15 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from vlmserve.bench.gpu_shapes import SHAPES, TEXT_IDS, Shape, small, write_folder
+from vlmserve.bench.launches import launches
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, SamplingBatchInfo
 from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
 from vlmserve.offline.llm import LLM
 from vlmserve_common.errors import EngineError
 
-_NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach"}
-_NO_LAUNCH |= {"alias", "lift_fresh", "_reshape_alias"}
 _STEPS = 3
 
 
@@ -155,46 +151,5 @@ class Counted:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(transfers, "upload", counting_upload))
             stack.enter_context(mock.patch.object(transfers, "download", counting_download))
-            operators = stack.enter_context(_Operators(self.launches))
-            stack.enter_context(_kernels(self.launches, operators))
+            stack.callback(self.launches.update, stack.enter_context(launches()))
             return run()
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self, launches: Counter[str]) -> None:
-        super().__init__()
-        self._launches = launches
-        self.inside_a_kernel = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        if not (self.inside_a_kernel or name in _NO_LAUNCH or (function.is_view and _shares_memory(out, args))):
-            self._launches[name] += 1
-        return out
-
-
-def _shares_memory(out: Any, args: Any) -> bool:
-    """Whether an operator that may return its input's memory (`to`, `reshape`) did."""
-    first = next((one for one in tree_leaves(out) if isinstance(one, torch.Tensor)), None)
-    given = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
-    return first is None or first.untyped_storage().data_ptr() in given
-
-
-@contextmanager
-def _kernels(launches: Counter[str], operators: _Operators) -> Iterator[None]:
-    """Kernels of ours, which the interpreter runs by operators of its own."""
-    from triton.runtime.interpreter import GridExecutor
-
-    plain = GridExecutor.__call__
-
-    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        launches[kernel.fn.__name__] += 1
-        operators.inside_a_kernel = True
-        try:
-            return plain(kernel, *args, **kwargs)
-        finally:
-            operators.inside_a_kernel = False
-
-    with mock.patch.object(GridExecutor, "__call__", counted):
-        yield

@@ -12,12 +12,12 @@ from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.bench import gpu_measures
 from vlmserve.bench.gpu import default_parts
-from vlmserve.bench.gpu_counts import _Operators
 from vlmserve.bench.gpu_figures import BARS, COUNTED, Bar, Figure, table, verdict
 from vlmserve.bench.gpu_floors import decode_bytes, kv_bytes, prefill_flops, tower_flops
 from vlmserve.bench.gpu_measures import PARTS, Bench, Budget, measured
 from vlmserve.bench.gpu_shapes import SHAPES, SMALL, small, write_folder
 from vlmserve.bench.interleaved import Spread
+from vlmserve.bench.launches import launches
 from vlmserve.bench.reference import Reference, share_weights
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
@@ -208,13 +208,13 @@ def test_a_decode_step_keeps_its_budget(tmp_path, capsys):
 
 
 def test_an_operator_that_copies_is_a_launch_and_one_that_does_not_is_none():
-    counted: Counter[str] = Counter()
     x = torch.ones(4, 6)
-    with _Operators(counted):
+    with launches() as launched:
         x.float().view(6, 4).t().reshape(-1)  # the last of these copies
         x.bfloat16().contiguous()
         x[1:].add_(1)
         torch.empty(3)
+    counted = Counter(launched)
     assert counted == {"reshape": 1, "to": 1, "add_": 1} or counted == {"clone": 1, "_to_copy": 1, "add_": 1}
 
 

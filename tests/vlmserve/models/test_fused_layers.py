@@ -17,7 +17,7 @@ from vlmserve.models.qwen3 import Qwen3Decoder
 from vlmserve_common.kernels import fused
 
 pytest.importorskip("triton")
-from tests.launches import launches
+from vlmserve.bench.launches import launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = (Qwen2Decoder, Qwen3Decoder)
@@ -154,7 +154,7 @@ def launched_by_a_layer(family):
         cache, pool = make_pools(layers, torch.bfloat16)
         batch = make_batch(NoAttention(), cache, pool, [5, 9], [1, 1])
         embeds = torch.randn(2, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
-        with launches() as names:
+        with torch.inference_mode(), launches() as names:
             decoder(embeds, batch.positions, batch)
         found.append(names)
     return found[1][len(found[0]) - len(found[1]) - 1 : -1], len(found[1]) - len(found[0])
@@ -172,6 +172,6 @@ def test_launches_of_a_layer(family):
 def test_launches_of_a_random_choice():
     fused.activate("triton", DEVICE)
     numbers, scores = torch.arange(3, device=DEVICE), torch.zeros(3, 40, device=DEVICE)
-    with launches() as names:
+    with torch.inference_mode(), launches() as names:
         choose(scores, None, numbers, numbers)
     assert len(names) == SAMPLING_LAUNCHES, names
