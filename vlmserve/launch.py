@@ -23,15 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
-from processors.pool.forks import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, start_child, wait_until_ready
-from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
+from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, wait_until_ready
 from vlmserve.ipc.ready import Ready, ReadyReport
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
+from vlmserve.launch_children import make_directories, prepare_children, start_children
 from vlmserve.launch_ranks import rank_mains, serve_node
 from vlmserve.messages import SchedulerInput, TokenizerManagerInput
 from vlmserve.server.api_keys import read_api_keys
@@ -43,7 +42,6 @@ from vlmserve_common.process.stop_signals import (
     STOP_SIGNALS,
     StopRequested,
     ignore_stop_signals,
-    stop_signals_held,
     stop_signals_raise,
 )
 from vlmserve_common.transport.shm import SPARE_BYTES
@@ -128,36 +126,19 @@ def launch_server(
         try:
             listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
             settings, model_name = _settle_model(settings)
-            runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
-            shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
-            channels = Channels.in_directories(runtime_dir, shared_dir)
-            start = StartSettings(
-                shared_dir=shared_dir,
-                log_level=settings.log_level,
-                startup_timeout_s=settings.startup_timeout_s,
-                ready_by=time.monotonic() + settings.startup_timeout_s,
-            )
-            # OpenMP's threads, where torch computes with several, would take cores from other work while they wait.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            # torch asks for huge pages: weights and the KV cache are read through far fewer of the kernel's tables.
-            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+            channels, start = make_directories(settings, stack)
             # The scheduler sets its own number. This process's work, pictures, has threads or processes of its own.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            prepare_processes()  # imports torch, once for all children; this process has its own imports meanwhile
+            prepare_children()  # this process has its own imports meanwhile
             if make_frontend is None:
                 from vlmserve.server.frontend import make_frontend as http_frontend
 
                 make_frontend = http_frontend
                 if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
                     import torch  # noqa: F401  # not only when the first picture waits for it
-            children: list[ChildProcess] = []
             mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
             mains.extend(rank_mains(settings.engine))
-            for name, main in mains:
-                with stop_signals_held():  # until it is sure that the child will be stopped
-                    child = start_child(name, main, settings.engine, channels, start)
-                    stack.callback(child.stop)
-                children.append(child)
+            children = start_children(mains, settings.engine, channels, start, stack)
             # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
             grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
             reports = wait_until_ready(children, start, grace_s=grace_s)

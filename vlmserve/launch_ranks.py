@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from processors.pool.forks import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import ChildMain, start_child, wait_until_ready
-from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
+from vlmserve.ipc.child import ChildMain, wait_until_ready
 from vlmserve.ipc.ready import Ready
+from vlmserve.launch_children import make_directories, prepare_children, start_children
 from vlmserve_common.logs import configure_logging
-from vlmserve_common.process.child import ChildProcess
-from vlmserve_common.process.stop_signals import (
-    StopRequested,
-    ignore_stop_signals,
-    stop_signals_held,
-    stop_signals_raise,
-)
+from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 
 logger = logging.getLogger(__name__)
 
@@ -51,24 +42,9 @@ def serve_node(settings: ServerSettings) -> int:
         stack.enter_context(stop_signals_raise())
         try:
             args = replace(settings.engine, model=str(resolve_model(settings.engine.model)))
-            runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
-            shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
-            channels = Channels.in_directories(runtime_dir, shared_dir)
-            start = StartSettings(
-                shared_dir=shared_dir,
-                log_level=settings.log_level,
-                startup_timeout_s=settings.startup_timeout_s,
-                ready_by=time.monotonic() + settings.startup_timeout_s,
-            )
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-            prepare_processes()
-            children: list[ChildProcess] = []
-            for name, main in rank_mains(args):
-                with stop_signals_held():
-                    child = start_child(name, main, args, channels, start)
-                    stack.callback(child.stop)
-                children.append(child)
+            channels, start = make_directories(settings, stack)
+            prepare_children()
+            children = start_children(rank_mains(args), args, channels, start, stack)
             wait_until_ready(children, start)
             logger.info("ready: ranks %s work for %s", ", ".join(map(str, args.own_ranks)), args.dist_init_addr)
             ended = wait([child.sentinel for child in children])

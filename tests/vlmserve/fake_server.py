@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from vlmserve import launch
+from vlmserve import launch, launch_children
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
@@ -178,7 +178,7 @@ if __name__ == "__main__":
     }
     settings = load_settings({"model": model, **flags})
     # nobody here needs what the real one imports
-    launch.prepare_processes = lambda: prepare_forks(os.environ.get("FAKE_IMPORTS", "").split())
+    launch_children.prepare_processes = lambda: prepare_forks(os.environ.get("FAKE_IMPORTS", "").split())
     try:
         status = launch.launch_server(
             settings, scheduler=fake_scheduler, detokenizer=fake_detokenizer, make_frontend=FakeFrontend
