@@ -23,7 +23,7 @@ from vlmserve.engine.activations import (
     measure_activations,
     step_limits,
 )
-from vlmserve.engine.decode_graphs import GraphBuilder, cuda_tools, wanted_sizes
+from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, cuda_tools, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
@@ -141,16 +141,19 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         dtype=kv_dtype,
         device=device,
     )
-    graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=cuda_tools(device))
     shape = state_shape(config, model.dtype)
     if shape is not None and device.type == "cuda":
         log.info("decode steps are not captured as CUDA graphs: %s is recurrent", config.family)
-    graph_plan = graph_builder.plan(
-        wanted_sizes(args, attn_backend, device) if shape is None and shard.is_whole else (),
-        kv_cache=new_cache(num_slots=args.page_size),
-        max_context_len=max_model_len + args.page_size,
-        room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
-    )
+    graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=cuda_tools(device))
+    graph_plan = GraphPlan()
+    sizes = wanted_sizes(args, attn_backend, device) if shape is None and shard.is_whole else ()
+    if sizes:
+        graph_plan = graph_builder.plan(
+            sizes,
+            kv_cache=new_cache(num_slots=args.page_size),
+            max_context_len=max_model_len + args.page_size,
+            room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
+        )
     activations = replace(activations, graphs=graph_plan.reserved)
     tokens = kv_cache_size(
         args,

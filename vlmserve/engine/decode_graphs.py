@@ -102,9 +102,8 @@ class GraphBuilder:
     tools: GraphTools
 
     def plan(self, sizes: tuple[int, ...], *, kv_cache: KVCache, max_context_len: int, room: int) -> GraphPlan:
-        """Which of `sizes` to capture in `room` bytes. kv_cache: of a page. max_context_len: of the request table."""
-        if not sizes:
-            return GraphPlan()
+        """Which of `sizes` (one at least) to capture in `room` bytes. kv_cache: of a page. max_context_len: of the
+        request table."""
         pool = ReqToTokenPool(0, max_context_len, kv_cache.layers[0].keys.device)
         try:
             cost = self._trial(sizes, kv_cache, pool)
