@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
@@ -9,6 +11,10 @@ from vlmserve.attention.positioning import positioned
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.attention import HeadNorms
+
+IDS = torch.arange(40, 71)
+POSITIONS = torch.arange(len(IDS)).expand(3, -1)
+"""A prompt of text."""
 
 
 class DenseAttention(AttentionBackend):
@@ -89,3 +95,12 @@ def recurrent_step(states: RecurrentCache, prefix_lens: list[int], extend_lens: 
         single_states=torch.tensor(single) + 1 if single else None,
         single_tokens=torch.tensor([starts[request] for request in single]) if single else None,
     )
+
+
+@torch.inference_mode()
+def reference_logits(folder: Path) -> torch.Tensor:
+    """What transformers computes in float32 for IDS: [length, vocab]."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return model(input_ids=IDS[None], attention_mask=torch.ones_like(IDS[None])).logits[0]

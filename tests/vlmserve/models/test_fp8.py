@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests import hf_env  # noqa: F401
 from tests.fp8_checkpoints import FORMS, make_fp8
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.models.dense_attention import DenseAttention, make_batch
+from tests.vlmserve.models.dense_attention import IDS, POSITIONS, DenseAttention, make_batch, reference_logits
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import load_model, outline_model
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
@@ -22,8 +22,6 @@ from vlmserve_common.compute.fp8 import Fp8Scales, scaled_product
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.errors import CheckpointError
 
-IDS = torch.arange(40, 71)
-POSITIONS = torch.arange(len(IDS)).expand(3, -1)
 KEY = "model.layers.1.self_attn.k_proj."
 ODD = (24, 40)  # of which no size of the tiny models is a multiple
 
@@ -37,14 +35,6 @@ def plain(tmp_path_factory) -> Path:
 def logits_of(model: VisionLanguageModel) -> torch.Tensor:
     batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
     return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
-
-
-@torch.inference_mode()
-def reference_logits(folder: Path) -> torch.Tensor:
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    return model(input_ids=IDS[None], attention_mask=torch.ones_like(IDS[None])).logits[0]
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -12,15 +12,13 @@ from safetensors.torch import load_file, save_file
 from tests import hf_env  # noqa: F401
 from tests.quantized_checkpoints import FORMATS, make_quantized
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.models.dense_attention import DenseAttention, make_batch
+from tests.vlmserve.models.dense_attention import IDS, POSITIONS, DenseAttention, make_batch, reference_logits
 from vlmserve.models.registry import load_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import library
 
-IDS = torch.arange(40, 71)
-POSITIONS = torch.arange(len(IDS)).expand(3, -1)
 KEY = "model.layers.1.self_attn.k_proj."
 
 
@@ -48,14 +46,6 @@ def logits_of(model: VisionLanguageModel) -> torch.Tensor:
     model.pack()
     batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
     return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
-
-
-@torch.inference_mode()
-def reference_logits(folder: Path) -> torch.Tensor:
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    return model(input_ids=IDS[None], attention_mask=torch.ones_like(IDS[None])).logits[0]
 
 
 @pytest.mark.parametrize("form", FORMATS)
