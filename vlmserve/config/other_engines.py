@@ -233,7 +233,11 @@ FOREIGN: tuple[ForeignSetting, ...] = (
         switch=True,
         fine="false",
     ),
-    _answered("the one vision attention is PyTorch's so far", "mm_encoder_attn_backend", "mm_attention_backend"),
+    _answered(
+        "vision attention is chosen by itself: on a GPU our kernel, if it passes its trial",
+        "mm_encoder_attn_backend",
+        "mm_attention_backend",
+    ),
     _answered(
         "no draft models so far; for guesses without one: --speculative-algorithm ngram",
         "speculative_config",
