@@ -68,6 +68,14 @@ class LinearAttentionConfig:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
+    def of_part(self, shard: Shard) -> LinearAttentionConfig:
+        """With the heads that one of several processes has. EngineError if they cannot be shared."""
+        return replace(
+            self,
+            num_key_heads=shard.part(self.num_key_heads, "linear_num_key_heads"),
+            num_value_heads=shard.part(self.num_value_heads, "linear_num_value_heads"),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -116,6 +124,7 @@ class ModelConfig:
             num_heads=self.shard.part(self.num_heads, "num_attention_heads"),
             num_kv_heads=self.shard.kv_heads(self.num_kv_heads),
             intermediate_size=self.shard.part(self.intermediate_size, "intermediate_size"),
+            linear=None if self.linear is None else self.linear.of_part(self.shard),
         )
 
 

@@ -124,7 +124,8 @@ def make_mlp(config: ModelConfig, layer_id: int) -> GatedMLP | SparseMLP:
     return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
 
 
-def _embedding(config: ModelConfig) -> Embedding | VocabEmbedding:
+def make_embedding(config: ModelConfig) -> Embedding | VocabEmbedding:
+    """Of all tokens, or of those of this process's part of the vocabulary."""
     if config.shard.is_whole:
         return Embedding(config.vocab_size, config.hidden_size)
     return VocabEmbedding(config.vocab_size, config.hidden_size, config.shard)
@@ -138,7 +139,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, make_attention: Callable[[int], DecoderAttention], rotary: MRotary) -> None:
         super().__init__()
-        self.embed_tokens = _embedding(config)
+        self.embed_tokens = make_embedding(config)
         self.layers = nn.ModuleList(
             DecoderLayer(config, make_attention(i), make_mlp(config, i)) for i in range(config.num_layers)
         )

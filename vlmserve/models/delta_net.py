@@ -14,7 +14,8 @@ from vlmserve.memory.recurrent_cache import RecurrentStep, Span
 from vlmserve.models.config import LinearAttentionConfig, ModelConfig
 from vlmserve_common.compute.delta_norms import GatedRMSNorm
 from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, recurrent_step, unit_heads
-from vlmserve_common.compute.linear import Linear, MergedLinear
+from vlmserve_common.compute.linear import MergedLinear, row_linear
+from vlmserve_common.compute.shard import Cut, Cuts, stacked
 from vlmserve_common.kernels.quantized import Mode
 
 _RUN = 16 * CHUNK
@@ -22,11 +23,16 @@ _RUN = 16 * CHUNK
 
 
 class ConvWeight(nn.Module):
-    """A weight [channels, 1, width], stored as that of a convolution."""
+    """A weight [channels, 1, width], stored as that of a convolution. channels: which of the stored ones."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: Cuts, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(channels.size, 1, width), requires_grad=False)
+        self._channels = channels
+
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cuts]]:
+        """See `checkpoint.weights.StoresPartsOnly`."""
+        yield f"{name}.weight", self._channels
 
 
 class _NeverQuantised(MergedLinear):
@@ -39,23 +45,33 @@ class _NeverQuantised(MergedLinear):
 class GatedDeltaNet(nn.Module):
     """See `compute.delta_rule`. index: its place among the recurrent layers.
 
-    A request's state in it: the last inputs of the convolution, and the delta rule's state.
+    A request's state in it: the last inputs of the convolution, and the delta rule's state. Where processes share the
+    model, each has some heads of keys with those of values that they serve, and their states.
     """
 
     def __init__(self, config: ModelConfig, linear: LinearAttentionConfig, index: int) -> None:
         super().__init__()
-        hidden, heads = config.hidden_size, linear.num_value_heads
-        self.in_proj_qkvz = MergedLinear(
-            hidden, {"in_proj_qkv": linear.conv_size, "in_proj_z": linear.value_size}, bias=False
-        )
+        hidden, shard = config.hidden_size, config.shard
+        keys = shard.cut_heads(linear.num_key_heads, linear.key_dim, "linear_num_key_heads")
+        values = shard.cut_heads(linear.num_value_heads, linear.value_dim, "linear_num_value_heads")
+        channels, heads = stacked((keys, keys, values)), shard.cut(linear.num_value_heads, "linear_num_value_heads")
+        self.in_proj_qkvz = MergedLinear(hidden, {"in_proj_qkv": channels, "in_proj_z": values}, bias=False)
         self.in_proj_ba = _NeverQuantised(hidden, {"in_proj_b": heads, "in_proj_a": heads}, bias=False)
-        self.conv1d = ConvWeight(linear.conv_size, linear.conv_width)
-        self.A_log = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.conv1d = ConvWeight(channels, linear.conv_width)
+        self.A_log = nn.Parameter(torch.empty(heads.size), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(heads.size), requires_grad=False)
         self.norm = GatedRMSNorm(linear.value_dim, config.rms_norm_eps)
-        self.out_proj = Linear(linear.value_size, hidden, bias=False)
-        self._linear = linear
+        self.out_proj = row_linear(
+            linear.value_size, hidden, bias=False, shard=shard, what="linear_num_value_heads * linear_value_head_dim"
+        )
+        self._linear = linear.of_part(shard)
+        self._heads_cut = heads
         self._index = index
+
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
+        """See `checkpoint.weights.StoresPartsOnly`."""
+        yield f"{name}.A_log", self._heads_cut
+        yield f"{name}.dt_bias", self._heads_cut
 
     def forward(self, x: torch.Tensor, forward_batch: ForwardBatch, residual: torch.Tensor) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden], added to `residual`."""

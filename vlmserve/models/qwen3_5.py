@@ -9,13 +9,13 @@ from torch import nn
 
 from vlmserve.attention.base import ForwardBatch
 from vlmserve.models.config import ExpertsConfig, ModelConfig, ModelDefaults
-from vlmserve.models.decoder import DecoderAttention
+from vlmserve.models.decoder import DecoderAttention, make_embedding
 from vlmserve.models.delta_net import GatedDeltaNet
 from vlmserve.models.rotary import MRotary, interleaved_axes
 from vlmserve_common.compute.activations import Activation, activation
 from vlmserve_common.compute.delta_norms import ZeroCentredRMSNorm
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
-from vlmserve_common.compute.layers import Embedding, GatedMLP
+from vlmserve_common.compute.layers import GatedMLP
 from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
 from vlmserve_common.compute.rotary import Rotation, rotate
 from vlmserve_common.kernels.quantized import Mode
@@ -32,10 +32,14 @@ class GatedAttention(DecoderAttention):
 
     def __init__(self, config: ModelConfig, layer_id: int) -> None:
         super().__init__(config, layer_id, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        kv_size = config.num_kv_heads * config.head_dim
-        parts = {"q_proj": 2 * config.num_heads * config.head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=config.attention_bias)
+        own, shard = config.of_part(), config.shard
+        self._heads, self._kv_heads = own.num_heads, own.num_kv_heads
+        # a head's queries, and then its gates
+        q = shard.cut_heads(config.num_heads, 2 * config.head_dim, "num_attention_heads")
+        kv = shard.cut_kv(config.num_kv_heads, config.head_dim)
+        self.qkv_proj = MergedLinear(
+            config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.attention_bias
+        )
         self.q_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -115,7 +119,7 @@ class HybridLayer(nn.Module):
 def _make_mlp(config: ModelConfig) -> nn.Module:
     size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
     if experts is None:
-        return GatedMLP(size, config.intermediate_size, act, bias=False)
+        return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
     if not experts.shared_size:
         return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act)
     return SharedExpertMLP(size, experts, act)
@@ -127,7 +131,7 @@ class Qwen3_5Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         assert config.linear is not None
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = make_embedding(config)
         self.layers = nn.ModuleList()
         recurrent = 0
         for index in range(config.num_layers):

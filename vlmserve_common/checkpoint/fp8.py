@@ -15,14 +15,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
-from vlmserve_common.checkpoint.weights import WeightRules, linears_of
+from vlmserve_common.checkpoint.weights import WeightPiece, WeightRules, linears_of
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales, Inputs, can_multiply, dequantize_
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.errors import CheckpointError
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
-_Named: TypeAlias = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +112,14 @@ class Fp8Tensors:
         self._kept: set[str] = set()
         self._count = 0
         for name, layer, pieces in linears_of(module):
-            found = [self._tensors[piece] for piece, _ in pieces if piece in self._tensors]
+            found = [self._tensors[piece.name] for piece in pieces if piece.name in self._tensors]
             if not found:
                 continue
             self._count += 1
-            for piece, view in pieces:
-                if piece in self._tensors:
-                    self._check(view, self._tensors[piece])
-                    self.eight_bit.add(piece)
+            for piece in pieces:
+                if piece.name in self._tensors:
+                    self._check(piece.whole_shape, self._tensors[piece.name])
+                    self.eight_bit.add(piece.name)
             self.stored |= {tensor.name for own in found for tensor in (own.scale, own.input_scale) if tensor}
             if len(found) == len(pieces) and self._hold(layer, pieces, static=all(own.input_scale for own in found)):
                 self._kept.add(name)
@@ -142,8 +140,8 @@ class Fp8Tensors:
                 found[name] = _Stored(weight=stored, scale=scale, input_scale=beside(name, _INPUT_SCALES))
         return found
 
-    def _check(self, view: torch.Tensor, stored: _Stored) -> None:
-        outer, inner = view.shape
+    def _check(self, whole_shape: tuple[int, ...], stored: _Stored) -> None:
+        outer, inner = whole_shape
         if self._scheme.block is not None:
             rows, columns = self._scheme.block
             shapes: tuple[tuple[int, ...], ...] = ((math.ceil(outer / rows), math.ceil(inner / columns)),)
@@ -161,16 +159,17 @@ class Fp8Tensors:
                 f"floating-point numbers (blocks of {self._scheme.block})"
             )
 
-    def _hold(self, layer: Linear, pieces: Sequence[_Named], *, static: bool) -> bool:
+    def _hold(self, layer: Linear, pieces: Sequence[WeightPiece], *, static: bool) -> bool:
         """Make room for a layer's weight as it is, if it is to be kept so."""
         assert layer.weight is not None
         inputs = self._scheme.inputs
         if inputs is None or (inputs == "static" and (not static or self._scheme.block)):
             return False
         outer, inner = layer.weight.shape
-        rows, columns = self._scheme.block or (1, inner)
-        if any(len(view) % rows for _, view in pieces[:-1]):
-            rows = 1  # blocks of parts that do not end with one cannot be joined: each row gets its block's scales
+        rows, columns = self._blocks(pieces[0].place(1))
+        starts, inside = [piece.place(0)[0] for piece in pieces], [len(piece.view) for piece in pieces[:-1]]
+        if any(row % rows for row in (*starts, *inside)):
+            rows = 1  # blocks that are cut, or not whole, cannot be joined: each row gets its block's scales
         keep = self._keep
         if keep is None:
             keep = can_multiply(self._device, (outer, inner), rows, columns, inputs, layer.dtype)
@@ -185,11 +184,11 @@ class Fp8Tensors:
             if name in self._kept:
                 self._fill(layer, pieces)
                 continue
-            for piece, view in pieces:
-                if piece in self._tensors:
-                    scale = self._read(self._tensors[piece].scale).to(view.device)
-                    rows, columns = self._scheme.block or (1, view.shape[1])
-                    dequantize_(view, scale.expand(len(view), 1) if scale.numel() == 1 else scale, rows, columns)
+            for piece in pieces:
+                if piece.name in self._tensors:
+                    rows, columns = self._blocks(piece.place(1))
+                    rows = 1 if piece.place(0)[0] % rows else rows
+                    dequantize_(piece.view, self._scales(piece, rows).to(piece.view.device), rows, columns)
         if len(self._kept) < self._count:
             log.warning(
                 "%d of %d weights of 8-bit floats are dequantised, and take as much memory and time as others: they "
@@ -198,21 +197,34 @@ class Fp8Tensors:
                 self._count,
             )
 
-    def _fill(self, layer: Linear, pieces: Sequence[_Named]) -> None:
+    def _blocks(self, columns: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns that have a scale each, of a part of a weight: its first column may be inside a block, which
+        makes blocks smaller."""
+        if self._scheme.block is None:
+            return 1, columns[1] - columns[0]
+        return self._scheme.block[0], math.gcd(self._scheme.block[1], columns[0])
+
+    def _scales(self, piece: WeightPiece, rows: int) -> torch.Tensor:
+        """Of the blocks of a part, whose first row is the first of one; rows: of a block, or 1 to have each row's."""
+        scale = self._read(self._tensors[piece.name].scale)
+        (first, end), columns = piece.place(0), piece.place(1)
+        if self._scheme.block is None:
+            return scale.expand(end - first, 1) if scale.numel() == 1 else scale[first:end]
+        block_rows, block_columns = self._scheme.block
+        if rows != block_rows:
+            scale = scale[torch.arange(first, end) // block_rows]
+        else:
+            scale = scale[first // rows : -(-end // rows)]
+        step = self._blocks(columns)[1]
+        return scale.repeat_interleave(block_columns // step, 1)[:, columns[0] // step : -(-columns[1] // step)]
+
+    def _fill(self, layer: Linear, pieces: Sequence[WeightPiece]) -> None:
         """Join the scales of a layer's parts."""
         assert layer.fp8 is not None
-        block_rows = self._scheme.block[0] if self._scheme.block else 1
-        joined = []
-        for piece, view in pieces:
-            scale = self._read(self._tensors[piece].scale)
-            if scale.numel() == 1 and self._scheme.block is None:
-                scale = scale.expand(len(view), 1)
-            elif layer.fp8.rows != block_rows:
-                scale = scale.repeat_interleave(block_rows, 0)[: len(view)]
-            joined.append(scale)
-        layer.fp8.weights.copy_(torch.cat(joined))
+        joined = torch.cat([self._scales(piece, layer.fp8.rows) for piece in pieces])
+        layer.fp8.weights[: len(joined)].copy_(joined)  # a padded vocabulary has more rows
         if layer.fp8.input is not None:
-            own = [self._tensors[piece].input_scale for piece, _ in pieces]
+            own = [self._tensors[piece.name].input_scale for piece in pieces]
             # parts have the same inputs, and so nearly always the same scale
             layer.fp8.input.copy_(torch.stack([self._read(stored).flatten() for stored in own if stored]).amax(0))
 

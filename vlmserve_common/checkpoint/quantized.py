@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme, Fp8Tensors, compressed_fp8_scheme, fp8_scheme
 from vlmserve_common.checkpoint.hf_config import text_fields
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
-from vlmserve_common.checkpoint.weights import WeightRules, linears_of
+from vlmserve_common.checkpoint.weights import WeightPiece, WeightRules, linears_of
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels.quantized import QuantizedWeight, can_pack_quantized, merged
 
@@ -36,6 +37,39 @@ log = logging.getLogger(__name__)
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word a column is
 _Parts = Mapping[str, torch.Tensor]
+_OUTPUTS, _INPUTS = 0, 1  # dimensions of a weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Axis:
+    """What a dimension of a tensor goes over: those of a weight, or its groups of inputs. packed: several to a word."""
+
+    of: int | Literal["groups"]
+    packed: bool = False
+
+
+_OUT, _IN, _GROUPS = _Axis(of=_OUTPUTS), _Axis(of=_INPUTS), _Axis(of="groups")
+_OUT_WORDS, _IN_WORDS = _Axis(of=_OUTPUTS, packed=True), _Axis(of=_INPUTS, packed=True)
+_AXES: Mapping[str, Mapping[str, tuple[_Axis, ...]]] = {
+    "awq": {
+        "qweight": (_IN, _OUT_WORDS),
+        "qzeros": (_GROUPS, _OUT_WORDS),
+        "scales": (_GROUPS, _OUT),
+        "g_idx": (_IN,),
+    },
+    "gptq": {
+        "qweight": (_IN_WORDS, _OUT),
+        "qzeros": (_GROUPS, _OUT_WORDS),
+        "scales": (_GROUPS, _OUT),
+        "g_idx": (_IN,),
+    },
+    "compressed-tensors": {
+        "weight_packed": (_OUT, _IN_WORDS),
+        "weight_scale": (_OUT, _GROUPS),
+        "weight_zero_point": (_OUT_WORDS, _GROUPS),
+        "weight_g_idx": (_IN,),
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +97,25 @@ class Scheme:
 
     def shapes(self, outer: int, inner: int) -> Mapping[str, tuple[int, ...]]:
         """Of the tensors of a weight [outer, inner]."""
-        packed = 32 // self.bits
-        groups = math.ceil(inner / (self.group or inner))
-        if self.method == "compressed-tensors":
-            return {
-                "weight_packed": (outer, math.ceil(inner / packed)),
-                "weight_scale": (outer, groups),
-                "weight_zero_point": (math.ceil(outer / packed), groups),
-                "weight_g_idx": (inner,),
-                "weight_shape": (2,),
-            }
-        numbers = (inner, outer // packed) if self.method == "awq" else (inner // packed, outer)
-        return {"qweight": numbers, "qzeros": (groups, outer // packed), "scales": (groups, outer), "g_idx": (inner,)}
+        sizes = {_OUTPUTS: outer, _INPUTS: inner, "groups": math.ceil(inner / (self.group or inner))}
+        shapes = {
+            leaf: tuple(math.ceil(sizes[axis.of] / self._per_word(axis)) for axis in axes)
+            for leaf, axes in _AXES[self.method].items()
+        }
+        return shapes | {"weight_shape": (2,)}
+
+    def cut(self, leaf: str, stored: StoredTensor, piece: WeightPiece) -> StoredTensor:
+        """As much of a weight's tensor as a part of the weight needs: whole words, and the scales of all groups."""
+        for dim, axis in enumerate(_AXES[self.method].get(leaf, ())):
+            if piece.cut is not None and axis.of == piece.cut.dim:
+                first, end = piece.place(piece.cut.dim)
+                per = self._per_word(axis)
+                count = math.ceil(end / per) - first // per
+                return stored.cut(Cut(dim, first // per, count, stored.shape[dim]))
+        return stored
+
+    def _per_word(self, axis: _Axis) -> int:
+        return 32 // self.bits if axis.packed else 1
 
 
 def read_scheme(hf_config: Mapping[str, Any]) -> Scheme | Fp8Scheme | None:
@@ -180,16 +221,17 @@ class QuantizedTensors:
         self.weights: set[str] = set()
         self.stored: set[str] = set()
         for _, _, pieces in linears_of(module):
-            for name, view in pieces:
-                tensors = by_name.get(name.removesuffix(".weight"))
+            for piece in pieces:
+                tensors = by_name.get(piece.name.removesuffix(".weight"))
                 if tensors:
-                    self._check(name, view, tensors)
-                    self._tensors[name] = tensors
-                    self.weights.add(name)
+                    self._check(piece.name, piece.whole_shape, tensors)
+                    self._tensors[piece.name] = tensors
+                    self.weights.add(piece.name)
                     self.stored |= {stored.name for stored in tensors.values()}
 
-    def _check(self, name: str, view: torch.Tensor, tensors: Mapping[str, StoredTensor]) -> None:
-        shapes = self._scheme.shapes(view.shape[0], view.shape[1])
+    def _check(self, name: str, whole_shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> None:
+        outer, inner = whole_shape
+        shapes = self._scheme.shapes(outer, inner)
         for leaf in self._scheme.needed:
             if leaf not in tensors:
                 prefix = name.removesuffix("weight")
@@ -210,19 +252,21 @@ class QuantizedTensors:
         the layer's dtype, which the log says. A weight of which only parts are quantised is one of the latter."""
         plain = count = 0
         for _, layer, pieces in linears_of(self._module):
-            parts = [self._read(self._tensors[name], view) if name in self._tensors else None for name, view in pieces]
+            parts = [self._read(piece) if piece.name in self._tensors else None for piece in pieces]
             if all(part is None for part in parts):
                 continue
             count += 1
             whole = [part for part in parts if isinstance(part, QuantizedWeight)]
-            on_cpu = layer.weight is not None and layer.weight.is_cpu and layer.dtype != torch.float16
-            if on_cpu and len(whole) == len(parts) and can_pack_quantized(whole[0]):
+            assert layer.weight is not None
+            on_cpu = layer.weight.is_cpu and layer.dtype != torch.float16
+            everything = len(whole) == len(parts) and sum(len(part.numbers) for part in whole) == len(layer.weight)
+            if on_cpu and everything and can_pack_quantized(whole[0]):
                 layer.take(merged(whole))
                 continue
             plain += 1
-            for (_, view), part in zip(pieces, parts, strict=True):
+            for piece, part in zip(pieces, parts, strict=True):
                 if part is not None:
-                    view.copy_(part.dequantize() if isinstance(part, QuantizedWeight) else part)
+                    piece.view.copy_(part.dequantize() if isinstance(part, QuantizedWeight) else part)
         if plain:
             log.warning(
                 "%d of %d quantised weights are dequantised, and take as much memory and time as others: quantised "
@@ -231,28 +275,44 @@ class QuantizedTensors:
                 count,
             )
 
-    def _read(self, tensors: Mapping[str, StoredTensor], view: torch.Tensor) -> QuantizedWeight | torch.Tensor:
+    def _read(self, piece: WeightPiece) -> QuantizedWeight | torch.Tensor:
+        tensors = {leaf: self._scheme.cut(leaf, stored, piece) for leaf, stored in self._tensors[piece.name].items()}
         parts = {leaf: torch.empty(stored.shape, dtype=stored.dtype) for leaf, stored in tensors.items()}
         self._reader.read_into((stored, parts[leaf]) for leaf, stored in tensors.items())
-        return unpack(self._scheme, parts, view.shape[0], view.shape[1])
+        return unpack(self._scheme, parts, piece)
 
 
-def unpack(scheme: Scheme, parts: _Parts, outer: int, inner: int) -> QuantizedWeight | torch.Tensor:
-    """A weight [outer, inner] from its tensors by their last names; as float32 if its groups are not in order."""
+def unpack(scheme: Scheme, parts: _Parts, piece: WeightPiece) -> QuantizedWeight | torch.Tensor:
+    """A part of a weight from what it needs of its tensors, by their last names; as float32 if its groups are not in
+    order."""
     numbers, zeros, scales = _UNPACK[scheme.method](scheme, parts)
-    group = scheme.group or inner
-    weight = QuantizedWeight(
-        numbers=numbers[:, :inner].contiguous(),
-        scales=scales.half().contiguous(),
-        zeros=zeros[:outer].short().contiguous(),
-        bits=scheme.bits,
-        group=group,
-    )
+    outer, inner = piece.view.shape
+    (first, _), (first_input, end_input) = piece.place(_OUTPUTS), piece.place(_INPUTS)
+    per_word = 32 // scheme.bits
+    # before the first one that is wanted there may be others in its word
+    numbers = _range(_range(numbers, 0, first % per_word, outer), 1, first_input % per_word, inner)
+    zeros = _range(zeros, 0, first % per_word, outer)
+    group = scheme.group or piece.whole_shape[1]
+    of_input = torch.arange(first_input, end_input) // group
     order = parts.get("g_idx", parts.get("weight_g_idx"))
-    if order is None or torch.equal(order.long(), torch.arange(inner) // group):
-        return weight
-    of_input = order.long()
-    return (weight.numbers.float() - weight.zeros.float()[:, of_input]) * weight.scales.float()[:, of_input]
+    if order is not None and not torch.equal(order.long(), of_input):
+        of_input = order.long()
+        return (numbers.float() - zeros.float()[:, of_input]) * scales.float()[:, of_input]
+    # a first input inside a group makes groups smaller
+    step = math.gcd(group, first_input)
+    of_group = torch.arange(first_input, end_input, step) // group
+    return QuantizedWeight(
+        numbers=numbers.contiguous(),
+        scales=scales.half()[:, of_group].contiguous(),
+        zeros=zeros.short()[:, of_group].contiguous(),
+        bits=scheme.bits,
+        group=step,
+    )
+
+
+def _range(x: torch.Tensor, dim: int, before: int, size: int) -> torch.Tensor:
+    """`size` entries, behind so many others where whole words were read, or from the first on where they were not."""
+    return x.narrow(dim, before if x.shape[dim] > size else 0, size)
 
 
 def _bits(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
 from vlmserve_common.compute.linear import Linear
-from vlmserve_common.compute.shard import Cut
+from vlmserve_common.compute.shard import Cut, Cuts
 from vlmserve_common.errors import CheckpointError
 
 _LISTED = 12
@@ -55,7 +55,7 @@ class StoresParametersOtherwise(Protocol):
 class StoresPartsOnly(Protocol):
     """A module that has parts of some tensors of a checkpoint."""
 
-    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Cuts]]:
         """Checkpoint names, and which part of each tensor is here; `name` is the module's own."""
         ...
 
@@ -119,7 +119,11 @@ def match_weights(
     ]
     if problems:
         raise CheckpointError(f"{reader.folder}: the tensors do not fit the configuration. " + ". ".join(problems))
-    return [(stored.cut(cuts[name]) if name in cuts else stored, targets[name]) for name, stored in found.items()]
+    return [
+        (stored if cut is None else stored.cut(cut), view)
+        for name, stored in found.items()
+        for view, cut in pieces_of(targets[name], cuts.get(name))
+    ]
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +132,7 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from parameters_of(name, child)
 
 
-def stored_cuts(module: nn.Module) -> dict[str, Cut]:
+def stored_cuts(module: nn.Module) -> dict[str, Cut | Cuts]:
     """Of `stored_tensors`, those that are parts: their names, and which."""
     return {
         stored: cut
@@ -147,12 +151,50 @@ def parameters_of(name: str, child: nn.Module) -> Iterator[tuple[str, torch.Tens
             yield f"{name}.{leaf}" if name else leaf, parameter
 
 
-def linears_of(module: nn.Module) -> Iterator[tuple[str, Linear, list[tuple[str, torch.Tensor]]]]:
-    """All `Linear`s, by their names, with their weights as checkpoints have them."""
+def pieces_of(view: torch.Tensor, cut: Cut | Cuts | None) -> Iterator[tuple[torch.Tensor, Cut | None]]:
+    """What there is of a stored tensor, in pieces that are each in one piece there, too."""
+    if cut is None:
+        yield view, None
+        return
+    yield from zip(view.split([piece.size for piece in cut.pieces], cut.pieces[0].dim), cut.pieces, strict=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightPiece:
+    """Outputs of a `Linear`: view [n, K] of its weight, and which part of the stored tensor `name` that is; None: all
+    of it."""
+
+    name: str
+    view: torch.Tensor
+    cut: Cut | None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the stored tensor, [outputs, inputs]."""
+        shape = self.view.shape
+        return tuple(shape) if self.cut is None else self.cut.whole_shape(shape)
+
+    def place(self, dim: int) -> tuple[int, int]:
+        """Where it begins and ends in the stored tensor, in a dimension."""
+        start = 0 if self.cut is None or self.cut.dim != dim else self.cut.start
+        return start, start + self.view.shape[dim]
+
+
+def linears_of(module: nn.Module) -> Iterator[tuple[str, Linear, list[WeightPiece]]]:
+    """All `Linear`s, by their names, with their weights as checkpoints have them, from the first output on."""
     for name, child in module.named_modules():
         if isinstance(child, Linear):
-            stored = [(stored, view) for stored, view in parameters_of(name, child) if stored.endswith(".weight")]
-            yield name, child, [(stored, view) for stored, view in stored if view.ndim == 2]
+            cuts = dict(child.stored_cuts(name)) if isinstance(child, StoresPartsOnly) else {}
+            yield (
+                name,
+                child,
+                [
+                    WeightPiece(name=stored, view=view, cut=cut)
+                    for stored, whole in parameters_of(name, child)
+                    if stored.endswith(".weight") and whole.ndim == 2
+                    for view, cut in pieces_of(whole, cuts.get(stored))
+                ],
+            )
 
 
 def _with_siblings(name: str, found: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales
-from vlmserve_common.compute.shard import Cut, Shard
+from vlmserve_common.compute.shard import Cut, Cuts, Shard
 from vlmserve_common.kernels import linear as packed_products
 from vlmserve_common.kernels.linear import PackedWeight
 from vlmserve_common.kernels.quantized import Mode, QuantizedWeight, can_quantize, pack_quantized, quantize
@@ -195,9 +195,11 @@ class MergedLinear(Linear):
     parts: name -> output features, in the order of the output; or this process's cut of them.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int | Cut], *, bias: bool, gated: bool = False) -> None:
-        self.parts = {name: part.size if isinstance(part, Cut) else part for name, part in parts.items()}
-        self._cuts = {name: part for name, part in parts.items() if isinstance(part, Cut)}
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int | Cut | Cuts], *, bias: bool, gated: bool = False
+    ) -> None:
+        self.parts = {name: part if isinstance(part, int) else part.size for name, part in parts.items()}
+        self._cuts = {name: part for name, part in parts.items() if not isinstance(part, int)}
         super().__init__(in_features, sum(self.parts.values()), bias=bias, gated=gated)
 
     def scale_parts(self, by: Mapping[str, float]) -> bool:
@@ -224,7 +226,7 @@ class MergedLinear(Linear):
             for part, piece in zip(self.parts, pieces, strict=True):
                 yield f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}", piece
 
-    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Cuts]]:
         """See `checkpoint.weights.StoresPartsOnly`."""
         parent = name.rpartition(".")[0]
         for leaf, _ in self.named_parameters(recurse=False):
@@ -272,8 +274,8 @@ class VocabLinear(Linear):
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `checkpoint.weights.StoresParametersOtherwise`."""
-        assert self.weight is not None
-        yield f"{name}.weight", self.weight[: self.cut.size]
+        if self.weight is not None:
+            yield f"{name}.weight", self.weight[: self.cut.size]
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
         """See `checkpoint.weights.StoresPartsOnly`."""

@@ -6,6 +6,7 @@ inputs (columns): each has the outputs of a product before, and the partial prod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,37 @@ class Cut:
         """The stored tensor's, for that of the part."""
         return (*shape[: self.dim], self.whole, *shape[self.dim + 1 :])
 
+    @property
+    def pieces(self) -> tuple[Cut, ...]:
+        """Itself: see `Cuts`."""
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Several cuts of one stored tensor in one dimension, which are side by side in the part: a tensor that is several
+    of them one below the other, each of which is cut for itself."""
+
+    pieces: tuple[Cut, ...]
+
+    @property
+    def size(self) -> int:
+        """Entries of all of them."""
+        return sum(cut.size for cut in self.pieces)
+
+    def whole_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """See `Cut.whole_shape`."""
+        return self.pieces[0].whole_shape(shape)
+
+
+def stacked(cuts: Sequence[Cut]) -> Cuts:
+    """Cuts, in dimension 0, of tensors that are stored as one, in this order."""
+    whole, before, pieces = sum(cut.whole for cut in cuts), 0, []
+    for cut in cuts:
+        pieces.append(Cut(cut.dim, before + cut.start, cut.size, whole))
+        before += cut.whole
+    return Cuts(tuple(pieces))
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -63,6 +95,11 @@ class Shard:
         """This process's entries of `count`. Errors: those of `part`."""
         size = self.part(count, what)
         return Cut(dim, self.rank * size, size, count)
+
+    def cut_heads(self, heads: int, head_dim: int, what: str) -> Cut:
+        """This process's outputs of so many heads. Errors: those of `part`."""
+        size = self.part(heads, what)
+        return Cut(0, self.rank * size * head_dim, size * head_dim, heads * head_dim)
 
     def kv_heads(self, count: int) -> int:
         """How many key-value heads each has: a part, or one that several have. EngineError if neither is possible."""

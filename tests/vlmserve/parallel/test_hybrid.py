@@ -1,0 +1,65 @@
+"""Two processes that share a hybrid model, its recurrent states included, answer as one that has all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_checkpoints import HYBRID, make_checkpoint
+from tests.vlmserve.parallel.test_tensor_parallel import assert_alike
+from tests.vlmserve.reference import ask, picture
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.ranks import rank_args
+from vlmserve_common.errors import EngineError
+
+WORDS = "How many red circles are there on the left side of the blue square? " * 5
+# an end may come at any time, as far as anybody knows
+GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=80)
+# Prompts go in chunks, and there is not room for all of them to end: some are taken back
+SETTINGS = {
+    "num_threads": 1,
+    "page_size": 16,
+    "chunked_prefill_size": 112,
+    "mamba_track_interval": 64,
+    "max_total_tokens": 320,
+    "schedule_conservativeness": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(HYBRID, tmp_path_factory.mktemp(HYBRID))
+
+
+def test_the_same_answers_as_alone(folder: Path):
+    """Chunks of prompts, pictures, prefixes that are found, requests that are taken back, steps in flight."""
+    asked = [
+        ask(WORDS, picture(1, 256, 256)),
+        ask(WORDS + "Count.", picture(1, 256, 256)),
+        *(ask(WORDS[: 8 + seed]) for seed in range(5)),
+    ]
+    answers, states = [], []
+    for size in (1, 2):
+        with LLM(str(folder), tp_size=size, **SETTINGS) as llm:
+            together = llm.chat_batch(asked, GREEDY, num_logprobs=2)
+            assert llm.stats().retracted_total
+            again = llm.chat_batch(asked, GREEDY, num_logprobs=2)
+            assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together)
+            answers.append([*together, *again])
+            assert llm._scheduler.kv.states.held == 0
+            cache = llm._runner.recurrent_cache
+            states.append((cache.conv.shape, cache.recurrent.shape, llm._runner.model.config.num_kv_layers))
+            if size == 2:
+                group, layers = llm._scheduler._worker._ranks.group, len(llm._runner.model.language_model.layers)
+                assert group.counts["all_reduce"] == llm.stats().forward_steps_total * (2 * layers + 1)
+    assert_alike(*answers)
+    (conv, recurrent, _), (own_conv, own_recurrent, _) = states
+    assert own_conv[-1] == conv[-1] / 2
+    assert own_recurrent[2] == recurrent[2] / 2
+
+
+def test_heads_that_do_not_divide_are_refused_by_name(folder: Path):
+    with pytest.raises(EngineError, match="--tp-size is 4: linear_num_key_heads is 2, which it does not divide"):
+        rank_args(EngineArgs(model=str(folder), tp_size=4), 0)
