@@ -96,9 +96,7 @@ def move_engine(llm: LLM, cuda: FakeCuda) -> ModelRunner:
         req_to_token_pool=ReqToTokenPool(pool.size, pool.max_context_len, CUDA),
         attn_backend=GatheringBackend(),
         device=CUDA,
-        recurrent_cache=None
-        if shape is None
-        else RecurrentCache(len(runner.recurrent_cache.recurrent) - 1, shape, CUDA),
+        recurrent_cache=None if shape is None else RecurrentCache(runner.recurrent_cache.num_states, shape, CUDA),
         logits_processors=runner._logits_processors,
         transfers=PackedTransfers(CUDA, cuda.mark),
     )

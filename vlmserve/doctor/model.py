@@ -72,7 +72,8 @@ def model_findings(name: str, probed: Probed) -> Iterator[Finding]:
     yield Finding(
         name="memory for it",
         text=f"of {show_gib(facts['free_bytes'])} free on {facts['device']}, weights take {show_gib(weights)} and, by "
-        f"default, the KV cache {show_gib(cache)}: {facts['kv_tokens']} tokens of {facts['kv_bytes_per_token']} bytes",
+        f"default, the KV cache {show_gib(cache)}: {facts['kv_tokens']} tokens of {facts['kv_bytes_per_token']} bytes"
+        + (f"; recurrent states take {show_gib(facts['state_bytes'])}" if facts["state_bytes"] else ""),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from processors.families.registry import make_processor
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.recurrent import state_bytes
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.models.registry import outline_model
@@ -40,6 +41,7 @@ def examine(name: str) -> dict[str, Any]:
         "free_bytes": free_memory(device)[0],
         "kv_bytes_per_token": per_token,
         "kv_tokens": None,
+        "state_bytes": (states := state_bytes(args, config, model.dtype, config.max_position_embeddings)),
         "error": None,
     }
     try:
@@ -50,6 +52,7 @@ def examine(name: str) -> dict[str, Any]:
             max_model_len=config.max_position_embeddings,
             device=device,
             weights_to_come=weights,
+            state_bytes=states,
         )
     except EngineError as error:
         facts["error"] = str(error)

@@ -142,25 +142,25 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         device=device,
     )
     shape = state_shape(config, model.dtype)
-    if shape is not None and device.type == "cuda":
-        log.info("decode steps are not captured as CUDA graphs: %s is recurrent", config.family)
     graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=cuda_tools(device))
     graph_plan = GraphPlan()
-    sizes = wanted_sizes(args, attn_backend, device) if shape is None and shard.is_whole else ()
+    sizes = wanted_sizes(args, attn_backend, device, alone=ranks is None)
     if sizes:
         graph_plan = graph_builder.plan(
             sizes,
             kv_cache=new_cache(num_slots=args.page_size),
             max_context_len=max_model_len + args.page_size,
             room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
+            recurrent_cache=None if shape is None else RecurrentCache(0, shape, device, padded=True),
         )
+    padded = bool(graph_plan.sizes)
     activations = replace(activations, graphs=graph_plan.reserved)
     tokens = kv_cache_size(
         args,
         bytes_per_token=per_token,
         max_model_len=max_model_len,
         device=device,
-        state_bytes=state_bytes(args, config, model.dtype, max_model_len),
+        state_bytes=state_bytes(args, config, model.dtype, max_model_len, padded=padded),
         activations=activations,
     )
     if ranks is not None:
@@ -181,10 +181,15 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         device=device,
         recurrent_cache=None
         if shape is None
-        else RecurrentCache(num_states(args, shape, max_model_len), shape, device),
+        else RecurrentCache(num_states(args, shape, max_model_len), shape, device, padded=padded),
         logits_processors=processors,
     )
-    graphs = graph_builder.capture(graph_plan, kv_cache=runner.kv_cache, req_to_token_pool=runner.req_to_token_pool)
+    graphs = graph_builder.capture(
+        graph_plan,
+        kv_cache=runner.kv_cache,
+        req_to_token_pool=runner.req_to_token_pool,
+        recurrent_cache=runner.recurrent_cache,
+    )
     if graphs is not None:
         runner.attach_graphs(graphs)
     if device.type == "cuda" and shape is None:  # the steps of its own have no states

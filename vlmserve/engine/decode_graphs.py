@@ -21,6 +21,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.graphs.decode import DecodeGraphs
 from vlmserve.executor.graphs.sizes import GraphCost, affordable, chosen_sizes, shown
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.graphs import Capturer, CudaCapturer
@@ -60,9 +61,15 @@ def cuda_tools(device: torch.device) -> GraphTools:
     return GraphTools(new_capturer=partial(CudaCapturer, device), free=free)
 
 
-def wanted_sizes(args: EngineArgs, attn_backend: AttentionBackend, device: torch.device) -> tuple[int, ...]:
-    """Steps to capture if memory allows it; none on a CPU, and where a line in the log says why."""
+def wanted_sizes(
+    args: EngineArgs, attn_backend: AttentionBackend, device: torch.device, *, alone: bool = True
+) -> tuple[int, ...]:
+    """Steps to capture if memory allows it; none on a CPU, and where a line in the log says why. alone: whether this
+    process has the whole model."""
     if device.type != "cuda":
+        return ()
+    if not alone:
+        log.info("decode steps are not captured as CUDA graphs: ranks exchange sums in the midst of them")
         return ()
     if args.disable_cuda_graph:
         log.info("decode steps are not captured as CUDA graphs: --disable-cuda-graph")
@@ -101,12 +108,20 @@ class GraphBuilder:
     attn_backend: AttentionBackend
     tools: GraphTools
 
-    def plan(self, sizes: tuple[int, ...], *, kv_cache: KVCache, max_context_len: int, room: int) -> GraphPlan:
+    def plan(
+        self,
+        sizes: tuple[int, ...],
+        *,
+        kv_cache: KVCache,
+        max_context_len: int,
+        room: int,
+        recurrent_cache: RecurrentCache | None = None,
+    ) -> GraphPlan:
         """Which of `sizes` (one at least) to capture in `room` bytes. kv_cache: of a page. max_context_len: of the
-        request table."""
+        request table. recurrent_cache: of no states, for models that have such layers."""
         pool = ReqToTokenPool(0, max_context_len, kv_cache.layers[0].keys.device)
         try:
-            cost = self._trial(sizes, kv_cache, pool)
+            cost = self._trial(sizes, kv_cache, pool, recurrent_cache)
         except Exception as error:  # a compiler's, too: without graphs it is slower, and that is all
             _warn(sizes, error)
             return GraphPlan()
@@ -114,23 +129,32 @@ class GraphBuilder:
             self.tools.free()  # what the trial took
         return plan_graphs(sizes, cost, room)
 
-    def _trial(self, sizes: tuple[int, ...], kv_cache: KVCache, pool: ReqToTokenPool) -> GraphCost:
+    def _trial(
+        self, sizes: tuple[int, ...], kv_cache: KVCache, pool: ReqToTokenPool, recurrent_cache: RecurrentCache | None
+    ) -> GraphCost:
         before = self.tools.free()
-        graphs = self._graphs(sizes[-1], kv_cache, pool)
+        graphs = self._graphs(sizes[-1], kv_cache, pool, recurrent_cache)
         graphs.capture(sizes[-1:])
         with_one = self.tools.free()
         graphs.capture(sizes[-2:-1])
         more = with_one - self.tools.free()
         return GraphCost(first=max(0, before - with_one), more=max(_LEAST_MORE, more))
 
-    def capture(self, plan: GraphPlan, *, kv_cache: KVCache, req_to_token_pool: ReqToTokenPool) -> DecodeGraphs | None:
-        """The steps of a plan, over the KV cache that is to be used: as many of them as can be captured."""
+    def capture(
+        self,
+        plan: GraphPlan,
+        *,
+        kv_cache: KVCache,
+        req_to_token_pool: ReqToTokenPool,
+        recurrent_cache: RecurrentCache | None = None,
+    ) -> DecodeGraphs | None:
+        """The steps of a plan, over the caches that are to be used: as many of them as can be captured."""
         if not plan.sizes:
             return None
         before, began = self.tools.free(), time.perf_counter()
         graphs = None
         try:
-            graphs = self._graphs(plan.sizes[-1], kv_cache, req_to_token_pool)
+            graphs = self._graphs(plan.sizes[-1], kv_cache, req_to_token_pool, recurrent_cache)
             graphs.capture(plan.sizes)
         except Exception as error:
             _warn(plan.sizes, error)
@@ -153,7 +177,9 @@ class GraphBuilder:
             )
         return graphs
 
-    def _graphs(self, max_batch_size: int, kv_cache: KVCache, pool: ReqToTokenPool) -> DecodeGraphs:
+    def _graphs(
+        self, max_batch_size: int, kv_cache: KVCache, pool: ReqToTokenPool, recurrent_cache: RecurrentCache | None
+    ) -> DecodeGraphs:
         return DecodeGraphs(
             max_batch_size,
             model=self.model,
@@ -161,6 +187,7 @@ class GraphBuilder:
             req_to_token_pool=pool,
             attn_backend=self.attn_backend,
             capturer=self.tools.new_capturer(),
+            recurrent_cache=recurrent_cache,
         )
 
 

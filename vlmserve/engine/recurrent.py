@@ -40,10 +40,12 @@ def num_states(args: EngineArgs, shape: StateShape, max_model_len: int) -> int:
     return args.max_running_requests + snapshots
 
 
-def state_bytes(args: EngineArgs, config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> int:
-    """What all of them take, the blank one included; 0 without recurrent layers."""
+def state_bytes(
+    args: EngineArgs, config: ModelConfig, dtype: torch.dtype, max_model_len: int, *, padded: bool = False
+) -> int:
+    """What all of them take, the blank one included; 0 without recurrent layers. padded: see `RecurrentCache`."""
     shape = state_shape(config, dtype)
-    return 0 if shape is None else (1 + num_states(args, shape, max_model_len)) * shape.nbytes
+    return 0 if shape is None else (1 + num_states(args, shape, max_model_len) + padded) * shape.nbytes
 
 
 def request_states(args: EngineArgs, runner: ModelRunner, num_slots: int) -> RequestStates | None:
@@ -52,7 +54,7 @@ def request_states(args: EngineArgs, runner: ModelRunner, num_slots: int) -> Req
     if cache is None:
         return None
     return RequestStates(
-        RecurrentStates(len(cache.recurrent) - 1, num_slots=num_slots, page_size=args.page_size),
+        RecurrentStates(cache.num_states, num_slots=num_slots, page_size=args.page_size),
         unit=snapshot_unit(args.page_size),
         interval=args.mamba_track_interval,
         snapshots=_keeps_snapshots(args),

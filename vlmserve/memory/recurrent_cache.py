@@ -27,15 +27,19 @@ class StateShape:
 
 
 class RecurrentCache:
-    """num_states states and, before them, the blank one that requests begin with; see `RecurrentStates`.
+    """num_states states and, before them, the blank one that requests begin with; see `RecurrentStates`. padded: one
+    more, behind them, that means nothing: `padding_state`, that of requests which only fill a step up.
 
     conv [1 + num_states, layers, width - 1, channels]; recurrent [1 + num_states, layers, heads, key_dim, value_dim]: a
     state lies in one piece, so that it is copied at once.
     """
 
-    def __init__(self, num_states: int, shape: StateShape, device: torch.device) -> None:
-        self.conv = torch.zeros((1 + num_states, *shape.conv), dtype=shape.conv_dtype, device=device)
-        self.recurrent = torch.zeros((1 + num_states, *shape.recurrent), dtype=torch.float32, device=device)
+    def __init__(self, num_states: int, shape: StateShape, device: torch.device, *, padded: bool = False) -> None:
+        self.num_states = num_states
+        self.padding_state = 1 + num_states if padded else None
+        count = 1 + num_states + padded
+        self.conv = torch.zeros((count, *shape.conv), dtype=shape.conv_dtype, device=device)
+        self.recurrent = torch.zeros((count, *shape.recurrent), dtype=torch.float32, device=device)
 
     def copy(self, jobs: Iterable[StateCopy]) -> None:
         """Do these one after the other."""

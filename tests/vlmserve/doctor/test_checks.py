@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.default_model import copy_default_model
+from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from vlmserve.attention.choice import Candidate, Tried
 from vlmserve.attention.spec import AttentionSpec
 from vlmserve.config.model_path import DEFAULT_MODEL
@@ -312,6 +313,18 @@ def test_a_model_and_the_memory_it_takes(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["tiny"].status is Status.OK
     assert found["memory for it"].status is Status.PROBLEM
     assert "the weights of" in found["memory for it"].text
+
+
+def test_states_of_a_hybrid_model_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(HYBRID, tmp_path)
+    monkeypatch.setattr(sizing, "free_memory", lambda device: (2**33, 2**33))
+    facts = examine(str(folder))
+    states, weights = facts["state_bytes"], facts["weight_bytes"]
+    assert "; recurrent states take " in by_name(model_findings("tiny", Probed(result=facts)))["memory for it"].text
+    monkeypatch.setattr(sizing, "free_memory", lambda device: (weights + states, 2**33))
+    assert "states take" in examine(str(folder))["error"]
+    monkeypatch.setattr(sizing, "free_memory", lambda device: (weights + 2 * states, 2**33))
+    assert examine(str(folder))["error"] is None
 
 
 def test_a_model_of_the_hub_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

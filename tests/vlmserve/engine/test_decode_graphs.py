@@ -13,6 +13,7 @@ import torch
 
 import vlmserve
 from tests.fake_graphs import CallsAgain
+from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from tests.vlmserve.executor.paged_backend import PagedBackend
 from vlmserve import LLM
 from vlmserve.attention.torch_backend import TorchAttentionBackend
@@ -164,10 +165,12 @@ def test_where_nothing_is_captured(caplog) -> None:
         assert wanted_sizes(args, TorchAttentionBackend(), CUDA) == ()
         off = EngineArgs(model="m", disable_cuda_graph=True)
         assert wanted_sizes(off, PagedBackend(), CUDA) == ()
+        assert wanted_sizes(args, PagedBackend(), CUDA, alone=False) == ()
     assert caplog.messages == [
         "decode steps are not captured as CUDA graphs: TorchAttentionBackend reads the table on the host "
         "(--attention-backend)",
         "decode steps are not captured as CUDA graphs: --disable-cuda-graph",
+        "decode steps are not captured as CUDA graphs: ranks exchange sums in the midst of them",
     ]
     given = EngineArgs(model="m", cuda_graph_bs="4, 2,64", cuda_graph_max_bs=32)
     assert wanted_sizes(given, PagedBackend(), CUDA) == (2, 4, 32)
@@ -193,15 +196,17 @@ def test_reserved_memory_is_not_the_caches(monkeypatch: pytest.MonkeyPatch) -> N
     assert shown == "3 MiB (vision tower 1 MiB, prompt chunk 0 MiB, logits 0 MiB, CUDA graphs 2 MiB)"
 
 
-def test_an_engine_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["built in", HYBRID])
+def test_an_engine_has_its_graphs(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for the GPU."""
+    folder = make_checkpoint(HYBRID, tmp_path) if family == HYBRID else FOLDER
     machine = Machine()
-    monkeypatch.setattr(build, "wanted_sizes", lambda args, attn_backend, device: (1, 2))
+    monkeypatch.setattr(build, "wanted_sizes", lambda args, attn_backend, device, alone: (1, 2))
     monkeypatch.setattr(build, "cuda_tools", lambda device: machine.tools)
     monkeypatch.setattr(build, "choose_backend", lambda *args, **kwargs: PagedBackend())
-    with LLM(FOLDER, num_threads=1, cpu_kernels="off", max_running_requests=2, max_total_tokens=256) as llm:
+    with LLM(folder, num_threads=1, cpu_kernels="off", max_running_requests=2, max_total_tokens=256) as llm:
         text = llm.chat("What is this?", max_tokens=6, temperature=0.0, ignore_eos=True).text
         assert machine.capturers[-1].replayed == 5
     monkeypatch.undo()
-    with LLM(FOLDER, num_threads=1, cpu_kernels="off") as plain:
+    with LLM(folder, num_threads=1, cpu_kernels="off") as plain:
         assert plain.chat("What is this?", max_tokens=6, temperature=0.0, ignore_eos=True).text == text

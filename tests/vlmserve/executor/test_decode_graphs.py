@@ -14,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fake_graphs import CallsAgain, Recorder
-from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import FAMILIES, HYBRID, make_checkpoint
 from tests.vlmserve.executor.paged_backend import ForgetfulBackend, PagedBackend
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.attention.spec import AttentionSpec
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.attention.triton_backend import TritonAttentionBackend
+from vlmserve.engine.recurrent import state_shape
 from vlmserve.executor.graphs.decode import DecodeGraphs
 from vlmserve.executor.graphs.sizes import batch_sizes
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.registry import load_model
 
@@ -33,7 +35,7 @@ ROWS, CONTEXT, SIZES = 7, 24, (1, 2, 4, 7)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_checkpoint(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    return {family: make_checkpoint(family, tmp_path_factory.mktemp(family)) for family in (*FAMILIES, HYBRID)}
 
 
 class Bench:
@@ -227,7 +229,7 @@ def answers(llm: LLM) -> Iterator[tuple[int, ...]]:
     yield llm.chat(asked[1], warm).token_ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_the_same_tokens_with_and_without(folders: dict[str, Path], family: str) -> None:
     # room for fewer requests than there are, and for less than these need in the end: some are taken back
     pools = {"max_running_requests": 5, "max_total_tokens": 320, "page_size": 4, "schedule_conservativeness": 0.1}
@@ -236,6 +238,9 @@ def test_the_same_tokens_with_and_without(folders: dict[str, Path], family: str)
         runner, capturer = llm._runner, Recorder()
         llm.flush_cache()
         runner.attn_backend = PagedBackend()
+        shape = state_shape(runner.model.config, runner.model.dtype)
+        if shape is not None:
+            runner.recurrent_cache = RecurrentCache(runner.recurrent_cache.num_states, shape, CPU, padded=True)
         graphs = DecodeGraphs(
             3,
             model=runner.model,
@@ -243,8 +248,12 @@ def test_the_same_tokens_with_and_without(folders: dict[str, Path], family: str)
             req_to_token_pool=runner.req_to_token_pool,
             attn_backend=runner.attn_backend,
             capturer=capturer,
+            recurrent_cache=runner.recurrent_cache,
         )
         graphs.capture(batch_sizes(3))  # steps of four and five are computed as ever
         runner.attach_graphs(graphs)
         assert list(answers(llm)) == wanted
         assert capturer.replayed > NEW
+        if shape is not None:
+            assert not runner.recurrent_cache.recurrent[0].any()
+            assert runner.recurrent_cache.recurrent[-1].any()

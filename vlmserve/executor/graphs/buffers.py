@@ -8,10 +8,11 @@ import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep
 from vlmserve.memory.req_to_token import ReqToTokenPool
 
 # Rows of the int64 tensor. Positions are next to each other, so that they are one contiguous [3, size].
-_INPUT_IDS, _POSITIONS, _REQ_POOL_INDICES, _OUT_CACHE_LOC, _ROWS = 0, slice(1, 4), 4, 5, 6
+_INPUT_IDS, _POSITIONS, _REQ_POOL_INDICES, _OUT_CACHE_LOC, _STATES = 0, slice(1, 4), 4, 5, 6
 # Of the dummy page that the allocator never hands out.
 _PADDING_SLOT = 0
 
@@ -20,7 +21,8 @@ class DecodeBuffers:
     """Owner of static memory for steps of up to `max_batch_size` requests with one token each.
 
     Steps of all sizes lie in the same memory, one at a time. What a step has too few requests for is padded by requests
-    of one token: they are in the pool's padding row, and in the dummy page's first slot.
+    of one token: they are in the pool's padding row, in the dummy page's first slot, and in the padding state where a
+    model has recurrent layers.
 
     hidden: [max_batch_size, hidden], what a step gives.
     """
@@ -35,18 +37,24 @@ class DecodeBuffers:
         req_to_token_pool: ReqToTokenPool,
         kv_cache: KVCache,
         attn_backend: AttentionBackend,
+        recurrent_cache: RecurrentCache | None = None,
     ) -> None:
+        self._num_rows = _STATES if recurrent_cache is None else _STATES + 1
         self.hidden = torch.zeros(max_batch_size, hidden_size, dtype=dtype, device=device)
-        self._rows = torch.zeros(_ROWS * max_batch_size, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(self._num_rows * max_batch_size, dtype=torch.int64, device=device)
         self._seq_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
         self._starts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
-        self._padding = torch.zeros(_ROWS, max_batch_size, dtype=torch.int64, device=device)
+        self._padding = torch.zeros(self._num_rows, max_batch_size, dtype=torch.int64, device=device)
         self._padding[_REQ_POOL_INDICES] = req_to_token_pool.padding_row
         self._padding[_OUT_CACHE_LOC] = _PADDING_SLOT
+        if recurrent_cache is not None:
+            assert recurrent_cache.padding_state is not None
+            self._padding[_STATES] = recurrent_cache.padding_state
         self._padding_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
         self._req_to_token_pool = req_to_token_pool
         self._kv_cache = kv_cache
         self._attn_backend = attn_backend
+        self._recurrent_cache = recurrent_cache
 
     def padded(self, size: int) -> ForwardBatch:
         """A step of `size` requests that are all padding; its tensors are those of every step of that size."""
@@ -67,6 +75,9 @@ class DecodeBuffers:
             req_to_token_pool=self._req_to_token_pool,
             kv_cache=self._kv_cache,
             attn_backend=self._attn_backend,
+            recurrent=None
+            if self._recurrent_cache is None
+            else RecurrentStep(cache=self._recurrent_cache, spans=(), single_states=rows[_STATES]),
         )
 
     def load(self, static: ForwardBatch, step: ForwardBatch) -> ForwardBatch:
@@ -75,6 +86,9 @@ class DecodeBuffers:
         size, count = len(static.extend_lens), len(step.extend_lens)
         rows = self._of_size(size)
         given = [step.input_ids, *step.positions.unbind(), step.req_pool_indices, step.out_cache_loc]
+        if step.recurrent is not None:
+            assert step.recurrent.single_states is not None
+            given.append(step.recurrent.single_states)
         targets, lens = [*rows[:, :count].unbind()], [self._seq_lens[:count]]
         given_lens = [step.seq_lens]
         if count < size:
@@ -91,7 +105,7 @@ class DecodeBuffers:
         )
 
     def _of_size(self, size: int) -> torch.Tensor:
-        return self._rows[: _ROWS * size].view(_ROWS, size)
+        return self._rows[: self._num_rows * size].view(self._num_rows, size)
 
     def _pad_rows(self, count: int) -> list[torch.Tensor]:
         return [*self._padding[:, :count].unbind()]

@@ -10,6 +10,7 @@ import torch
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.executor.graphs.buffers import DecodeBuffers
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.graphs import Capturer, Graph
@@ -22,6 +23,7 @@ class DecodeGraphs:
     in which rows they sample.
 
     max_batch_size: requests of the largest step. sizes: of those that are captured, ascending; none at first.
+    recurrent_cache: for models with recurrent layers; has a padding state.
     """
 
     @torch.inference_mode()
@@ -34,6 +36,7 @@ class DecodeGraphs:
         req_to_token_pool: ReqToTokenPool,
         attn_backend: AttentionBackend,
         capturer: Capturer,
+        recurrent_cache: RecurrentCache | None = None,
     ) -> None:
         self.sizes: tuple[int, ...] = ()
         self._model = model
@@ -46,6 +49,7 @@ class DecodeGraphs:
             req_to_token_pool=req_to_token_pool,
             kv_cache=kv_cache,
             attn_backend=attn_backend,
+            recurrent_cache=recurrent_cache,
         )
         self._capturer = capturer
         self._graphs: dict[int, tuple[ForwardBatch, Graph]] = {}
