@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS, in_parts=True),
         "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS, in_parts=True),
         "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS, in_parts=True),
-        "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
+        "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS, in_parts=True),
         "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS),
         "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS),
     }
@@ -208,6 +208,8 @@ def _model_config(folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHO
     if not family.in_parts:
         able = ", ".join(name for name, one in FAMILIES.items() if one.in_parts)
         raise EngineError(f"--tp-size is {shard.size}: {config.family} models cannot be shared so yet, only {able}")
+    if shard.experts.ep_size > 1 and config.experts is None:
+        raise EngineError(f"--ep-size is {shard.experts.ep_size}: {config.family} models have no experts")
     if quantization_of(folder, hf_config) is not None:
         raise EngineError(f"--tp-size is {shard.size}: {folder} is quantised; such checkpoints stay on one device yet")
     return replace(config, shard=shard)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.experts import Experts
 
 routing = pytest.importorskip("vlmserve_common.kernels.gpu.routing")
@@ -85,15 +86,18 @@ def test_a_plan_has_each_row_once_in_a_block_of_its_expert(rows, experts, size, 
     inputs_first=st.booleans(),
     dtype=DTYPES,
     residual=st.booleans(),
+    elsewhere=st.booleans(),
 )
-def test_what_torch_computes(tokens, experts, chosen, sizes, inputs_first, dtype, residual):
+def test_what_torch_computes(tokens, experts, chosen, sizes, inputs_first, dtype, residual, elsewhere):
     chosen, (size, inner) = min(chosen, experts), sizes
-    module = Experts(experts, size, inner, activation("silu")).to(DEVICE, dtype)
+    module = Experts(part_of_experts(experts, inner), size, activation("silu")).to(DEVICE, dtype)
     module.lay_out("inputs_first" if inputs_first else "outputs_first")
     for seed, weights in enumerate(module.weights):
         weights.copy_(seeded(seed, *weights.shape) * weights.shape[-1] ** -0.5)
     x, added = (seeded(seed, tokens, size, dtype=dtype) for seed in (2, 3))
     ids, scores = routing.route(seeded(4, tokens, experts, dtype=dtype), chosen)
+    if elsewhere:  # experts that others have
+        ids = torch.where(ids % 2 == 0, -1, ids)
     wanted = module._one_by_one(x, ids.long(), scores, None)
     found = kernels.run_experts(x, ids, scores, *module.weights, added if residual else None)
     assert found.dtype == dtype
@@ -102,7 +106,7 @@ def test_what_torch_computes(tokens, experts, chosen, sizes, inputs_first, dtype
 
 def test_tiles_hold_all_rows_of_any_number():
     """Each kind of tile, by the number of rows; of 16 bits."""
-    module = Experts(2, 64, 32, activation("silu")).to(DEVICE, torch.float16)
+    module = Experts(part_of_experts(2, 32), 64, activation("silu")).to(DEVICE, torch.float16)
     for seed, weights in enumerate(module.weights):
         weights.copy_(seeded(seed, *weights.shape) * weights.shape[-1] ** -0.5)
     kinds = set()

@@ -50,7 +50,8 @@ def run_experts(
     down: torch.Tensor,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int32 [N, chosen] of x, [N, size].
+    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int32 [N, chosen] of x, [N, size]; ids below
+    0 are not here.
 
     gate_up [experts, 2 * inner, size], gates first, for SiLU; down [experts, size, inner]: of x's dtype, any strides.
     """
@@ -84,6 +85,7 @@ def run_experts(
         )
     sum_kernel[tokens, triton.cdiv(size, _COLUMNS)](
         made,
+        ids,
         scores,
         out if residual is None else residual,
         out,
@@ -158,6 +160,7 @@ def _add(x: tl.tensor, weights: tl.tensor, sums: tl.tensor, WIDEN: tl.constexpr)
 @triton.jit
 def sum_kernel(
     made: tl.tensor,
+    ids: tl.tensor,
     scores: tl.tensor,
     residual: tl.tensor,
     out: tl.tensor,
@@ -173,7 +176,8 @@ def sum_kernel(
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for place in tl.static_range(CHOSEN):
         row = token * CHOSEN + place
-        part = tl.load(made + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+        here = inside & (tl.load(ids + row) >= 0)
+        part = tl.load(made + row * size + columns, mask=here, other=0.0).to(tl.float32)
         total += tl.load(scores + row).to(tl.float32) * part
     if ADDED:
         total += tl.load(residual + token * size + columns, mask=inside, other=0.0).to(tl.float32)
@@ -220,7 +224,12 @@ CATALOGUE = (
         Variant(
             name=f"experts: sum, {TYPES[dtype]}",
             kernel=sum_kernel,
-            signature={name: pointer(dtype) for name in ("made", "scores", "residual", "out")} | {"size": "i32:16"},
+            signature={
+                "made": pointer(dtype),
+                "ids": pointer(torch.int32),
+                **{name: pointer(dtype) for name in ("scores", "residual", "out")},
+                "size": "i32:16",
+            },
             constexprs={"CHOSEN": 8, "ADDED": True, "COLUMNS": _COLUMNS},
         )
         for dtype in (torch.bfloat16, torch.float32)
