@@ -176,9 +176,9 @@ def sum_kernel(
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for place in tl.static_range(CHOSEN):
         row = token * CHOSEN + place
-        here = inside & (tl.load(ids + row) >= 0)
-        part = tl.load(made + row * size + columns, mask=here, other=0.0).to(tl.float32)
-        total += tl.load(scores + row).to(tl.float32) * part
+        part = tl.load(made + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+        # nothing was made of a row whose expert is elsewhere
+        total += tl.where(tl.load(ids + row) >= 0, tl.load(scores + row).to(tl.float32) * part, 0.0)
     if ADDED:
         total += tl.load(residual + token * size + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * size + columns, rounded(total, out.dtype.element_ty), mask=inside)
