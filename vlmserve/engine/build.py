@@ -31,6 +31,7 @@ from vlmserve.engine.recurrent import num_states, request_states, state_bytes, s
 from vlmserve.engine.sharing import expert_sharing
 from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
+from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.grammar.compile_process import CompileProcess, CompilerSettings
@@ -190,6 +191,8 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         runner.attach_graphs(graphs)
     if device.type == "cuda" and shape is None:  # the steps of its own have no states
         warm_up(runner, with_tower=not args.num_encoders)
+    if args.enable_eplb:
+        runner.attach_balancer(ExpertBalancer(model, shard, args.eplb_rebalance_num_iterations))
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,

@@ -62,6 +62,11 @@ class Slots:
             flat = ids.flatten().long()
             self.counts.scatter_add_(0, flat, torch.ones_like(flat))
 
+    def take_counts(self) -> torch.Tensor | None:
+        """The counts so far, which begin anew; None: of no token."""
+        counts, self.counts = self.counts, None
+        return counts
+
     def of(self, ids: torch.Tensor, first_token: int = 0) -> torch.Tensor:
         """Experts [n, chosen] of tokens from number `first_token` on -> their slots. Tokens take turns at the copies
         of an expert."""

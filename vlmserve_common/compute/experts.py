@@ -13,6 +13,8 @@ from torch import nn
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.expert_exchange import Choice, Slots, make_exchange
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
+from vlmserve_common.compute.fp8 import FP8
+from vlmserve_common.compute.fp8_experts import ExpertScales
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
 from vlmserve_common.compute.shard import WHOLE, Box, Cut, Shard
 from vlmserve_common.errors import CheckpointError
@@ -24,6 +26,8 @@ ExpertLayout = Literal["inputs_first", "outputs_first", "each"]
 """How a checkpoint has the weights of experts: all of them in one tensor, [experts, inputs, outputs] (as published) or
 [experts, outputs, inputs] (as `transformers` 5 has them in memory), or each under its own name."""
 
+# What names of an expert's tensors end with.
+_KNOWN = (".weight", "gate_up_proj", "down_proj", "_scale_inv", "_scale")
 _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 )
@@ -74,6 +78,7 @@ class Experts(nn.Module):
         self.act = act
         self.layout: ExpertLayout = "outputs_first"
         self.packed: tuple[PackedWeight, PackedWeight] | None = None
+        self.fp8: ExpertScales | None = None
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,6 +97,26 @@ class Experts(nn.Module):
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         self.gate_up_proj = nn.Parameter(gate_up.new_empty(gate_up.shape), requires_grad=False)
         self.down_proj = nn.Parameter(down.new_empty(down.shape), requires_grad=False)
+
+    def rows_of_slots(self) -> Iterator[torch.Tensor]:
+        """Everything that belongs to experts, as views uint8 [slots, bytes] that may be written to."""
+        if self.packed is not None:
+            whole = [weight.data for weight in self.packed]
+            assert all(weight.count == len(self.part.own) for weight in self.packed)
+        else:
+            whole = [parameter.detach() for parameter in self.parameters()]
+        for tensor in whole:
+            yield tensor.view(len(self.part.own), -1).view(torch.uint8)
+
+    def hold_fp8(self, scales: ExpertScales) -> None:
+        """Have weights of 8-bit floats, uninitialised, in place of the plain ones, which go."""
+        assert self.gate_up_proj is not None
+        assert self.down_proj is not None
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(torch.empty_like(weights, dtype=FP8), requires_grad=False)
+            for weights in (self.gate_up_proj, self.down_proj)
+        )
+        self.fp8 = scales
 
     def pack(self, mode: Mode | None = None) -> None:
         """Lay the weights out for this process's operators, where these can use them; the plain ones go.
@@ -147,10 +172,10 @@ class Experts(nn.Module):
         """The layout of a checkpoint whose experts have tensors of these names and shapes; as published, if they do not
         tell. CheckpointError for quantised ones."""
         for name in shapes:
-            if name.rpartition(".")[2] not in ("weight", "gate_up_proj", "down_proj"):
+            if not name.endswith(_KNOWN):
                 raise CheckpointError(
-                    f"{name}: experts that are quantised in the checkpoint are not supported; take the plain one (on a "
-                    "CPU, --quantization int8 or int4 quantises it at the start)"
+                    f"{name}: experts of whole numbers are not supported; take the plain checkpoint, or that of 8-bit "
+                    "floats (on a CPU, --quantization int8 or int4 quantises the plain one at the start)"
                 )
         if any(name.endswith("_proj.weight") for name in shapes):
             return "each"
@@ -178,7 +203,7 @@ class Experts(nn.Module):
         if x.is_cuda and self.act.name == "silu":
             from vlmserve_common.kernels.gpu.experts import run_experts  # not where there is no GPU
 
-            return run_experts(x, ids.int(), scores, *self.weights, residual)
+            return run_experts(x, ids.int(), scores, *self.weights, residual, self.fp8)
         out = self._one_by_one(x, ids, scores, workspace)
         return out if residual is None else out.add_(residual)
 
@@ -187,24 +212,34 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """The experts that are hit, each with all its tokens. A token's sum is in the order of its scores, whatever
         else is in the batch."""
-        gate_up, down = self.weights
         chosen = ids.shape[1]
         order = ids.flatten().argsort(stable=True)
         rows = x[order // chosen]
         made = torch.zeros_like(rows)
         slots = ids.flatten()
         first = int((slots < 0).sum())  # of which nothing is made here
-        for expert, count in enumerate(slots[slots >= 0].bincount(minlength=len(down)).tolist()):
+        for expert, count in enumerate(slots[slots >= 0].bincount(minlength=len(self.part.own)).tolist()):
             if count:
                 own = slice(first, first + count)
-                gates, rest = linear(rows[own], gate_up[expert], workspace=workspace).chunk(2, dim=-1)
-                made[order[own]] = linear(self.act(gates).mul_(rest), down[expert], workspace=workspace)
+                gate_up, down = self._weights_of(expert, x.dtype)
+                gates, rest = linear(rows[own], gate_up, workspace=workspace).chunk(2, dim=-1)
+                made[order[own]] = linear(self.act(gates).mul_(rest), down, workspace=workspace)
                 first += count
         made = made.view(len(x), chosen, x.shape[1])
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for place in range(chosen):
             total.addcmul_(made[:, place].float(), scores[:, place, None].float())
         return total.to(x.dtype)
+
+    def _weights_of(self, slot: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_up, down = (weights[slot] for weights in self.weights)
+        if self.fp8 is None:
+            return gate_up, down
+        wide = [
+            weight.float() * scales[: weight.shape[0], : weight.shape[1]]
+            for weight, scales in zip((gate_up, down), self.fp8.spread(slot), strict=True)
+        ]
+        return wide[0].to(dtype), wide[1].to(dtype)
 
 
 class SparseMLP(nn.Module):

@@ -12,6 +12,9 @@ from tests.vlmserve.reference import conversations
 from vlmserve import LLM
 from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve_common.compute.expert_part import first_placement
+from vlmserve_common.compute.experts import SparseMLP
+from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
 
 DENSE_LAYERS = 1
@@ -47,6 +50,22 @@ def test_the_same_answers_as_alone(way: str, folder: Path, alone: list):
         else:
             assert counts["all_reduce"] == steps * (2 * LAYERS + 1)
             assert counts["all_to_all"] == 0
+
+
+@pytest.mark.parametrize("a2a", ["none", "torch"])
+def test_the_same_answers_when_experts_move_and_have_copies(a2a: str, folder: Path, alone: list):
+    """Every fifth step, also in the midst of answers."""
+    eplb = {"enable_eplb": True, "ep_num_redundant_experts": 4, "eplb_rebalance_num_iterations": 5}
+    with LLM(str(folder), tp_size=2, ep_size=2, moe_a2a_backend=a2a, **eplb, **SETTINGS) as llm:
+        assert_alike(llm.chat_batch(conversations(), GREEDY, num_logprobs=2), alone)
+        first, *_ = (mlp for mlp in llm._runner.model.modules() if isinstance(mlp, SparseMLP))
+        assert len(first.slots.placement) == 12
+        assert sorted(set(first.slots.placement)) == list(range(8))
+        assert first.slots.placement != first_placement(8, first_shard(llm))
+
+
+def first_shard(llm: LLM) -> Shard:
+    return llm._runner.model.config.shard
 
 
 @pytest.mark.parametrize(
