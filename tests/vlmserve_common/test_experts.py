@@ -8,6 +8,7 @@ import torch
 from tests import hf_env  # noqa: F401
 from vlmserve_common.checkpoint.weights import stored_tensors
 from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.experts import Experts, SparseMLP, choose_layouts, pack_experts
 from vlmserve_common.compute.linear import pack_linears
 from vlmserve_common.kernels import library
@@ -63,6 +64,19 @@ def test_transformers_block(with_operators, rows):
 
 
 @torch.inference_mode()
+def test_experts_that_are_elsewhere_add_nothing(with_operators):
+    mlp = make()
+    x = torch.randn(33, SIZE, generator=torch.Generator().manual_seed(1))
+    ids, scores = mlp.gate.choose(x)
+    parts = [mlp.experts(x, (ids.masked_fill(ids % 2 == odd, -1), scores)) for odd in (0, 1)]
+    whole = mlp.experts(x, (ids, scores))
+    pack_experts(mlp)
+    packed = [mlp.experts(x, (ids.masked_fill(ids % 2 == odd, -1), scores)) for odd in (0, 1)]
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed, parts, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
 def test_in_bfloat16_routing_rounds_where_transformers_does(with_operators):
     mlp = make(torch.bfloat16)
     reference = reference_of(mlp)
@@ -96,7 +110,10 @@ def test_half_precision_without_operators(dtype):
 @pytest.mark.parametrize("sizes", [(48, 40), (48, 24), (40, 40)], ids=str)
 def test_every_layout_is_known_by_its_shapes(layout, sizes):
     """Also where one of the two weights is square."""
-    stored, read = (torch.nn.ModuleDict({"mlp": Experts(3, *sizes, activation("silu"))}) for _ in range(2))
+    stored, read = (
+        torch.nn.ModuleDict({"mlp": Experts(part_of_experts(3, sizes[1]), sizes[0], activation("silu"))})
+        for _ in range(2)
+    )
     stored["mlp"].lay_out(layout)
     shapes = {name: tuple(view.shape) for name, view in stored_tensors(stored)}
     choose_layouts(read, shapes)

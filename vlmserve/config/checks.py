@@ -43,6 +43,12 @@ def engine_problems(args: EngineArgs) -> list[str]:
         problems.append(problem(args, "chunked_prefill_size", allowed))
     if args.tp_size > 1 and args.enable_hierarchical_cache:
         problems.append("--enable-hierarchical-cache does not go with --tp-size above 1 yet")
+    if args.ep_size >= 1 and args.tp_size % args.ep_size:
+        problems.append(problem(args, "ep_size", f"a divisor of --tp-size, which is {args.tp_size}"))
+    if args.enable_eplb and args.ep_size == 1:
+        problems.append("--enable-eplb moves experts between the parties of --ep-size, which is 1; it must be above 1")
+    if args.ep_num_redundant_experts and not args.enable_eplb:
+        problems.append(problem(args, "ep_num_redundant_experts", "0 without --enable-eplb"))
     if args.tp_size % args.nnodes:
         problems.append(problem(args, "tp_size", f"a multiple of --nnodes, which is {args.nnodes}"))
     if args.node_rank >= args.nnodes:

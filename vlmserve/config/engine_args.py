@@ -214,6 +214,26 @@ class EngineArgs:
         "the CPU's cores",
         AT_LEAST_1,
     )
+    ep_size: int = _parallel(
+        1,
+        "parties of the --tp-size ranks that each have experts of their own, all of it; within a party ranks cut each "
+        "expert; it divides --tp-size",
+        AT_LEAST_1,
+    )
+    moe_a2a_backend: Literal["auto", "none", "torch"] = _parallel(
+        "auto",
+        "how tokens get to experts: none, all ranks have all tokens and sums are added up; torch, each row is sent to "
+        "the ranks of its experts; auto: what moves less",
+    )
+    enable_eplb: bool = _parallel(
+        False, "count how often each expert is chosen, and have the busy ones move to ranks that have less to do"
+    )
+    ep_num_redundant_experts: int = _parallel(
+        0, "with --enable-eplb: copies of busy experts beside one of each, over all of --ep-size", _NOT_NEGATIVE
+    )
+    eplb_rebalance_num_iterations: int = _parallel(
+        1000, "with --enable-eplb: steps after which experts are placed anew", AT_LEAST_1
+    )
     nnodes: int = _parallel(1, "machines that --tp-size is spread over; the same command is given on each", AT_LEAST_1)
     node_rank: int = _parallel(0, "this machine's number; 0 is the one that takes requests", _NOT_NEGATIVE)
     dist_init_addr: str | None = _parallel(

@@ -148,6 +148,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("chunked_prefill_size", vllm="max_num_batched_tokens", answer="of prompts; decoding comes on top"),
     _same("page_size", vllm="block_size"),
     _same("tp_size", vllm="tensor_parallel_size tp", sglang="tensor_parallel_size tp"),
+    _same("ep_size", sglang="expert_parallel_size ep"),
     _same("quantization", vllm="q"),
     _same("hicache_size_gib", sglang="hicache_size"),
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
@@ -221,9 +222,10 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(
         f"{_ONE_GPU}; start a server for each", "data_parallel_size dp", "data_parallel_size dp_size dp", fine="1"
     ),
-    _answered(_ONE_GPU, sglang="expert_parallel_size ep_size ep", fine="1"),
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
-    _answered(_ONE_GPU, "enable_expert_parallel", switch=True, fine="false"),
+    _answered("--ep-size as large as --tp-size does that", "enable_expert_parallel", switch=True, fine="false"),
+    _answered("--moe-a2a-backend says how rows get to experts", "all2all_backend"),
+    _answered("--ep-num-redundant-experts and --eplb-rebalance-num-iterations say it", "eplb_config"),
     _answered("weights stay on one device; offloading is not supported yet", both="cpu_offload_gb", fine="0"),
     _answered(_NOT_COMPILED, "compilation_config O"),
     _answered(_NOT_COMPILED, sglang="enable_torch_compile", switch=True, fine="false"),

@@ -28,8 +28,10 @@ from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
 from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
+from vlmserve.engine.sharing import expert_sharing
 from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
+from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.grammar.compile_process import CompileProcess, CompilerSettings
@@ -85,7 +87,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     What cannot fit into memory is refused before weights are loaded. ranks: who has the other parts of the model; the
     first one alone encodes pictures.
     """
-    shard = WHOLE if ranks is None else ranks.shard
+    shard = WHOLE if ranks is None else replace(ranks.shard, experts=expert_sharing(args))
     encodes = not args.num_encoders and not shard.rank
     processors = load_logits_processors(args.logits_processors)
     threads = usable_threads(args.num_threads, "--num-threads")
@@ -194,6 +196,8 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         runner.attach_graphs(graphs)
     if device.type == "cuda" and shape is None:  # the steps of its own have no states
         warm_up(runner, with_tower=not args.num_encoders)
+    if args.enable_eplb:
+        runner.attach_balancer(ExpertBalancer(model, shard, args.eplb_rebalance_num_iterations))
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,

@@ -15,6 +15,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import build_runner
+from vlmserve.engine.sharing import expert_sharing
 from vlmserve.executor.ranks.follower import Follower
 from vlmserve.models.registry import load_config
 from vlmserve_common.compute.cpus import available_cpus
@@ -34,7 +35,7 @@ _OWN_SETTINGS = frozenset({"model", "device", "num_threads", "node_rank"})
 def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
     """A rank's own settings: a GPU for each, from --device on, or a share of the CPU's cores. EngineError for more of
     them than there are GPUs, or a model that they cannot share."""
-    load_config(Path(args.model), Shard(rank, args.tp_size)).of_part()
+    load_config(Path(args.model), Shard(rank, args.tp_size, experts=expert_sharing(args))).of_part()
     device = resolve_device(args.device)
     here = args.own_ranks
     if device.type != "cuda":

@@ -14,6 +14,7 @@ import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.executor.device_errors import device_errors
+from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.forwarded import Forwarded
 from vlmserve.executor.graphs.decode import DecodeGraphs
 from vlmserve.executor.launched_result import LaunchedResult
@@ -58,6 +59,7 @@ class ModelRunner:
     ) -> None:
         self._kv_transfer: KVTransfer | None = None
         self._graphs: DecodeGraphs | None = None
+        self._balancer: ExpertBalancer | None = None
         self.model = model
         self.kv_cache = kv_cache
         self.recurrent_cache = recurrent_cache
@@ -77,6 +79,10 @@ class ModelRunner:
         """From now on steps that fit are replayed."""
         self._graphs = graphs
 
+    def attach_balancer(self, balancer: ExpertBalancer) -> None:
+        """From now on experts may move between steps."""
+        self._balancer = balancer
+
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:
         """Compute a step as far as the hidden states of its tokens. Side effects in this order: copies between the
@@ -86,6 +92,8 @@ class ModelRunner:
             f"step {batch.step} of {len(batch.req_pool_indices)} requests, {len(batch.input_ids)} tokens"
         ):
             began = self._transfers.mark()
+            if self._balancer is not None:
+                self._balancer.step()
             if batch.kv_copies:
                 assert self._kv_transfer is not None, "KV to copy, and no second tier"
                 self._kv_transfer.run(batch.kv_copies)

@@ -10,6 +10,7 @@ import torch
 
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import declared_dtype, text_fields
+from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.shard import WHOLE, Shard
 from vlmserve_common.errors import CheckpointError
 
@@ -39,6 +40,13 @@ class ExpertsConfig:
     intermediate_size: int
     sparse_layers: frozenset[int]
     shared_size: int = 0
+
+    def of_part(self, shard: Shard) -> ExpertsConfig:
+        """With the inner elements that a process has of each expert of its own. EngineError if they cannot be
+        shared."""
+        part = part_of_experts(self.count, self.intermediate_size, shard)
+        shared = shard.part(self.shared_size, "shared_expert_intermediate_size")
+        return replace(self, intermediate_size=part.size, shared_size=shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +133,7 @@ class ModelConfig:
             num_kv_heads=self.shard.kv_heads(self.num_kv_heads),
             intermediate_size=self.shard.part(self.intermediate_size, "intermediate_size"),
             linear=None if self.linear is None else self.linear.of_part(self.shard),
+            experts=None if self.experts is None else self.experts.of_part(self.shard),
         )
 
 

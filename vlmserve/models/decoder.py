@@ -120,7 +120,7 @@ def make_mlp(config: ModelConfig, layer_id: int) -> GatedMLP | SparseMLP:
     """Of a layer: sparse or dense, as the configuration says."""
     size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
     if experts is not None and layer_id in experts.sparse_layers:
-        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act)
+        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, config.shard)
     return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
 
 

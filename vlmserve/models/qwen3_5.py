@@ -18,6 +18,7 @@ from vlmserve_common.compute.experts import SparseMLP, pack_experts
 from vlmserve_common.compute.layers import GatedMLP
 from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
 from vlmserve_common.compute.rotary import Rotation, rotate
+from vlmserve_common.compute.shard import WHOLE, Shard
 from vlmserve_common.kernels.quantized import Mode
 
 QWEN3_5_DEFAULTS = ModelDefaults(
@@ -82,16 +83,26 @@ class _Gate(Linear):
 class SharedExpertMLP(SparseMLP):
     """A sparse MLP with an expert that all tokens go through besides, times a gate."""
 
-    def __init__(self, size: int, experts: ExpertsConfig, act: Activation) -> None:
-        super().__init__(size, experts.intermediate_size, experts.count, experts.chosen, act)
-        self.shared_expert = GatedMLP(size, experts.shared_size, act, bias=False)
+    def __init__(self, size: int, experts: ExpertsConfig, act: Activation, shard: Shard = WHOLE) -> None:
+        super().__init__(size, experts.intermediate_size, experts.count, experts.chosen, act, shard)
+        # added up together with what the other experts make
+        self.shared_expert = GatedMLP(
+            size,
+            experts.shared_size,
+            act,
+            bias=False,
+            shard=shard,
+            summed=False,
+            what="shared_expert_intermediate_size",
+        )
         self.shared_expert_gate = _Gate(size, 1, bias=False)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [N, size] -> [N, size], added to `residual`."""
-        shared = self.shared_expert(x).mul_(self.shared_expert_gate(x).sigmoid())
-        out = super().forward(x, shared)
-        return out if residual is None else out.add_(residual)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, beside: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `SparseMLP.forward`."""
+        assert beside is None
+        return super().forward(x, residual, self.shared_expert(x).mul_(self.shared_expert_gate(x).sigmoid()))
 
 
 class HybridLayer(nn.Module):
@@ -121,8 +132,8 @@ def _make_mlp(config: ModelConfig) -> nn.Module:
     if experts is None:
         return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
     if not experts.shared_size:
-        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act)
-    return SharedExpertMLP(size, experts, act)
+        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, config.shard)
+    return SharedExpertMLP(size, experts, act, config.shard)
 
 
 class Qwen3_5Decoder(nn.Module):

@@ -34,21 +34,19 @@ from vlmserve_common.errors import CheckpointError, EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's decoder is made of; its tower is in `vision.towers.registry`. in_parts: whether processes can
-    have parts of it."""
+    """What a family's decoder is made of; its tower is in `vision.towers.registry`."""
 
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder] | type[Qwen3_5Decoder]
     defaults: ModelDefaults
-    in_parts: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "qwen2_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS, in_parts=True),
-        "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS, in_parts=True),
-        "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS, in_parts=True),
+        "qwen2_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
+        "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
+        "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS),
         "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
-        "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS, in_parts=True),
+        "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS),
         "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS),
     }
 )
@@ -205,7 +203,6 @@ def _model_config(folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHO
         raise CheckpointError(f"{folder}: {error}") from error
     if shard.is_whole:
         return config
-    if not family.in_parts:
-        able = ", ".join(name for name, one in FAMILIES.items() if one.in_parts)
-        raise EngineError(f"--tp-size is {shard.size}: {config.family} models cannot be shared so yet, only {able}")
+    if shard.experts.ep_size > 1 and config.experts is None:
+        raise EngineError(f"--ep-size is {shard.experts.ep_size}: {config.family} models have no experts")
     return replace(config, shard=shard)

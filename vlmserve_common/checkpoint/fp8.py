@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.fp8_experts import Fp8Experts
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
 from vlmserve_common.checkpoint.weights import WeightPiece, WeightRules, linears_of
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales, Inputs, can_multiply, dequantize_
@@ -109,6 +110,10 @@ class Fp8Tensors:
         self.stored: set[str] = set()
         self.eight_bit: set[str] = set()
         self._tensors = self._find(rules)
+        self._experts = Fp8Experts(module, reader, rules, scheme.block, device=device, keep=keep)
+        self.weights |= self._experts.weights
+        self.stored |= self._experts.stored
+        self.eight_bit |= self._experts.eight_bit
         self._kept: set[str] = set()
         self._count = 0
         for name, layer, pieces in linears_of(module):
@@ -189,12 +194,15 @@ class Fp8Tensors:
                     rows, columns = self._blocks(piece.place(1))
                     rows = 1 if piece.place(0)[0] % rows else rows
                     dequantize_(piece.view, self._scales(piece, rows).to(piece.view.device), rows, columns)
-        if len(self._kept) < self._count:
+        self._experts.load()
+        kept, count = len(self._kept) + self._experts.kept, self._count + self._experts.count
+        if kept < count:
             log.warning(
-                "%d of %d weights of 8-bit floats are dequantised, and take as much memory and time as others: they "
-                "stay as they are on a GPU of compute capability 8.9 or later (see docs/gpu.md)",
-                self._count - len(self._kept),
-                self._count,
+                "%d of %d weights of 8-bit floats (the experts of a layer are one) are dequantised, and take as much "
+                "memory and time as others: they stay as they are on a GPU of compute capability 8.9 or later (see "
+                "docs/gpu.md)",
+                count - kept,
+                count,
             )
 
     def _blocks(self, columns: tuple[int, int]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import torch
 
 from vlmserve_common.checkpoint.progress import Progress
 from vlmserve_common.checkpoint.stream import Part, Stream, copies_to
-from vlmserve_common.compute.shard import Cut
+from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -59,7 +59,7 @@ def read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, An
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
     """Where a tensor lies, or a part of one. start: byte offset in the file. row: elements of a row in the file, where
-    only `shape[1]` of them are wanted, from number `column`; 0: all are."""
+    only `shape[-1]` of them are wanted, from number `column`; 0: all are."""
 
     name: str
     file: Path
@@ -74,7 +74,45 @@ class StoredTensor:
         if cut.dim == 0:
             row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
             return replace(self, shape=(cut.size, *self.shape[1:]), start=self.start + cut.start * row_bytes)
-        return replace(self, shape=(self.shape[0], cut.size), row=cut.whole, column=cut.start)
+        return replace(self, shape=(*self.shape[:-1], cut.size), row=cut.whole, column=cut.start)
+
+    def at(self, index: int) -> StoredTensor:
+        """One entry of the first dimension."""
+        return replace(self.cut(Cut(0, index, 1, self.shape[0])), shape=self.shape[1:])
+
+
+def parts_of(
+    stored: StoredTensor, cut: Cut | Box | None, target: torch.Tensor
+) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """What fills `target`, which has the shape of the part, and which part of it each does."""
+    if cut is None:
+        yield stored, target
+    elif isinstance(cut, Cut):
+        yield stored.cut(cut), target
+    else:
+        filled = 0
+        for start, size in cut.stretches[0]:
+            own = stored.cut(Cut(0, start, size, stored.shape[0]))
+            yield from _boxed(own, cut.stretches[1:], target[filled : filled + size])
+            filled += size
+
+
+def _boxed(
+    stored: StoredTensor, stretches: tuple[tuple[tuple[int, int], ...], ...], target: torch.Tensor
+) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """Of all entries of the first dimension, stretches of the others."""
+    *outer, last = stretches
+    whole = [((0, size),) for size in stored.shape[1:]]
+    if [*outer, last] == whole:
+        yield stored, target
+    elif outer == whole[:-1]:  # columns alone
+        filled = 0
+        for start, size in last:
+            yield stored.cut(Cut(-1, start, size, stored.shape[-1])), target[..., filled : filled + size]
+            filled += size
+    else:
+        for index in range(stored.shape[0]):
+            yield from parts_of(stored.at(index), Box(stretches, stored.shape[1:]), target[index])
 
 
 class CheckpointReader:
@@ -104,10 +142,10 @@ class CheckpointReader:
                 name=stored.name,
                 start=stored.start,
                 dtype=stored.dtype,
-                target=target.detach().view(-1),
+                target=target.detach().flatten(0, -2) if stored.row else target.detach().view(-1),
                 row=stored.row,
                 column=stored.column,
-                columns=stored.shape[1] if stored.row else 0,
+                columns=stored.shape[-1] if stored.row else 0,
             )
             by_device.setdefault(target.device, []).append(part)
         progress = Progress(sum(part.size for parts in by_device.values() for part in parts))

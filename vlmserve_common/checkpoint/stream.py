@@ -29,8 +29,8 @@ Wait: TypeAlias = Callable[[], object]
 class Part:
     """Bytes `start` ... of a file, which are `target` [n] stored as `dtype`. name: the tensor's, for errors.
 
-    row: where it is above 0, the file has rows of so many elements, of which `columns`, from number `column`, are the
-    target's. Whole rows are read: files are read from memory as a rule, where small gaps save nothing.
+    row: where it is above 0, the file has rows of so many elements, of which `columns`, from number `column`, are those
+    of `target` [n, columns]. Whole rows are read: files are read from memory as a rule, where small gaps save nothing.
     """
 
     file: Path
@@ -124,11 +124,11 @@ def cut(part: Part, most: int) -> Iterator[Part]:
 
 
 def _cut_rows(part: Part, rows: int) -> Iterator[Part]:
-    for first in range(0, part.target.numel() // part.columns, rows):
+    for first in range(0, len(part.target), rows):
         yield replace(
             part,
             start=part.start + first * part.row * part.dtype.itemsize,
-            target=part.target[first * part.columns : (first + rows) * part.columns],
+            target=part.target[first : first + rows],
         )
 
 

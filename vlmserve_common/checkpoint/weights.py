@@ -14,9 +14,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
+from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor, parts_of
 from vlmserve_common.compute.linear import Linear
-from vlmserve_common.compute.shard import Cut, Cuts
+from vlmserve_common.compute.shard import Box, Cut, Cuts
 from vlmserve_common.errors import CheckpointError
 
 _LISTED = 12
@@ -55,8 +55,17 @@ class StoresParametersOtherwise(Protocol):
 class StoresPartsOnly(Protocol):
     """A module that has parts of some tensors of a checkpoint."""
 
-    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Cuts]]:
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Cuts | Box]]:
         """Checkpoint names, and which part of each tensor is here; `name` is the module's own."""
+        ...
+
+
+@runtime_checkable
+class StoresSomeOnly(Protocol):
+    """A module of which a checkpoint has more tensors than are here."""
+
+    def stored_elsewhere(self, name: str) -> Iterator[str]:
+        """Prefixes of checkpoint names that other processes have; `name` is the module's own."""
         ...
 
 
@@ -81,7 +90,7 @@ def match_weights(
     Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors.
     """
     targets = {name: target for name, target in stored_tensors(module) if name not in otherwise}
-    cuts = stored_cuts(module)
+    cuts, elsewhere = stored_cuts(module), stored_elsewhere(module)
     found: dict[str, StoredTensor] = {}
     unexpected, doubled, misshaped, whole, unscaled = [], [], [], [], []
     for name, stored in reader.tensors.items():
@@ -89,7 +98,7 @@ def match_weights(
             continue
         ours = rules.our_name(name)
         if ours not in targets:
-            if not rules.is_ignored(name):
+            if not rules.is_ignored(name) and not ours.startswith(elsewhere):
                 unexpected.append(name)
         elif ours in found:
             doubled.append(f"{name} = {found[ours].name}")
@@ -120,9 +129,10 @@ def match_weights(
     if problems:
         raise CheckpointError(f"{reader.folder}: the tensors do not fit the configuration. " + ". ".join(problems))
     return [
-        (stored if cut is None else stored.cut(cut), view)
+        part
         for name, stored in found.items()
         for view, cut in pieces_of(targets[name], cuts.get(name))
+        for part in parts_of(stored, cut, view)
     ]
 
 
@@ -132,7 +142,17 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from parameters_of(name, child)
 
 
-def stored_cuts(module: nn.Module) -> dict[str, Cut | Cuts]:
+def stored_elsewhere(module: nn.Module) -> tuple[str, ...]:
+    """Prefixes of checkpoint names that other processes have."""
+    return tuple(
+        prefix
+        for name, child in module.named_modules()
+        if isinstance(child, StoresSomeOnly)
+        for prefix in child.stored_elsewhere(name)
+    )
+
+
+def stored_cuts(module: nn.Module) -> dict[str, Cut | Cuts | Box]:
     """Of `stored_tensors`, those that are parts: their names, and which."""
     return {
         stored: cut
@@ -151,10 +171,10 @@ def parameters_of(name: str, child: nn.Module) -> Iterator[tuple[str, torch.Tens
             yield f"{name}.{leaf}" if name else leaf, parameter
 
 
-def pieces_of(view: torch.Tensor, cut: Cut | Cuts | None) -> Iterator[tuple[torch.Tensor, Cut | None]]:
-    """What there is of a stored tensor, in pieces that are each in one piece there, too."""
-    if cut is None:
-        yield view, None
+def pieces_of(view: torch.Tensor, cut: Cut | Cuts | Box | None) -> Iterator[tuple[torch.Tensor, Cut | Box | None]]:
+    """What there is of a stored tensor, one piece for each cut."""
+    if cut is None or isinstance(cut, Box):
+        yield view, cut
         return
     yield from zip(view.split([piece.size for piece in cut.pieces], cut.pieces[0].dim), cut.pieces, strict=True)
 
@@ -193,6 +213,7 @@ def linears_of(module: nn.Module) -> Iterator[tuple[str, Linear, list[WeightPiec
                     for stored, whole in parameters_of(name, child)
                     if stored.endswith(".weight") and whole.ndim == 2
                     for view, cut in pieces_of(whole, cuts.get(stored))
+                    if not isinstance(cut, Box)  # which only experts have
                 ],
             )
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import nn
 
 from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.expert_exchange import Choice, Slots, make_exchange
+from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
+from vlmserve_common.compute.fp8 import FP8
+from vlmserve_common.compute.fp8_experts import ExpertScales
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
+from vlmserve_common.compute.shard import WHOLE, Box, Cut, Shard
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import experts as native
 from vlmserve_common.kernels.linear import PackedWeight, can_pack, stacked
@@ -19,8 +26,11 @@ ExpertLayout = Literal["inputs_first", "outputs_first", "each"]
 """How a checkpoint has the weights of experts: all of them in one tensor, [experts, inputs, outputs] (as published) or
 [experts, outputs, inputs] (as `transformers` 5 has them in memory), or each under its own name."""
 
-Choice = tuple[torch.Tensor, torch.Tensor]
-"""Experts [N, chosen] of each token, int64 (int32 on a GPU), and their scores [N, chosen] in its dtype."""
+# What names of an expert's tensors end with.
+_KNOWN = (".weight", "gate_up_proj", "down_proj", "_scale_inv", "_scale")
+_PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+)
 
 
 class Router(Linear):
@@ -49,7 +59,8 @@ class Router(Linear):
 
 
 class Experts(nn.Module):
-    """down_e(act(gate_e(x)) * up_e(x)) for each expert e; uninitialised, inference only.
+    """down_e(act(gate_e(x)) * up_e(x)) for each expert e; uninitialised, inference only. part: which of them this
+    process has, and how much of each.
 
     gate_up_proj, gates first, and down_proj lie as the checkpoint has them (see `lay_out`), so that they are read as
     they are; `weights` are always the same.
@@ -58,13 +69,16 @@ class Experts(nn.Module):
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
 
-    def __init__(self, count: int, size: int, intermediate_size: int, act: Activation) -> None:
+    def __init__(self, part: ExpertPart, size: int, act: Activation) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, size), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(count, size, intermediate_size), requires_grad=False)
+        count = len(part.own)
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * part.size, size), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(count, size, part.size), requires_grad=False)
+        self.part, self.size = part, size
         self.act = act
         self.layout: ExpertLayout = "outputs_first"
         self.packed: tuple[PackedWeight, PackedWeight] | None = None
+        self.fp8: ExpertScales | None = None
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +98,26 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(gate_up.new_empty(gate_up.shape), requires_grad=False)
         self.down_proj = nn.Parameter(down.new_empty(down.shape), requires_grad=False)
 
+    def rows_of_slots(self) -> Iterator[torch.Tensor]:
+        """Everything that belongs to experts, as views uint8 [slots, bytes] that may be written to."""
+        if self.packed is not None:
+            whole = [weight.data for weight in self.packed]
+            assert all(weight.count == len(self.part.own) for weight in self.packed)
+        else:
+            whole = [parameter.detach() for parameter in self.parameters()]
+        for tensor in whole:
+            yield tensor.view(len(self.part.own), -1).view(torch.uint8)
+
+    def hold_fp8(self, scales: ExpertScales) -> None:
+        """Have weights of 8-bit floats, uninitialised, in place of the plain ones, which go."""
+        assert self.gate_up_proj is not None
+        assert self.down_proj is not None
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(torch.empty_like(weights, dtype=FP8), requires_grad=False)
+            for weights in (self.gate_up_proj, self.down_proj)
+        )
+        self.fp8 = scales
+
     def pack(self, mode: Mode | None = None) -> None:
         """Lay the weights out for this process's operators, where these can use them; the plain ones go.
 
@@ -101,27 +135,53 @@ class Experts(nn.Module):
         """See `checkpoint.weights.StoresParametersOtherwise`; by `layout`."""
         for leaf, weights in self.named_parameters(recurse=False):
             if self.layout == "each":
-                parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
-                for expert, weight in enumerate(weights):
+                parts = _PARTS[leaf]
+                for expert, weight in zip(self.part.own, weights, strict=True):
                     for part, piece in zip(parts, weight.chunk(len(parts)), strict=True):
                         yield f"{name}.{expert}.{part}.weight", piece
             else:
                 yield f"{name}.{leaf}", weights
 
+    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Box]]:
+        """See `checkpoint.weights.StoresPartsOnly`."""
+        part = self.part
+        for leaf in () if part.is_whole else ("gate_up_proj", "down_proj"):
+            if self.layout != "each":
+                yield f"{name}.{leaf}", self._box(leaf)
+            elif part.cuts_experts:
+                cut = Cut(0 if leaf == "gate_up_proj" else 1, part.first, part.size, part.inner)
+                yield from ((f"{name}.{expert}.{own}.weight", cut) for expert in part.own for own in _PARTS[leaf])
+
+    def stored_elsewhere(self, name: str) -> Iterator[str]:
+        """See `checkpoint.weights.StoresSomeOnly`."""
+        if self.layout == "each":
+            yield from (f"{name}.{expert}." for expert in self.part.elsewhere)
+
+    def _box(self, leaf: str) -> Box:
+        """What is here of the tensor of all experts."""
+        part = self.part
+        parts = len(_PARTS[leaf])
+        inner = tuple((half * part.inner + part.first, part.size) for half in range(parts))
+        outputs, inputs = inner, ((0, self.size),)
+        shape = (parts * part.inner, self.size)
+        if (leaf == "down_proj") != (self.layout == "inputs_first"):
+            outputs, inputs, shape = inputs, outputs, shape[::-1]
+        return Box((part.stretches_of_experts(), outputs, inputs), (part.count, *shape))
+
     def stored_so(self, shapes: Mapping[str, tuple[int, ...]]) -> ExpertLayout:
         """The layout of a checkpoint whose experts have tensors of these names and shapes; as published, if they do not
         tell. CheckpointError for quantised ones."""
         for name in shapes:
-            if name.rpartition(".")[2] not in ("weight", "gate_up_proj", "down_proj"):
+            if not name.endswith(_KNOWN):
                 raise CheckpointError(
-                    f"{name}: experts that are quantised in the checkpoint are not supported; take the plain one (on a "
-                    "CPU, --quantization int8 or int4 quantises it at the start)"
+                    f"{name}: experts of whole numbers are not supported; take the plain checkpoint, or that of 8-bit "
+                    "floats (on a CPU, --quantization int8 or int4 quantises the plain one at the start)"
                 )
         if any(name.endswith("_proj.weight") for name in shapes):
             return "each"
-        for leaf, weights in zip(("gate_up_proj", "down_proj"), self.weights, strict=True):
-            _, outputs, inputs = weights.shape
-            if outputs != inputs and shapes.get(leaf) == tuple(weights.shape):
+        whole = self.part.count, self.part.inner
+        for leaf, outputs, inputs in (("gate_up_proj", 2 * whole[1], self.size), ("down_proj", self.size, whole[1])):
+            if outputs != inputs and shapes.get(leaf) == (whole[0], outputs, inputs):
                 return "outputs_first"
         return "inputs_first"
 
@@ -134,7 +194,8 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """x [N, size] -> residual + the sum of each token's experts, times their scores, [N, size].
 
-        workspace: see `compute.linear.linear`.
+        workspace: see `compute.linear.linear`. The choice has slots of this process's part, and numbers below 0 where
+        others have the expert.
         """
         ids, scores = choice
         if self.packed is not None:
@@ -142,7 +203,7 @@ class Experts(nn.Module):
         if x.is_cuda and self.act.name == "silu":
             from vlmserve_common.kernels.gpu.experts import run_experts  # not where there is no GPU
 
-            return run_experts(x, ids.int(), scores, *self.weights, residual)
+            return run_experts(x, ids.int(), scores, *self.weights, residual, self.fp8)
         out = self._one_by_one(x, ids, scores, workspace)
         return out if residual is None else out.add_(residual)
 
@@ -151,17 +212,18 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """The experts that are hit, each with all its tokens. A token's sum is in the order of its scores, whatever
         else is in the batch."""
-        gate_up, down = self.weights
         chosen = ids.shape[1]
         order = ids.flatten().argsort(stable=True)
         rows = x[order // chosen]
-        made = torch.empty_like(rows)
-        first = 0
-        for expert, count in enumerate(ids.flatten().bincount(minlength=len(down)).tolist()):
+        made = torch.zeros_like(rows)
+        slots = ids.flatten()
+        first = int((slots < 0).sum())  # of which nothing is made here
+        for expert, count in enumerate(slots[slots >= 0].bincount(minlength=len(self.part.own)).tolist()):
             if count:
                 own = slice(first, first + count)
-                gates, rest = linear(rows[own], gate_up[expert], workspace=workspace).chunk(2, dim=-1)
-                made[order[own]] = linear(self.act(gates).mul_(rest), down[expert], workspace=workspace)
+                gate_up, down = self._weights_of(expert, x.dtype)
+                gates, rest = linear(rows[own], gate_up, workspace=workspace).chunk(2, dim=-1)
+                made[order[own]] = linear(self.act(gates).mul_(rest), down, workspace=workspace)
                 first += count
         made = made.view(len(x), chosen, x.shape[1])
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -169,18 +231,47 @@ class Experts(nn.Module):
             total.addcmul_(made[:, place].float(), scores[:, place, None].float())
         return total.to(x.dtype)
 
+    def _weights_of(self, slot: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_up, down = (weights[slot] for weights in self.weights)
+        if self.fp8 is None:
+            return gate_up, down
+        wide = [
+            weight.float() * scales[: weight.shape[0], : weight.shape[1]]
+            for weight, scales in zip((gate_up, down), self.fp8.spread(slot), strict=True)
+        ]
+        return wide[0].to(dtype), wide[1].to(dtype)
+
 
 class SparseMLP(nn.Module):
-    """A router and its experts, under the names of published checkpoints."""
+    """A router and its experts, under the names of published checkpoints. shard: this process's part; every process
+    has the router."""
 
-    def __init__(self, size: int, intermediate_size: int, num_experts: int, chosen: int, act: Activation) -> None:
+    def __init__(
+        self,
+        size: int,
+        intermediate_size: int,
+        num_experts: int,
+        chosen: int,
+        act: Activation,
+        shard: Shard = WHOLE,
+    ) -> None:
         super().__init__()
         self.gate = Router(size, num_experts, chosen)
-        self.experts = Experts(num_experts, size, intermediate_size, act)
+        self.experts = Experts(part_of_experts(num_experts, intermediate_size, shard), size, act)
+        self.slots = None if shard.is_whole else Slots(num_experts, shard)
+        self._exchange = None if self.slots is None else make_exchange(self.slots, shard, chosen)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [N, size] -> [N, size], added to `residual`."""
-        return self.experts(x, self.gate.choose(x), residual, self.gate.workspace)
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, beside: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [N, size] -> [N, size], added to `residual`. beside: this process's part of a sum [N, size] that is to be
+        added; may be overwritten."""
+        choice = self.gate.choose(x)
+        if self._exchange is None:
+            out = self.experts(x, choice, residual if beside is None else beside, self.gate.workspace)
+            return out if residual is None or beside is None else out.add_(residual)
+        out = self._exchange(x, choice, partial(self.experts, workspace=self.gate.workspace), beside)
+        return out if residual is None else out.add_(residual)
 
 
 def pack_experts(module: nn.Module, mode: Mode | None = None) -> None:

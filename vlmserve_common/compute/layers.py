@@ -104,14 +104,25 @@ class VocabEmbedding(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020). shard: this process's part of the inner elements."""
+    """down(act(gate(x)) * up(x)) (Shazeer 2020). shard: this process's part of the inner elements; summed: see
+    `compute.linear.RowLinear`. what: the name of intermediate_size, for errors."""
 
-    def __init__(self, size: int, intermediate_size: int, act: Activation, *, bias: bool, shard: Shard = WHOLE) -> None:
+    def __init__(
+        self,
+        size: int,
+        intermediate_size: int,
+        act: Activation,
+        *,
+        bias: bool,
+        shard: Shard = WHOLE,
+        summed: bool = True,
+        what: str = "intermediate_size",
+    ) -> None:
         super().__init__()
-        inner = shard.cut(intermediate_size, "intermediate_size")
+        inner = shard.cut(intermediate_size, what)
         part = intermediate_size if shard.is_whole else inner
         self.gate_up_proj = MergedLinear(size, {"gate_proj": part, "up_proj": part}, bias=bias, gated=True)
-        self.down_proj = row_linear(intermediate_size, size, bias=bias, shard=shard, what="intermediate_size")
+        self.down_proj = row_linear(intermediate_size, size, bias=bias, shard=shard, what=what, summed=summed)
         self.act = act
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

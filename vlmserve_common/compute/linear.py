@@ -236,10 +236,14 @@ class MergedLinear(Linear):
 
 class RowLinear(Linear):
     """A product whose inputs are spread over processes: each has its columns of the weight, and the products are added
-    up over all. in_features: of all processes together."""
+    up over all. in_features: of all processes together. summed: False: whoever calls it adds them up."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str, summed: bool = True
+    ) -> None:
+        assert summed or not bias
         self.cut = shard.cut(in_features, what, dim=1)
+        self._summed = summed
         super().__init__(self.cut.size, out_features, bias=False)
         # added once, behind the sum
         self.sum_bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
@@ -250,7 +254,9 @@ class RowLinear(Linear):
     ) -> torch.Tensor:
         """See `Linear.forward`; without an activation."""
         assert act is None
-        out = self._shard.all_reduce(super().forward(x))
+        out = super().forward(x)
+        if self._summed:
+            out = self._shard.all_reduce(out)
         if self.sum_bias is not None:
             out += self.sum_bias
         return out if residual is None else out.add_(residual)
@@ -282,11 +288,14 @@ class VocabLinear(Linear):
         yield f"{name}.weight", self.cut
 
 
-def row_linear(in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str) -> Linear:
-    """A product of what processes have each a part of. what: the name of in_features, for errors."""
+def row_linear(
+    in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str, summed: bool = True
+) -> Linear:
+    """A product of what processes have each a part of. what: the name of in_features, for errors. summed: see
+    `RowLinear`."""
     if shard.is_whole:
         return Linear(in_features, out_features, bias=bias)
-    return RowLinear(in_features, out_features, bias=bias, shard=shard, what=what)
+    return RowLinear(in_features, out_features, bias=bias, shard=shard, what=what, summed=summed)
 
 
 class PatchProjection(Linear):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -24,6 +24,15 @@ class Collectives(Protocol):
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's x, in order, at the first process; nothing at others."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, ...] of everybody, who all have as many rows, in order: [size * n, ...]; x is contiguous."""
+        ...
+
+    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Rows of x, of which each process gets the next `sent`, in order -> the rows that came from each, `received`
+        of them, in order; x is contiguous."""
         ...
 
 
@@ -73,12 +82,39 @@ def stacked(cuts: Sequence[Cut]) -> Cuts:
 
 
 @dataclass(frozen=True, slots=True)
+class Box:
+    """Of each dimension of a stored tensor [*whole], stretches (start, size), which follow each other in the part."""
+
+    stretches: tuple[tuple[tuple[int, int], ...], ...]
+    whole: tuple[int, ...]
+
+    def whole_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        """The stored tensor's, for that of the part."""
+        assert tuple(shape) == tuple(sum(size for _, size in own) for own in self.stretches)
+        return self.whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSharing:
+    """How the processes that share a model share its experts (see `compute.expert_part`). ep_size: parties, each with
+    experts of its own, which its members cut. a2a: how tokens get to their experts (see `compute.expert_exchange`).
+    redundant: copies beside one of each. counted: how often each
+    is chosen."""
+
+    ep_size: int = 1
+    a2a: Literal["auto", "none", "torch"] = "auto"
+    redundant: int = 0
+    counted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Part number `rank` of `size`. collectives: how the processes that have the parts talk; None where it is one."""
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = None
+    experts: ExpertSharing = ExpertSharing()
 
     @property
     def is_whole(self) -> bool:

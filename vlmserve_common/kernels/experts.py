@@ -33,7 +33,8 @@ def run_experts(
     act: str,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int64 [N, chosen] of x, [N, size].
+    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int64 [N, chosen] of x, [N, size]; ids below
+    0 are not here.
 
     gate_up (gated), down: of all experts. All of one dtype, contiguous.
     """

@@ -10,7 +10,7 @@ import datetime
 import ipaddress
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,22 @@ class ProcessGroup:
         with self._lost("gathering"):
             self._group.gather([parts] if parts else [], [x], options).wait()
         return parts
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`."""
+        out = x.new_empty((self.size * len(x), *x.shape[1:]))
+        self._count("all_gather", out)
+        with self._lost("gathering"):
+            self._group._allgather_base(out, x).wait()
+        return out
+
+    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """See `Collectives`."""
+        self._count("all_to_all", x)
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        with self._lost("exchanging"):
+            self._group.alltoall_base(out, x, list(received), list(sent)).wait()
+        return out
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """The first process's x at all of them, in x's memory; x is contiguous."""

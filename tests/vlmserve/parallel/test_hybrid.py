@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_checkpoints import HYBRID, make_checkpoint
+from tests.tiny_checkpoints import HYBRID, HYBRID_MOE, make_checkpoint
 from tests.vlmserve.parallel.test_tensor_parallel import assert_alike
 from tests.vlmserve.reference import ask, picture
 from vlmserve import LLM, SamplingOverrides
@@ -28,13 +28,10 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(HYBRID, tmp_path_factory.mktemp(HYBRID))
-
-
-def test_the_same_answers_as_alone(folder: Path):
+@pytest.mark.parametrize("family", [HYBRID, pytest.param(HYBRID_MOE, marks=pytest.mark.slow)])
+def test_the_same_answers_as_alone(family: str, tmp_path: Path):
     """Chunks of prompts, pictures, prefixes that are found, requests that are taken back, steps in flight."""
+    folder = make_checkpoint(family, tmp_path)
     asked = [
         ask(WORDS, picture(1, 256, 256)),
         ask(WORDS + "Count.", picture(1, 256, 256)),
@@ -60,6 +57,7 @@ def test_the_same_answers_as_alone(folder: Path):
     assert own_recurrent[2] == recurrent[2] / 2
 
 
-def test_heads_that_do_not_divide_are_refused_by_name(folder: Path):
+def test_heads_that_do_not_divide_are_refused_by_name(tmp_path: Path):
+    folder = make_checkpoint(HYBRID, tmp_path)
     with pytest.raises(EngineError, match="--tp-size is 4: linear_num_key_heads is 2, which it does not divide"):
         rank_args(EngineArgs(model=str(folder), tp_size=4), 0)

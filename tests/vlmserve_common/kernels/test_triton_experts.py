@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
 from vlmserve_common.compute.experts import Experts
+from vlmserve_common.compute.fp8 import FP8
+from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales
 
 routing = pytest.importorskip("vlmserve_common.kernels.gpu.routing")
 kernels = pytest.importorskip("vlmserve_common.kernels.gpu.experts")
@@ -85,24 +88,48 @@ def test_a_plan_has_each_row_once_in_a_block_of_its_expert(rows, experts, size, 
     inputs_first=st.booleans(),
     dtype=DTYPES,
     residual=st.booleans(),
+    elsewhere=st.booleans(),
 )
-def test_what_torch_computes(tokens, experts, chosen, sizes, inputs_first, dtype, residual):
+def test_what_torch_computes(tokens, experts, chosen, sizes, inputs_first, dtype, residual, elsewhere):
     chosen, (size, inner) = min(chosen, experts), sizes
-    module = Experts(experts, size, inner, activation("silu")).to(DEVICE, dtype)
+    module = Experts(part_of_experts(experts, inner), size, activation("silu")).to(DEVICE, dtype)
     module.lay_out("inputs_first" if inputs_first else "outputs_first")
     for seed, weights in enumerate(module.weights):
         weights.copy_(seeded(seed, *weights.shape) * weights.shape[-1] ** -0.5)
     x, added = (seeded(seed, tokens, size, dtype=dtype) for seed in (2, 3))
     ids, scores = routing.route(seeded(4, tokens, experts, dtype=dtype), chosen)
+    if elsewhere:  # experts that others have
+        ids = torch.where(ids % 2 == 0, -1, ids)
     wanted = module._one_by_one(x, ids.long(), scores, None)
     found = kernels.run_experts(x, ids, scores, *module.weights, added if residual else None)
     assert found.dtype == dtype
     torch.testing.assert_close(found, wanted + added if residual else wanted, **CLOSE[dtype])
 
 
+@pytest.mark.parametrize("inputs_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_8_bit_floats(inputs_first, dtype):
+    """Sizes that end within a block, of a part that begins in the midst of one."""
+    whole, size = 192, 160
+    part = ExpertPart(count=4, inner=whole, own=(1, 2, 3), first=96, size=96)
+    module = Experts(part, size, activation("silu")).to(DEVICE, dtype)
+    module.lay_out("inputs_first" if inputs_first else "outputs_first")
+    scales = ExpertScales(part, size, (Blocks(outputs=128, inputs=128),) * 2).to(DEVICE)
+    module.hold_fp8(scales)
+    for seed, weights in enumerate(module.weights):
+        weights.copy_(seeded(seed, *weights.shape).to(FP8))
+    for seed, own in enumerate((scales.gate_up, scales.down)):
+        own.copy_(seeded(seed, *own.shape).abs() * 0.05)
+    x, ids, scores = seeded(2, 9, size, dtype=dtype), torch.tensor([[0, -1], [2, 1], [1, 0]] * 3), torch.rand(9, 2)
+    ids, scores = ids.to(DEVICE), scores.to(DEVICE, dtype)
+    wanted = module._one_by_one(x, ids, scores, None)
+    found = kernels.run_experts(x, ids.int(), scores, *module.weights, fp8=scales)
+    torch.testing.assert_close(found, wanted, **CLOSE[dtype])
+
+
 def test_tiles_hold_all_rows_of_any_number():
     """Each kind of tile, by the number of rows; of 16 bits."""
-    module = Experts(2, 64, 32, activation("silu")).to(DEVICE, torch.float16)
+    module = Experts(part_of_experts(2, 32), 64, activation("silu")).to(DEVICE, torch.float16)
     for seed, weights in enumerate(module.weights):
         weights.copy_(seeded(seed, *weights.shape) * weights.shape[-1] ** -0.5)
     kinds = set()

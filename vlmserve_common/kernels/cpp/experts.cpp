@@ -41,19 +41,21 @@ void route(const T* logits, int64_t rows, int64_t experts, int64_t chosen, int64
   });
 }
 
-// out [size] = residual + the sum of scores times rows of `made` [*, size], in their order.
+// out [size] = residual + the sum of scores times rows of `made` [*, size], in their order; places below 0 have none.
 template <class T>
 void add_up(const T* made, const int64_t* places, const T* scores, int64_t chosen, int64_t size, const T* residual,
             T* out) {
   int64_t k = 0;
   for (; k + 16 <= size; k += 16) {
     f32x16 total = residual ? load_floats(residual + k) : f32x16{};
-    for (int64_t j = 0; j < chosen; ++j) total += splat(to_float(scores[j])) * load_floats(made + places[j] * size + k);
+    for (int64_t j = 0; j < chosen; ++j)
+      if (places[j] >= 0) total += splat(to_float(scores[j])) * load_floats(made + places[j] * size + k);
     store_floats(out + k, total);
   }
   for (; k < size; ++k) {
     float total = residual ? to_float(residual[k]) : 0.0f;
-    for (int64_t j = 0; j < chosen; ++j) total += to_float(scores[j]) * to_float(made[places[j] * size + k]);
+    for (int64_t j = 0; j < chosen; ++j)
+      if (places[j] >= 0) total += to_float(scores[j]) * to_float(made[places[j] * size + k]);
     from_float(out + k, total);
   }
 }
@@ -65,14 +67,15 @@ void run_experts(const Weight& gate_up, const Weight& down, int64_t experts, int
   const int64_t size = gate_up.inner, all = rows * chosen;
   // where each expert's rows start, and where among these each row's are
   std::vector<int64_t> starts(experts + 1), next, places(all);
-  for (int64_t i = 0; i < all; ++i) ++starts[ids[i] + 1];
+  for (int64_t i = 0; i < all; ++i)
+    if (ids[i] >= 0) ++starts[ids[i] + 1];
   std::partial_sum(starts.begin(), starts.end(), starts.begin());
   next = starts;
-  for (int64_t i = 0; i < all; ++i) places[i] = next[ids[i]]++;
+  for (int64_t i = 0; i < all; ++i) places[i] = ids[i] < 0 ? -1 : next[ids[i]]++;
   T *sorted = scratch, *inside = scratch + all * size, *made = sorted;  // those are over when these come
   pool::parallel_for(all, grain_of(all, size), [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i)
-      std::memcpy(sorted + places[i] * size, x + i / chosen * size, size * sizeof(T));
+      if (places[i] >= 0) std::memcpy(sorted + places[i] * size, x + i / chosen * size, size * sizeof(T));
   });
   grouped_linear(gate_up, narrow, experts, starts.data(), sorted, act, true, inside);
   grouped_linear(down, narrow, experts, starts.data(), inside, 0, false, made);
@@ -93,8 +96,8 @@ extern "C" void vs_route(int32_t narrow, const void* logits, int64_t rows, int64
   route((const float*)logits, rows, experts, chosen, ids, (float*)scores);
 }
 
-// x [rows, size] -> out [rows, size] = residual + the sum of scores [rows, chosen] * expert ids [rows, chosen] of x;
-// all bfloat16 or all float32. residual may be null, or out. gate_up, down: Weights of all experts. scratch: for each
+// x [rows, size] -> out [rows, size] = residual + the sum of scores [rows, chosen] * expert ids [rows, chosen] of x,
+// of which those below 0 are not here; all bfloat16 or all float32. residual may be null, or out. gate_up, down: Weights of all experts. scratch: for each
 // row chosen * (size + gates) elements of x's type.
 extern "C" void vs_experts(int32_t narrow, const void* gate_up, const void* down, int64_t experts, int64_t chosen,
                            int32_t act, const void* x, int64_t rows, const int64_t* ids, const void* scores,

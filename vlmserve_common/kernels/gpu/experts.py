@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vlmserve_common.compute.fp8 import FP8
+from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales, step_of
 from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
 from vlmserve_common.kernels.gpu.rounding import rounded
 from vlmserve_common.kernels.gpu.routing import make_plan
@@ -49,10 +51,13 @@ def run_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     residual: torch.Tensor | None = None,
+    fp8: ExpertScales | None = None,
 ) -> torch.Tensor:
-    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int32 [N, chosen] of x, [N, size].
+    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int32 [N, chosen] of x, [N, size]; ids below
+    0 are not here.
 
     gate_up [experts, 2 * inner, size], gates first, for SiLU; down [experts, size, inner]: of x's dtype, any strides.
+    fp8: they are 8-bit floats, with such scales.
     """
     (tokens, size), chosen, (experts, _, inner) = x.shape, ids.shape[1], down.shape
     out = torch.empty_like(x)
@@ -64,6 +69,10 @@ def run_experts(
     for weights, source, target, gated in ((gate_up, x, inside, True), (down, inside, made, False)):
         tile = tile_for(rows, experts, x.dtype, gated=gated)
         outputs = target.shape[1]
+        blocks, scales, strides = Blocks(outputs=1, inputs=tile.inputs), weights, (0, 0)
+        if fp8 is not None:
+            blocks, scales = (fp8.gate_up_blocks, fp8.gate_up) if gated else (fp8.down_blocks, fp8.down)
+            strides = scales.stride()[:2]
         grouped_kernel[len(plan.blocks), triton.cdiv(outputs, tile.outputs)](
             source,
             weights,
@@ -73,17 +82,23 @@ def run_experts(
             outputs,
             source.shape[1],
             *weights.stride(),
+            scales,
+            *strides,
             CHOSEN=chosen,
             GATED=gated,
+            SCALED=fp8 is not None,
+            SCALE_OUTPUTS=blocks.outputs,
+            SCALE_INPUTS=blocks.inputs,
             ROWS=tile.rows,
             OUTPUTS=tile.outputs,
-            INPUTS=tile.inputs,
+            INPUTS=step_of(blocks.inputs, tile.inputs),
             WIDEN=INTERPRETED and x.dtype == torch.bfloat16,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
     sum_kernel[tokens, triton.cdiv(size, _COLUMNS)](
         made,
+        ids,
         scores,
         out if residual is None else residual,
         out,
@@ -108,15 +123,22 @@ def grouped_kernel(
     expert_stride: tl.tensor,
     output_stride: tl.tensor,
     input_stride: tl.tensor,
+    scales: tl.tensor,
+    expert_scales: tl.tensor,
+    output_scales: tl.tensor,
     CHOSEN: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_OUTPUTS: tl.constexpr,
+    SCALE_INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """A block's rows, some outputs. GATED: x has tokens, and out is in the plan's order; otherwise x is in the plan's
-    order, and out is in that of rows."""
+    order, and out is in that of rows. SCALED: weights are 8-bit floats, of which so many outputs and inputs share a
+    scale."""
     block = blocks + tl.program_id(0) * 3
     count = tl.load(block + 2)
     if count == 0:
@@ -129,6 +151,7 @@ def grouped_kernel(
     x_ptrs = x + sources.to(tl.int64)[:, None] * inputs + columns[None, :]
     w_ptrs = weights + tl.load(block).to(tl.int64) * expert_stride
     w_ptrs += channels[None, :] * output_stride + columns[:, None] * input_stride
+    s_ptrs = scales + tl.load(block).to(tl.int64) * expert_scales
     sums = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     if GATED:
         ups = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
@@ -136,9 +159,21 @@ def grouped_kernel(
         left = columns < inputs - first
         x_part = tl.load(x_ptrs, mask=(within < count)[:, None] & left[None, :], other=0.0)
         w_mask = (channels < outputs)[None, :] & left[:, None]
-        sums = _add(x_part, tl.load(w_ptrs, mask=w_mask, other=0.0), sums, WIDEN)
+        w_part = tl.load(w_ptrs, mask=w_mask, other=0.0)
+        if SCALED:
+            column = s_ptrs + first // SCALE_INPUTS
+            scale = tl.load(column + channels // SCALE_OUTPUTS * output_scales, mask=channels < outputs, other=0.0)
+            sums += _scaled(x_part, w_part, scale, WIDEN)
+        else:
+            sums = _add(x_part, w_part, sums, WIDEN)
         if GATED:
-            ups = _add(x_part, tl.load(w_ptrs + outputs * output_stride, mask=w_mask, other=0.0), ups, WIDEN)
+            w_part = tl.load(w_ptrs + outputs * output_stride, mask=w_mask, other=0.0)
+            if SCALED:
+                place = (channels + outputs) // SCALE_OUTPUTS
+                scale = tl.load(column + place * output_scales, mask=channels < outputs, other=0.0)
+                ups += _scaled(x_part, w_part, scale, WIDEN)
+            else:
+                ups = _add(x_part, w_part, ups, WIDEN)
         x_ptrs += INPUTS
         w_ptrs += INPUTS * input_stride
     if GATED:
@@ -156,8 +191,17 @@ def _add(x: tl.tensor, weights: tl.tensor, sums: tl.tensor, WIDEN: tl.constexpr)
 
 
 @triton.jit
+def _scaled(x: tl.tensor, weights: tl.tensor, scale: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+    """The product with 8-bit floats, which x's type has exactly, times a scale for each output."""
+    if WIDEN:
+        return tl.dot(x.to(tl.float32), weights.to(tl.float32), input_precision="ieee") * scale[None, :]
+    return tl.dot(x, weights.to(x.dtype), input_precision="ieee") * scale[None, :]
+
+
+@triton.jit
 def sum_kernel(
     made: tl.tensor,
+    ids: tl.tensor,
     scores: tl.tensor,
     residual: tl.tensor,
     out: tl.tensor,
@@ -174,30 +218,40 @@ def sum_kernel(
     for place in tl.static_range(CHOSEN):
         row = token * CHOSEN + place
         part = tl.load(made + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(scores + row).to(tl.float32) * part
+        # nothing was made of a row whose expert is elsewhere
+        total += tl.where(tl.load(ids + row) >= 0, tl.load(scores + row).to(tl.float32) * part, 0.0)
     if ADDED:
         total += tl.load(residual + token * size + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * size + columns, rounded(total, out.dtype.element_ty), mask=inside)
 
 
-def _grouped(dtype: torch.dtype, rows: int, *, gated: bool, inputs_first: bool) -> Variant:
+def _grouped(dtype: torch.dtype, rows: int, *, gated: bool, inputs_first: bool, scaled: bool = False) -> Variant:
     tile = tile_for(rows, 128, dtype, gated=gated)
     strides = {"output_stride": "i32:16", "input_stride": "i32:16"}
     unit = "output_stride" if inputs_first else "input_stride"
     del strides[unit]
     return Variant(
-        name=f"experts: {'gate and up' if gated else 'down'}, {TYPES[dtype]}, {rows} rows, {unit} 1",
+        name=f"experts: {'gate and up' if gated else 'down'}, {TYPES[dtype]}, {rows} rows, {unit} 1"
+        + (", 8-bit weights" if scaled else ""),
         kernel=grouped_kernel,
         signature={
-            **{name: pointer(dtype) for name in ("x", "weights", "out")},
+            "x": pointer(dtype),
+            "weights": pointer(FP8 if scaled else dtype),
+            "out": pointer(dtype),
             **{name: pointer(torch.int32) for name in ("order", "blocks")},
             **dict.fromkeys(("outputs", "inputs", "expert_stride"), "i32:16"),
             **strides,
+            "scales": pointer(torch.float32 if scaled else dtype),
+            "expert_scales": "i32",
+            "output_scales": "i32",
         },
         constexprs={
             unit: 1,
             "CHOSEN": 8,
             "GATED": gated,
+            "SCALED": scaled,
+            "SCALE_OUTPUTS": 128 if scaled else 1,
+            "SCALE_INPUTS": 128 if scaled else tile.inputs,
             "ROWS": tile.rows,
             "OUTPUTS": tile.outputs,
             "INPUTS": tile.inputs,
@@ -217,10 +271,21 @@ CATALOGUE = (
         for inputs_first in (True, False)
     ),
     *(
+        _grouped(torch.bfloat16, rows, gated=gated, inputs_first=inputs_first, scaled=True)
+        for rows in (8, 4096, 16384)
+        for gated in (True, False)
+        for inputs_first in (True, False)
+    ),
+    *(
         Variant(
             name=f"experts: sum, {TYPES[dtype]}",
             kernel=sum_kernel,
-            signature={name: pointer(dtype) for name in ("made", "scores", "residual", "out")} | {"size": "i32:16"},
+            signature={
+                "made": pointer(dtype),
+                "ids": pointer(torch.int32),
+                **{name: pointer(dtype) for name in ("scores", "residual", "out")},
+                "size": "i32:16",
+            },
             constexprs={"CHOSEN": 8, "ADDED": True, "COLUMNS": _COLUMNS},
         )
         for dtype in (torch.bfloat16, torch.float32)

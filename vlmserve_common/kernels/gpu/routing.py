@@ -79,7 +79,8 @@ def route_kernel(
 
 
 def make_plan(ids: torch.Tensor, experts: int, size: int) -> Plan:
-    """For ids int32 [N, chosen], below `experts`, in blocks of at most `size` rows."""
+    """For ids int32 [N, chosen], below `experts`, in blocks of at most `size` rows. Rows whose id is below 0 are in
+    none."""
     rows = ids.numel()
     most = min(experts, rows) + rows // size
     order = torch.empty(rows, dtype=torch.int32, device=ids.device)
@@ -117,8 +118,8 @@ def plan_kernel(
     experts, scanned = tl.arange(0, BLOCK), tl.arange(0, SCANNED)
     counts = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, rows, SCANNED):
-        inside = first + scanned < rows
-        counts += tl.histogram(tl.load(ids + first + scanned, mask=inside, other=0), BLOCK, mask=inside)
+        found = tl.load(ids + first + scanned, mask=first + scanned < rows, other=-1)
+        counts += tl.histogram(tl.maximum(found, 0), BLOCK, mask=found >= 0)
     before, needed = experts < expert, (counts + SIZE - 1) // SIZE
     start = tl.sum(tl.where(before, counts, 0), 0)
     count = tl.sum(tl.where(experts == expert, counts, 0), 0)

@@ -1,0 +1,189 @@
+"""Where experts are put by their loads, and how their weights get there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.expert_exchange import Slots, dispatch, moves_less_dispatched
+from vlmserve_common.compute.expert_part import first_placement, part_of_experts
+from vlmserve_common.compute.expert_placement import imbalance, move, place
+from vlmserve_common.compute.experts import Experts, SparseMLP
+from vlmserve_common.compute.shard import ExpertSharing, Shard
+from vlmserve_common.errors import EngineError
+
+COUNT, SIZE, INNER, CHOSEN = 6, 16, 8, 2
+
+
+@given(
+    st.lists(st.integers(0, 1000), min_size=8, max_size=8),
+    st.sampled_from([(2, 0), (2, 8), (4, 0), (4, 4), (4, 20), (8, 56)]),
+)
+def test_every_expert_has_a_place_and_none_two_at_a_party(loads: list[int], sizes: tuple[int, int]):
+    parties, redundant = sizes
+    old = tuple(slot % 8 for slot in range(8 + redundant))
+    new = place(loads, old, parties)
+    each = len(new) // parties
+    assert len(new) == len(old)
+    assert set(new) == set(range(8))
+    for party in range(parties):
+        own, before = (one[party * each : (party + 1) * each] for one in (new, old))
+        assert len(set(own)) == each
+        stay = set(own) & set(before)
+        assert all(own[before.index(expert)] == expert for expert in stay)
+    assert place(loads, new, parties) == new  # nothing moves to and fro
+
+
+def test_a_busy_expert_gets_the_copies():
+    loads, old = [90, 10, 10, 10], (0, 1, 2, 3, 0, 1)
+    new = place(loads, old, 2)
+    assert new.count(0) == 2
+    assert imbalance(loads, (0, 1, 2, 3), 2) == pytest.approx(100 / 60)
+    assert imbalance(loads, new, 2) == pytest.approx(1.0)
+
+
+def test_too_many_copies_are_refused():
+    shard = Shard(0, 2, experts=ExpertSharing(ep_size=2, redundant=10))
+    with pytest.raises(EngineError, match=r"--ep-num-redundant-experts is 10: 2 parties .* room for 6 copies of 6"):
+        first_placement(COUNT, shard)
+
+
+def test_rows_are_sent_where_that_moves_less():
+    def shard(ep_size: int) -> Shard:
+        return Shard(0, ep_size, experts=ExpertSharing(ep_size=ep_size))
+
+    assert not moves_less_dispatched(8, shard(2))
+    assert not moves_less_dispatched(8, shard(8))
+    assert moves_less_dispatched(8, shard(16))
+    assert moves_less_dispatched(1, shard(4))
+
+
+class Together:
+    """Collectives of threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._meet = threading.Barrier(size)
+        self._given: list = [None] * size
+
+    def of(self, rank: int) -> Shard:
+        return Shard(rank, self.size, _Rank(self, rank))
+
+    def exchange(self, rank: int, given: object) -> list:
+        self._meet.wait()
+        self._given[rank] = given
+        self._meet.wait()
+        return list(self._given)
+
+
+class _Rank:
+    def __init__(self, together: Together, rank: int) -> None:
+        self._together, self._rank = together, rank
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(sum(part.clone() for part in self._together.exchange(self._rank, x.clone())))
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._together.exchange(self._rank, x.clone()))
+
+    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        assert sum(sent) == len(x)
+        everybody = self._together.exchange(self._rank, x.split(list(sent)))
+        parts = [parts[self._rank] for parts in everybody]
+        assert [len(part) for part in parts] == list(received)
+        return torch.cat(parts)
+
+
+def at_all(size: int, work: Callable[[Shard], object]) -> list:
+    together, found = Together(size), [None] * size
+
+    def one(rank: int) -> None:
+        with torch.inference_mode():
+            found[rank] = work(together.of(rank))
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+def whole_mlp() -> SparseMLP:
+    mlp = SparseMLP(SIZE, INNER, COUNT, CHOSEN, activation("silu"))
+    for seed, parameter in enumerate(mlp.parameters()):
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return mlp
+
+
+def part_of(whole: SparseMLP, shard: Shard) -> SparseMLP:
+    mlp = SparseMLP(SIZE, INNER, COUNT, CHOSEN, activation("silu"), shard)
+    fill(mlp.experts, whole.experts)
+    mlp.gate.weight.copy_(whole.gate.weight)
+    return mlp
+
+
+def fill(experts: Experts, whole: Experts) -> None:
+    part = experts.part
+    inner = slice(part.first, part.first + part.size)
+    gate_up, down = (weights[list(part.own)] for weights in whole.weights)
+    experts.weights[0].copy_(gate_up.unflatten(1, (2, INNER))[:, :, inner].flatten(1, 2))
+    experts.weights[1].copy_(down[:, :, inner])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("size", "ep_size"), [(2, 1), (2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("a2a", ["none", "torch"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_ranks_make_what_one_makes_also_after_a_move(size: int, ep_size: int, a2a: str, tokens: int):
+    if size // ep_size > 1 and INNER % (size // ep_size):
+        return
+    whole = whole_mlp()
+    x = torch.randn(tokens, SIZE, generator=torch.Generator().manual_seed(9))
+    wanted = whole(x)
+    redundant = 0 if ep_size == 1 else ep_size * 1
+
+    def work(shard: Shard) -> list[torch.Tensor]:
+        sharing = ExpertSharing(ep_size=ep_size, a2a=a2a, redundant=redundant, counted=True)
+        shard = Shard(shard.rank, shard.size, shard.collectives, sharing)
+        mlp = part_of(whole, shard)
+        found = [mlp(x.clone())]
+        loads = [50, 1, 2, 40, 3, 30]
+        moved = move(mlp.experts, mlp.slots, place(loads, mlp.slots.placement, ep_size), shard)
+        assert moved > 0 or ep_size == 1
+        again = part_of_experts(COUNT, INNER, shard)
+        assert (mlp.experts.part.own != again.own) == (moved > 0) or ep_size > 2
+        found.append(mlp(x.clone()))
+        assert mlp.slots.take_counts().sum() == 2 * tokens * CHOSEN
+        return found
+
+    for found in at_all(size, work):
+        for out in found:
+            torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_tokens_of_their_own_also_none():
+    """What attention in parallel over requests needs: each rank has other tokens, and not as many."""
+    whole = whole_mlp()
+    tokens = [torch.randn(count, SIZE, generator=torch.Generator().manual_seed(count)) for count in (5, 0, 2)]
+
+    def work(shard: Shard) -> torch.Tensor:
+        shard = Shard(shard.rank, shard.size, shard.collectives, ExpertSharing(ep_size=3))
+        mlp, own = part_of(whole, shard), tokens[shard.rank]
+        ids, scores = mlp.gate.choose(own)
+        slots = Slots(COUNT, shard)
+        return dispatch(own, (slots.of(ids), scores), mlp.experts, slots, 3, shard.collectives)
+
+    for rank, out in enumerate(at_all(3, work)):
+        torch.testing.assert_close(out, whole(tokens[rank]), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,52 @@
+"""Places experts anew, now and then, by how often they were chosen."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from vlmserve_common.compute.expert_placement import imbalance, loads_of, move, place
+from vlmserve_common.compute.experts import SparseMLP
+from vlmserve_common.compute.shard import Shard
+
+log = logging.getLogger(__name__)
+
+
+class ExpertBalancer:
+    """To be told of every step before it is computed, at all ranks. interval: steps between two placements."""
+
+    def __init__(self, model: nn.Module, shard: Shard, interval: int) -> None:
+        self._mlps = [mlp for mlp in model.modules() if isinstance(mlp, SparseMLP) and mlp.slots is not None]
+        self._slots = [mlp.slots for mlp in self._mlps if mlp.slots is not None]
+        self._shard, self._interval = shard, interval
+        self._steps = 0
+        for slots in self._slots:
+            slots.take_counts()  # of what was computed to try things
+
+    def step(self) -> None:
+        """Between two steps."""
+        if self._steps == self._interval:
+            self._steps = 0
+            self._balance()
+        self._steps += 1
+
+    def _balance(self) -> None:
+        parties = self._shard.experts.ep_size
+        before = after = 0.0
+        moved = 0
+        for mlp, slots, loads in zip(self._mlps, self._slots, loads_of(self._slots, self._shard), strict=True):
+            old, new = slots.placement, place(loads, slots.placement, parties)
+            if imbalance(loads, new, parties) < imbalance(loads, old, parties):
+                moved += move(mlp.experts, slots, new, self._shard)
+            before += imbalance(loads, old, parties) / len(self._slots)
+            after += imbalance(loads, slots.placement, parties) / len(self._slots)
+        log.info(
+            "experts placed anew: the busiest of %d parties had %.2f times the mean to do in the last %d steps, and "
+            "would have had %.2f; %d experts moved",
+            parties,
+            before,
+            self._interval,
+            after,
+            moved,
+        )

@@ -1,0 +1,179 @@
+"""How tokens get to their experts where several processes have these, and what experts make of them back.
+
+`Replicated`: all processes have all tokens; each computes what its experts make of them, and the sums are added up: one
+all-reduce. `Dispatched`: each process has tokens of its own; a token's row travels once to each process that has one of
+its experts, which sends back the weighted sum of those it has (DeepSpeed-MoE, arXiv:2201.05596; DeepEP).
+
+Per rank, of N rows of tokens that all `size` ranks have, an all-reduce moves 2 (size - 1) / size * N. Where each takes
+1 / size of the tokens, and `reached` ranks have experts of one, rows to them and back and the gathering of results move
+(size - 1) / size * N * (1 + 2 * reached / size): less only where `reached` is below half of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+
+from vlmserve_common.compute.expert_part import first_placement, slots_of_parties
+from vlmserve_common.compute.shard import Collectives, Shard
+
+Choice: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Experts [N, chosen] of each token, int64 (int32 on a GPU), and their scores [N, chosen] in its dtype."""
+Compute: TypeAlias = Callable[[torch.Tensor, Choice], torch.Tensor]
+"""x [n, size], slots here (below 0: elsewhere) and scores [n, chosen] -> weighted sums over these slots [n, size]."""
+
+
+class Exchange(Protocol):
+    """x [N, size] and the choice of each token, both the same at all processes -> the sum of its experts [N, size] at
+    all of them. beside: this process's part of another sum [N, size], to be added; may be overwritten."""
+
+    def __call__(
+        self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+
+class Slots:
+    """Where experts are: their slots at all parties, counted through. `place` may change that between steps.
+
+    placement: the expert of each slot. counts int64 [count]: how often each was chosen, where this is `counted`.
+    """
+
+    def __init__(self, count: int, shard: Shard) -> None:
+        self.count, self.each = count, slots_of_parties(count, shard)
+        self.members = shard.size // shard.experts.ep_size
+        self.first = shard.rank // self.members * self.each
+        self.counted = shard.experts.counted
+        self.counts: torch.Tensor | None = None
+        self.placement: tuple[int, ...] = ()
+        self.place(first_placement(count, shard))
+
+    def place(self, placement: tuple[int, ...]) -> None:
+        """Experts are there from now on."""
+        self.placement = placement
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def note(self, ids: torch.Tensor) -> None:
+        """Count the experts that tokens go through; on the device, which nobody waits for."""
+        if self.counted:
+            if self.counts is None:
+                self.counts = torch.zeros(self.count, dtype=torch.int64, device=ids.device)
+            flat = ids.flatten().long()
+            self.counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+    def take_counts(self) -> torch.Tensor | None:
+        """The counts so far, which begin anew; None: of no token."""
+        counts, self.counts = self.counts, None
+        return counts
+
+    def of(self, ids: torch.Tensor, first_token: int = 0) -> torch.Tensor:
+        """Experts [n, chosen] of tokens from number `first_token` on -> their slots. Tokens take turns at the copies
+        of an expert."""
+        if len(self.placement) == self.count and self.placement == tuple(range(self.count)):
+            return ids
+        slots, copies = self._tables(ids.device)
+        wanted = ids.long()
+        turn = torch.arange(first_token, first_token + len(ids), device=ids.device)[:, None] % copies[wanted]
+        return slots[wanted, turn].to(ids.dtype)
+
+    def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots int64 [count, most copies] of each expert, and how many these are int64 [count]."""
+        if self._found is None:
+            own: list[list[int]] = [[] for _ in range(self.count)]
+            for slot, expert in enumerate(self.placement):
+                own[expert].append(slot)
+            most = max(map(len, own))
+            rows = [slots + [slots[0]] * (most - len(slots)) for slots in own]
+            copies = torch.tensor([len(slots) for slots in own], device=device)
+            self._found = torch.tensor(rows, device=device), copies
+        return self._found
+
+    def here(self, slots: torch.Tensor, party_first: int | None = None) -> torch.Tensor:
+        """Slots of all -> those of one party, by default this process's; -1 for others."""
+        own = slots - (self.first if party_first is None else party_first)
+        return own.masked_fill((own < 0) | (own >= self.each), -1)
+
+
+class Replicated:
+    """See the module docstring."""
+
+    def __init__(self, slots: Slots, shard: Shard) -> None:
+        self._slots, self._shard = slots, shard
+
+    def __call__(
+        self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Exchange`."""
+        ids, scores = choice
+        self._slots.note(ids)
+        out = compute(x, (self._slots.here(self._slots.of(ids)), scores))
+        return self._shard.all_reduce(out if beside is None else out.add_(beside))
+
+
+class Dispatched:
+    """See the module docstring."""
+
+    def __init__(self, slots: Slots, shard: Shard) -> None:
+        assert shard.collectives is not None
+        self._slots, self._shard, self._together = slots, shard, shard.collectives
+
+    def __call__(
+        self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Exchange`. Each process takes a stretch of the tokens; the last ones may have fewer, or none."""
+        ids, scores = choice
+        self._slots.note(ids)
+        rows = -(-len(x) // self._shard.size)
+        own = slice(min(len(x), self._shard.rank * rows), min(len(x), (self._shard.rank + 1) * rows))
+        slots = self._slots.of(ids[own], own.start)
+        made = dispatch(x[own], (slots, scores[own]), compute, self._slots, self._shard.size, self._together)
+        padded = x.new_zeros((rows, x.shape[1]))
+        padded[: len(made)] = made
+        out = self._together.all_gather(padded)[: len(x)]
+        return out if beside is None else out.add_(self._shard.all_reduce(beside))
+
+
+def dispatch(
+    x: torch.Tensor, choice: Choice, compute: Compute, slots: Slots, size: int, together: Collectives
+) -> torch.Tensor:
+    """This process's own tokens x [n, width], with slots and scores [n, chosen], through experts at `size` processes
+    -> their sums [n, width]. All call it at the same time; how many tokens each has is its own affair."""
+    wanted, scores = choice
+    party = wanted.long() // slots.each
+    reached = torch.zeros((len(x), size // slots.members), dtype=torch.bool, device=x.device).scatter_(1, party, True)
+    tokens = [mask.nonzero()[:, 0] for mask in reached.t()]  # that go to each party, and so to all its members
+    sent = [len(tokens[rank // slots.members]) for rank in range(size)]
+    ones = [1] * size
+    received = together.all_to_all(torch.tensor(sent, device=x.device), ones, ones).tolist()
+    to = [tokens[rank // slots.members] for rank in range(size)]
+    rows = together.all_to_all(x[torch.cat(to)], sent, received)
+    # slots are whole numbers far below 2**24, and so fit beside scores
+    about = torch.cat(
+        [
+            torch.cat((slots.here(wanted[own], rank // slots.members * slots.each).float(), scores[own].float()), dim=1)
+            for rank, own in enumerate(to)
+        ]
+    )
+    local, weights = together.all_to_all(about, sent, received).chunk(2, dim=1)
+    made = compute(rows, (local.to(wanted.dtype).contiguous(), weights.to(scores.dtype).contiguous()))
+    back = together.all_to_all(made, received, sent)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for own, part in zip(to, back.split(sent), strict=True):  # a token is once in each: the sum has one order
+        out.index_add_(0, own, part.float())
+    return out.to(x.dtype)
+
+
+def moves_less_dispatched(chosen: int, shard: Shard) -> bool:
+    """Whether tokens that choose evenly reach less than half of the ranks; see the module docstring."""
+    parties = shard.experts.ep_size
+    reached = parties * (1 - (1 - 1 / parties) ** chosen)
+    return reached < parties / 2
+
+
+def make_exchange(slots: Slots, shard: Shard, chosen: int) -> Exchange:
+    """As `shard.experts.a2a` says."""
+    a2a = shard.experts.a2a
+    if a2a == "torch" or (a2a == "auto" and moves_less_dispatched(chosen, shard)):
+        return Dispatched(slots, shard)
+    return Replicated(slots, shard)
