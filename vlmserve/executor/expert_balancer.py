@@ -50,7 +50,8 @@ class ExpertBalancer:
             rebalances_total=self.stats.rebalances_total + 1,
             moved_total=self.stats.moved_total + moved,
         )
-        log.info(
+        log.log(
+            logging.DEBUG if self._shard.rank else logging.INFO,
             "experts placed anew: the busiest of %d parties had %.2f times the mean to do in the last %d steps, and "
             "would have had %.2f; %d experts moved",
             parties,
