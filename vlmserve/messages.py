@@ -352,6 +352,18 @@ class StepStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertStats:
+    """Of `--enable-eplb`. imbalance: how much the busiest party had to do before experts were placed anew the last
+    time, in times of the mean; imbalance_after: what that placement would have made of it. 0 before the first one.
+    rebalances_total, moved_total: placements, and experts that got another slot, since the start."""
+
+    imbalance: float = 0.0
+    imbalance_after: float = 0.0
+    rebalances_total: int = 0
+    moved_total: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots."""
 
@@ -373,6 +385,7 @@ class SchedulerStats:
     forward_steps_total: int
     num_warmups: int = 0
     steps: StepStats = StepStats()
+    experts: ExpertStats = ExpertStats()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

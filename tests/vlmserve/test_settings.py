@@ -54,6 +54,9 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path, monkeypatch: py
 
 
 _NEEDED = {
+    "ep_size": {"tp_size": "4096"},
+    "enable_eplb": {"tp_size": "2", "ep_size": "2"},
+    "ep_num_redundant_experts": {"tp_size": "2", "ep_size": "2", "enable_eplb": "true"},
     "nnodes": {"tp_size": "4096", "dist_init_addr": "host:1"},
     "node_rank": {"tp_size": "8192", "nnodes": "8192", "dist_init_addr": "host:1"},
 }

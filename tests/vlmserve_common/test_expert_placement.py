@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rank_threads import at_all
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.expert_exchange import Slots, dispatch, moves_less_dispatched
 from vlmserve_common.compute.expert_part import first_placement, part_of_experts
@@ -62,61 +60,6 @@ def test_rows_are_sent_where_that_moves_less():
     assert not moves_less_dispatched(8, shard(8))
     assert moves_less_dispatched(8, shard(16))
     assert moves_less_dispatched(1, shard(4))
-
-
-class Together:
-    """Collectives of threads."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._meet = threading.Barrier(size)
-        self._given: list = [None] * size
-
-    def of(self, rank: int) -> Shard:
-        return Shard(rank, self.size, _Rank(self, rank))
-
-    def exchange(self, rank: int, given: object) -> list:
-        self._meet.wait()
-        self._given[rank] = given
-        self._meet.wait()
-        return list(self._given)
-
-
-class _Rank:
-    def __init__(self, together: Together, rank: int) -> None:
-        self._together, self._rank = together, rank
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(sum(part.clone() for part in self._together.exchange(self._rank, x.clone())))
-
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._together.exchange(self._rank, x.clone()))
-
-    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        assert sum(sent) == len(x)
-        everybody = self._together.exchange(self._rank, x.split(list(sent)))
-        parts = [parts[self._rank] for parts in everybody]
-        assert [len(part) for part in parts] == list(received)
-        return torch.cat(parts)
-
-
-def at_all(size: int, work: Callable[[Shard], object]) -> list:
-    together, found = Together(size), [None] * size
-
-    def one(rank: int) -> None:
-        with torch.inference_mode():
-            found[rank] = work(together.of(rank))
-
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return found
 
 
 def whole_mlp() -> SparseMLP:

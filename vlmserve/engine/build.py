@@ -334,6 +334,7 @@ def build_scheduler(
         ),
         grammars=_grammars(args, runner),
         send=send,
+        expert_stats=runner.expert_stats,
         drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
     )
 

@@ -6,6 +6,7 @@ import logging
 
 from torch import nn
 
+from vlmserve.messages import ExpertStats
 from vlmserve_common.compute.expert_placement import imbalance, loads_of, move, place
 from vlmserve_common.compute.experts import SparseMLP
 from vlmserve_common.compute.shard import Shard
@@ -14,13 +15,15 @@ log = logging.getLogger(__name__)
 
 
 class ExpertBalancer:
-    """To be told of every step before it is computed, at all ranks. interval: steps between two placements."""
+    """To be told of every step before it is computed, at all ranks. interval: steps between two placements. stats:
+    of the last one; may be read by any thread."""
 
     def __init__(self, model: nn.Module, shard: Shard, interval: int) -> None:
         self._mlps = [mlp for mlp in model.modules() if isinstance(mlp, SparseMLP) and mlp.slots is not None]
         self._slots = [mlp.slots for mlp in self._mlps if mlp.slots is not None]
         self._shard, self._interval = shard, interval
         self._steps = 0
+        self.stats = ExpertStats()
         for slots in self._slots:
             slots.take_counts()  # of what was computed to try things
 
@@ -41,7 +44,14 @@ class ExpertBalancer:
                 moved += move(mlp.experts, slots, new, self._shard)
             before += imbalance(loads, old, parties) / len(self._slots)
             after += imbalance(loads, slots.placement, parties) / len(self._slots)
-        log.info(
+        self.stats = ExpertStats(
+            imbalance=before,
+            imbalance_after=after,
+            rebalances_total=self.stats.rebalances_total + 1,
+            moved_total=self.stats.moved_total + moved,
+        )
+        log.log(
+            logging.DEBUG if self._shard.rank else logging.INFO,
             "experts placed anew: the busiest of %d parties had %.2f times the mean to do in the last %d steps, and "
             "would have had %.2f; %d experts moved",
             parties,

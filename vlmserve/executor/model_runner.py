@@ -35,6 +35,7 @@ from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.messages import ExpertStats
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.transfers import Transfers, Upload, to_device, transfers_for
 
@@ -82,6 +83,10 @@ class ModelRunner:
     def attach_balancer(self, balancer: ExpertBalancer) -> None:
         """From now on experts may move between steps."""
         self._balancer = balancer
+
+    def expert_stats(self) -> ExpertStats:
+        """How evenly experts are spread."""
+        return ExpertStats() if self._balancer is None else self._balancer.stats
 
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:

@@ -31,6 +31,7 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.messages import (
     AbortReq,
     BatchTokenOutput,
+    ExpertStats,
     FinishReason,
     SchedulerOutput,
     SchedulerStats,
@@ -66,7 +67,8 @@ class Scheduler:
     """Owns every request from arrival to its last token. Single-threaded: call `handle` and `step` in turn.
 
     max_req_len: tokens of prompt and answer of one request together, at most. device: where steps and slices of
-    encoding are computed, and how many are in flight. drafter: guesses tokens of those who decode.
+    encoding are computed, and how many are in flight. drafter: guesses tokens of those who decode. expert_stats:
+    how evenly experts are spread.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Scheduler:
         grammars: GrammarQueue | None = None,
         send: Callable[[SchedulerOutput], None],
         drafter: Drafter | None = None,
+        expert_stats: Callable[[], ExpertStats] = ExpertStats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
@@ -109,6 +112,7 @@ class Scheduler:
         )
         self._reqs: dict[str, Req] = {}
         self._worker = worker
+        self._expert_stats = expert_stats
         assert device.depth <= RECENT_TOKENS, "workers forget what they sampled longer ago"
         self._device = device
         self._ratio = new_token_ratio
@@ -560,6 +564,7 @@ class Scheduler:
             retracted_total=self._retracted,
             forward_steps_total=self._steps,
             steps=steps,
+            experts=self._expert_stats(),
         )
 
 

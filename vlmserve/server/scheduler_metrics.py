@@ -21,6 +21,11 @@ _GAUGES = {
     "kv_cache_tokens": ("KV cache slots in all", "kv_total_tokens"),
     "kv_cache_free_tokens": ("KV cache slots that hold nothing", "kv_free_tokens"),
     "kv_cache_reusable_tokens": ("KV cache slots of cached prefixes", "kv_cached_tokens"),
+    "expert_imbalance": (
+        "What the busiest ranks of --ep-size had to do before experts were placed anew, in times of the mean",
+        "experts.imbalance",
+    ),
+    "expert_imbalance_after": ("What it would have been with the new placement", "experts.imbalance_after"),
     "encoder_queued": ("Pictures and temporal patches of videos that wait to be encoded", "encoder.queued"),
     "encoder_under_way": ("Pictures and temporal patches being encoded, or read from disk", "encoder.under_way"),
 }
@@ -32,6 +37,8 @@ _COUNTERS = {
     "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", "steps.prefix_hits_total"),
     "spec_decode_num_draft_tokens": ("Tokens of answers that were guessed", "steps.draft_tokens_total"),
     "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", "steps.accepted_tokens_total"),
+    "expert_rebalances": ("Times that experts were placed anew", "experts.rebalances_total"),
+    "experts_moved": ("Experts that got another place", "experts.moved_total"),
     "prompt_tokens_computed": ("Tokens of prompts that were computed", "steps.prompt_tokens_computed_total"),
     "temporal_patches_encoded": (
         "Pictures and temporal patches of videos computed by the vision tower",

@@ -198,9 +198,8 @@ class Fp8Tensors:
         kept, count = len(self._kept) + self._experts.kept, self._count + self._experts.count
         if kept < count:
             log.warning(
-                "%d of %d weights of 8-bit floats (the experts of a layer are one) are dequantised, and take as much "
-                "memory and time as others: they stay as they are on a GPU of compute capability 8.9 or later (see "
-                "docs/gpu.md)",
+                "%d of %d weights of 8-bit floats are dequantised, and take as much memory and time as others: they "
+                "stay as they are on a GPU of compute capability 8.9 or later (see docs/gpu.md)",
                 count - kept,
                 count,
             )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.tiny_checkpoints import MOE, make_checkpoint, write_safetensors
+from tests.rank_threads import at_all
+from tests.tiny_checkpoints import MOE, make_checkpoint
+from vlmserve.models.config import ExpertsConfig
+from vlmserve.models.qwen3_5 import SharedExpertMLP
 from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint import stream
+from vlmserve_common.checkpoint.weights import stored_cuts, stored_tensors
+from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.experts import Experts
-from vlmserve_common.compute.shard import ExpertSharing, Shard
+from vlmserve_common.compute.shard import Box, Cut, ExpertSharing, Shard
 from vlmserve_common.errors import EngineError
 
 COUNT, INNER = 8, 40
@@ -22,26 +27,7 @@ COUNT, INNER = 8, 40
 @pytest.fixture(scope="module", params=["inputs_first", "outputs_first", "each"])
 def folder(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose experts lie so."""
-    folder = make_checkpoint(MOE, tmp_path_factory.mktemp(request.param) / "model")
-    lay_out(folder, request.param)
-    return folder
-
-
-def lay_out(folder: Path, layout: str) -> None:
-    """Rewrite a checkpoint of the published layout, in place."""
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name]:
-        weights = tensors[name].transpose(1, 2).contiguous() if layout != "inputs_first" else tensors[name]
-        if layout != "each":
-            tensors[name] = weights
-            continue
-        prefix, _, leaf = name.rpartition(".")
-        del tensors[name]
-        for expert, weight in enumerate(weights):
-            parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
-            for part, piece in zip(parts, weight.chunk(len(parts)), strict=True):
-                tensors[f"{prefix}.{expert}.{part}.weight"] = piece.contiguous()
-    write_safetensors(folder, tensors, 1)
+    return make_checkpoint(MOE, tmp_path_factory.mktemp(request.param) / "model", experts=request.param)
 
 
 def experts_of(model) -> list[Experts]:
@@ -91,3 +77,35 @@ def test_every_rank_has_its_part_of_each_expert(folder: Path, tp: int, ep: int, 
 def test_what_cannot_be_shared_is_refused(shard: Shard, message: str):
     with pytest.raises(EngineError, match=message):
         part_of_experts(COUNT, INNER, shard)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("a2a", ["none", "torch"])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_a_shared_expert_is_cut_and_added_with_the_others(ep_size: int, a2a: str):
+    """As Qwen3.5-MoE has it."""
+    config = ExpertsConfig(count=4, chosen=2, intermediate_size=8, sparse_layers=frozenset({0}), shared_size=12)
+    whole = SharedExpertMLP(16, config, activation("silu"))
+    for seed, parameter in enumerate(whole.parameters()):
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) / 4)
+    x, residual = (torch.randn(5, 16, generator=torch.Generator().manual_seed(seed)) for seed in (8, 9))
+    stored = dict(stored_tensors(whole))
+
+    def work(shard: Shard) -> torch.Tensor:
+        sharing = ExpertSharing(ep_size=ep_size, a2a=a2a)
+        part = SharedExpertMLP(16, config, activation("silu"), replace(shard, experts=sharing))
+        cuts = stored_cuts(part)
+        for name, target in stored_tensors(part):
+            target.copy_(cut_out(stored[name], cuts.get(name)))
+        return part(x.clone(), residual.clone())
+
+    for found in at_all(2, work):
+        torch.testing.assert_close(found, whole(x.clone(), residual.clone()), rtol=1e-5, atol=1e-5)
+
+
+def cut_out(tensor: torch.Tensor, cut: Cut | Box | None) -> torch.Tensor:
+    if isinstance(cut, Cut):
+        return tensor.narrow(cut.dim, cut.start, cut.size)
+    for dim, stretches in enumerate(cut.stretches if cut is not None else ()):
+        tensor = torch.cat([tensor.narrow(dim, start, size) for start, size in stretches], dim)
+    return tensor

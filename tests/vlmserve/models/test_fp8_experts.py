@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import config_of
 from tests.tiny_checkpoints import MOE, make_checkpoint, write_safetensors
-from tests.vlmserve.models.test_expert_parts import experts_of, lay_out
+from tests.vlmserve.models.test_expert_parts import experts_of
 from vlmserve.models.registry import WEIGHT_RULES, load_model
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme, Fp8Tensors
 from vlmserve_common.checkpoint.reader import CheckpointReader
@@ -31,8 +31,7 @@ FP8 = torch.float8_e4m3fn
 def folders(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint whose experts have 8 bits, and the same dequantised."""
     base = tmp_path_factory.mktemp(request.param)
-    plain = make_checkpoint(MOE, base / "a")
-    lay_out(plain, request.param)
+    plain = make_checkpoint(MOE, base / "a", experts=request.param)
     same = base / "b"
     shutil.copytree(plain, same)
     tensors, wide = load_file(plain / "model.safetensors"), load_file(plain / "model.safetensors")

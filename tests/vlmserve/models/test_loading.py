@@ -325,11 +325,16 @@ def test_experts_are_read_in_every_layout(tmp_path):
         (
             "each",
             lambda t: t.update({EXPERTS + "5.up_proj.weight_scale_inv": torch.zeros(1, 1)}),
-            r"2\.mlp\.experts\.5\.up_proj\.weight_scale_inv: experts that are quantised in the checkpoint are not",
+            r"1 unexpected: \S+experts\.5\.up_proj\.weight_scale_inv",
+        ),
+        (
+            "each",
+            lambda t: t.update({EXPERTS + "5.up_proj.qweight": torch.zeros(1, 1)}),
+            r"2\.mlp\.experts\.5\.up_proj\.qweight: experts of whole numbers are not supported",
         ),
         ("inputs_first", lambda t: t.pop(EXPERTS[:-8] + "gate.weight"), r"1 missing: \S+2\.mlp\.gate\.weight"),
     ],
-    ids=["fused", "one", "no-gate", "too-many", "shape", "quantised", "router"],
+    ids=["fused", "one", "no-gate", "too-many", "shape", "scale", "quantised", "router"],
 )
 def test_every_expert_is_accounted_for(tmp_path, layout, change, message):
     folder = make_checkpoint(MOE, tmp_path, experts=layout)

@@ -14,7 +14,6 @@ from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve_common.compute.expert_part import first_placement
 from vlmserve_common.compute.experts import SparseMLP
-from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
 
 DENSE_LAYERS = 1
@@ -61,11 +60,11 @@ def test_the_same_answers_when_experts_move_and_have_copies(a2a: str, folder: Pa
         first, *_ = (mlp for mlp in llm._runner.model.modules() if isinstance(mlp, SparseMLP))
         assert len(first.slots.placement) == 12
         assert sorted(set(first.slots.placement)) == list(range(8))
-        assert first.slots.placement != first_placement(8, first_shard(llm))
-
-
-def first_shard(llm: LLM) -> Shard:
-    return llm._runner.model.config.shard
+        assert first.slots.placement != first_placement(8, llm._runner.model.config.shard)
+        stats = llm.stats()
+        assert stats.experts.rebalances_total == (stats.forward_steps_total - 1) // 5
+        assert stats.experts.moved_total > 0
+        assert stats.experts.imbalance >= stats.experts.imbalance_after >= 1
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from vlmserve.messages import (
     EncodedItem,
     EncodeOutput,
     EncodeReqInput,
+    ExpertStats,
     FinishReason,
     GetStatsReq,
     SchedulerInput,
@@ -291,6 +292,7 @@ def make_stats(**fields: int) -> SchedulerStats:
         **dict.fromkeys(SchedulerStats.__dataclass_fields__, 0),
         "encoder": PoolStats(disk=TierStats(hits=3)),
         "steps": StepStats(),
+        "experts": ExpertStats(),
     }
     return SchedulerStats(**{**zero, "kv_total_tokens": 100, "kv_free_tokens": 60, "kv_cached_tokens": 10, **fields})
 

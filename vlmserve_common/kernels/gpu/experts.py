@@ -72,7 +72,7 @@ def run_experts(
         blocks, scales, strides = Blocks(outputs=1, inputs=tile.inputs), weights, (0, 0)
         if fp8 is not None:
             blocks, scales = (fp8.gate_up_blocks, fp8.gate_up) if gated else (fp8.down_blocks, fp8.down)
-            strides = scales.stride()[:2]
+            strides = scales.stride(0), scales.stride(1)
         grouped_kernel[len(plan.blocks), triton.cdiv(outputs, tile.outputs)](
             source,
             weights,
