@@ -31,7 +31,17 @@ def patch_digest(grid: tuple[int, int], frames: np.ndarray, config: PatchConfig)
     the patch, and goes in once, as all do that are alike. With the cutting's settings they determine the patches that
     the tower gets.
     """
-    header = [b"vlmserve patch 2", np.asarray((*grid, *frames.shape[1:]), "<i8").tobytes(), config.identity.encode()]
+    return _frames_digest([b"vlmserve patch 2"], grid, frames, config)
+
+
+def original_digest(grid: tuple[int, int], frames: np.ndarray, config: PatchConfig) -> bytes:
+    """As `patch_digest`, of frames uint8 [T, H, W, C] that are yet to be resized: their resized pixels, which that one
+    goes by, are not known here. So it is another digest."""
+    return _frames_digest([b"vlmserve original 1", config.resample.encode()], grid, frames, config)
+
+
+def _frames_digest(kind: list[bytes], grid: tuple[int, int], frames: np.ndarray, config: PatchConfig) -> bytes:
+    header = [*kind, np.asarray((*grid, *frames.shape[1:]), "<i8").tobytes(), config.identity.encode()]
     if all(np.array_equal(frames[0], frame) for frame in frames[1:]):
         frames = frames[:1]
     return digest_fields([*header, *map(_contents, frames)])

@@ -16,20 +16,22 @@ from vlmserve_common.compute.transfers import to_device
 _BLOCK_ROWS = 128
 
 
-def normalize(patches: np.ndarray, how: Normalization, out: torch.Tensor | None = None) -> torch.Tensor:
+def normalize(patches: np.ndarray | torch.Tensor, how: Normalization, out: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 [n, channels * frames * patch_size**2] -> float32 [n, that * how.repeat], bit for bit the `pixel_values` of
-    transformers' image and video processors. out: where to write them, contiguous, on any device.
+    transformers' image and video processors. out: where to write them, contiguous, on any device; patches are on the
+    CPU, or there already.
     """
     if out is None:
         out = torch.empty(len(patches), value_width(patches, how), dtype=torch.float32)
     if out.is_cpu:
-        _on_cpu(patches, how, out.numpy())
+        _on_cpu(np.asarray(patches), how, out.numpy())
     else:
-        _on_device(to_device(torch.from_numpy(patches), out.device), how, out)  # uint8 goes there, not float32
+        source = patches if isinstance(patches, torch.Tensor) else torch.from_numpy(patches)
+        _on_device(to_device(source, out.device), how, out)  # uint8 goes there, not float32
     return out
 
 
-def value_width(patches: np.ndarray, how: Normalization) -> int:
+def value_width(patches: np.ndarray | torch.Tensor, how: Normalization) -> int:
     """Values of a patch."""
     return int(patches.shape[1]) * how.repeat
 

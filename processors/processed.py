@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from processors.hashing import digest_fields
-from processors.inputs import Normalization
+from processors.inputs import Normalization, Resizing
 from processors.knobs import Clamp
 
 
@@ -16,8 +16,8 @@ from processors.knobs import Clamp
 class ProcessedImage:
     """One picture, ready for the vision tower.
 
-    digest, patch_digests, grid_thw, feature, normalization, encoded: as in `MultimodalDataItem`; feature is read-only,
-    for requests may share it.
+    digest, patch_digests, grid_thw, feature, normalization, resizing, encoded: as in `MultimodalDataItem`; feature is
+    read-only, for requests may share it.
     num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
     clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
     """
@@ -29,6 +29,7 @@ class ProcessedImage:
     num_tokens: int
     source_size: tuple[int, int]
     normalization: Normalization | None = None
+    resizing: Resizing | None = None
     clamps: tuple[Clamp, ...] = ()
     ignored: tuple[str, ...] = ()
     encoded: bool = False
@@ -38,8 +39,8 @@ class ProcessedImage:
 class ProcessedVideo:
     """One clip, ready for the vision tower.
 
-    digest, patch_digests, grid_thw, feature, normalization, second_per_grid_t: as in `MultimodalDataItem`; feature is
-    read-only.
+    digest, patch_digests, grid_thw, feature, normalization, resizing, second_per_grid_t: as in `MultimodalDataItem`;
+    feature is read-only.
     num_tokens: pad tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices,
     frame_times: the frames used, by number and in seconds. patch_times: the mean time of each temporal patch.
     source_fps, source_frames: frames a second and in all, as it came. sampling: the rule that chose frames; sample_fps:
@@ -61,6 +62,7 @@ class ProcessedVideo:
     sampling: str
     sample_fps: int | float
     normalization: Normalization | None = None
+    resizing: Resizing | None = None
     clamps: tuple[Clamp, ...] = ()
     ignored: tuple[str, ...] = ()
 

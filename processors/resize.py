@@ -13,10 +13,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from processors.inputs import Normalization
+from processors.inputs import Normalization, Resizing
 from vlmserve_common.errors import BadRequestError
 
 MAX_ASPECT_RATIO = 200
+MOST_ORIGINAL_BYTES = 2**28
+"""Of a picture's or clip's pixels that are resized later; more are resized where they are decoded."""
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], Any], np.ndarray]
 """As `np.empty`: makes the arrays that patches are written to."""
@@ -56,6 +58,11 @@ class PatchConfig:
         rescale = np.float32(1.0 / self.rescale_factor)
         mean, std = ((np.asarray(part, np.float32) * rescale).tolist() for part in (self.mean, self.std))
         return Normalization(mean=tuple(mean), std=tuple(std), repeat=self.temporal_patch_size // frames)
+
+    @property
+    def resizing(self) -> Resizing:
+        """Of frames that are resized where the tower is."""
+        return Resizing(mode=self.resample, patch_size=self.patch_size, merge_size=self.merge_size)
 
     @property
     def identity(self) -> str:
@@ -130,6 +137,17 @@ def check_aspect_ratio(height: int, width: int, source: tuple[int, int] | None =
             f"a picture of {width}x{height} pixels has an aspect ratio of {ratio:.1f}, the limit is {MAX_ASPECT_RATIO}",
             code="invalid_image_size",
         )
+
+
+def fit_to_resize_later(frames: int, source: tuple[int, int], target: tuple[int, int]) -> bool:
+    """Whether so many frames of size `source` (height, width), which become `target`, may travel as they are.
+
+    Only what is resized at all, with no side shortened to less than half: then originals have four times the bytes of
+    their patches at the most. And no more than memory is set aside for: MOST_ORIGINAL_BYTES.
+    """
+    if source == target or 3 * frames * math.prod(source) > MOST_ORIGINAL_BYTES:
+        return False
+    return all(side <= 2 * resized for side, resized in zip(source, target, strict=True))
 
 
 def resize_frames(frames: np.ndarray, height: int, width: int, mode: str, *, in_float: bool = False) -> np.ndarray:

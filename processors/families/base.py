@@ -17,14 +17,14 @@ from PIL import Image
 from processors.embeds import GridLimits, check_embeds
 from processors.families.config import ProcessorConfig, TokenIds
 from processors.families.processor_kwargs import RequestKnobs, parse_processor_kwargs
-from processors.hashing import embeds_digest, media_digest, patch_digest
+from processors.hashing import embeds_digest, media_digest, original_digest, patch_digest
 from processors.image.decoding import DecodeLimits, normalize_image
 from processors.image.sizes import ImageSizes
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from processors.knobs import ImageKnobs
 from processors.mrope import MediaSpan, mrope_positions
 from processors.processed import ProcessedImage, ProcessedMedium, ProcessedVideo
-from processors.resize import Allocate, frames_to_patches, planes, resize_frames
+from processors.resize import Allocate, fit_to_resize_later, frames_to_patches, planes, resize_frames
 from processors.video.clips import VideoProcessor
 from processors.video.options import RuleSettings, VideoKnobs, VideoLimits, VideoOptions
 from processors.video.rules import SHARED_RULES, VideoRules
@@ -45,6 +45,7 @@ class ProcessorLimits:
     max_pixels: the largest area a picture or frame is resized to; None: the checkpoint's own maximum. tell_max_pixels:
     a medium that is smaller for it comes with a `Clamp`; nobody chose that number.
     low_detail_tokens: most tokens of a picture of detail "low". embeds: whether pictures may come encoded.
+    resize_later: leave resizing and cutting to the tower's device, where originals are not too large for that.
     """
 
     decode: DecodeLimits = field(default_factory=DecodeLimits)
@@ -52,6 +53,7 @@ class ProcessorLimits:
     tell_max_pixels: bool = field(default=False, repr=False)  # of no effect on pixels, which the text stands for
     low_detail_tokens: int = 64
     embeds: bool = False
+    resize_later: bool = False
     video: VideoLimits = field(default_factory=VideoLimits)
     video_options: VideoOptions = field(default_factory=VideoOptions)
 
@@ -106,7 +108,9 @@ class MultimodalProcessor(ABC):
             low_detail_tokens=limits.low_detail_tokens,
         )
         self._rules = self._make_rules()
-        self._video = VideoProcessor(self._rules, config.video_patches, limits.video, allocate)
+        self._video = VideoProcessor(
+            self._rules, config.video_patches, limits.video, allocate, resize_later=limits.resize_later
+        )
 
     @staticmethod
     @abstractmethod
@@ -141,18 +145,25 @@ class MultimodalProcessor(ABC):
         knobs = knobs or ImageKnobs()
         height, width, clamps = self.sizes.fit(rgb.height, rgb.width, knobs)
         patches = self.config.patches
-        pixels = planes(resize_frames(np.array(rgb)[None], height, width, patches.resample))
-        count = height * width // patches.patch_size**2
-        out = self._allocate((count, patches.row_width(frames=1)), np.uint8)
-        feature, grid = frames_to_patches(pixels.transpose(0, 2, 3, 1), patches, out)
+        grid = (1, height // patches.patch_size, width // patches.patch_size)
+        later = self.limits.resize_later and fit_to_resize_later(1, (rgb.height, rgb.width), (height, width))
+        if later:
+            feature = self._allocate((1, rgb.height, rgb.width, 3), np.uint8)
+            feature[0] = rgb
+            digests = (original_digest(grid[1:], feature, patches),)
+        else:
+            pixels = planes(resize_frames(np.array(rgb)[None], height, width, patches.resample))
+            feature = self._allocate((grid[1] * grid[2], patches.row_width(frames=1)), np.uint8)
+            frames_to_patches(pixels.transpose(0, 2, 3, 1), patches, feature)
+            digests = (patch_digest(grid[1:], pixels, patches),)
         feature.flags.writeable = False
-        digests = (patch_digest(grid[1:], pixels, patches),)
         return ProcessedImage(
             digest=media_digest(Modality.IMAGE, grid, digests),
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
             normalization=patches.normalization(frames=1),
+            resizing=patches.resizing if later else None,
             num_tokens=self._num_tokens(grid),
             source_size=rgb.size,
             clamps=clamps,
@@ -313,6 +324,7 @@ def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()
         offsets=offsets,
         feature=medium.feature,
         normalization=medium.normalization,
+        resizing=medium.resizing,
         encoded=isinstance(medium, ProcessedImage) and medium.encoded,
         second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
     )

@@ -1,7 +1,7 @@
 """One clip, or list of frames, to patches.
 
 Frames are resized and cut into patches one temporal patch after the other, so that memory holds the result and two
-frames of full size for each thread that does so, not the clip.
+frames of full size for each thread that does so, not the clip; unless they are to be resized later.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from processors.hashing import media_digest, patch_digest
+from processors.hashing import media_digest
 from processors.inputs import Modality
 from processors.processed import ProcessedVideo
-from processors.resize import Allocate, PatchConfig, frames_to_patches, planes, resize_frames
+from processors.resize import Allocate, PatchConfig, fit_to_resize_later
 from processors.video.ahead import ahead
+from processors.video.cutting import OtherSizeError, cut_frames, take_frames
 from processors.video.frame_choice import ClipInfo, FrameChoice
 from processors.video.options import VideoKnobs, VideoLimits, check_knobs
 from processors.video.rules import VideoRules
@@ -55,12 +56,22 @@ class _Reading:
 
 
 class VideoProcessor:
-    """Clips of one checkpoint. Stateless, so any number of threads may use it."""
+    """Clips of one checkpoint. Stateless, so any number of threads may use it.
+
+    resize_later: as in `ProcessorLimits`.
+    """
 
     def __init__(
-        self, rules: VideoRules, patches: PatchConfig, limits: VideoLimits, allocate: Allocate = np.empty
+        self,
+        rules: VideoRules,
+        patches: PatchConfig,
+        limits: VideoLimits,
+        allocate: Allocate = np.empty,
+        *,
+        resize_later: bool = False,
     ) -> None:
         self.limits = limits
+        self._resize_later = resize_later and not rules.resize_in_float
         self._allocate = allocate
         self._rules = rules
         self._patches = patches
@@ -68,12 +79,18 @@ class VideoProcessor:
     def process_clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
         """A video file's bytes. Raises BadRequestError."""
         check_knobs(knobs)
+        try:
+            return self._process_file(data, knobs, later=self._resize_later)
+        except OtherSizeError:
+            return self._process_file(data, knobs, later=False)
+
+    def _process_file(self, data: bytes, knobs: VideoKnobs, *, later: bool) -> ProcessedVideo:
         from processors.video.decoding import Clip  # only who gets a video needs PyAV
 
         clip = Clip(data, self.limits)
         choice = self._rules.choose(clip.info.times, clip.info.rate, knobs)
         self._check_count("the request asks for", len(choice.indices))
-        return self._process(self._reading(clip, choice.indices), choice, clip.info, knobs)
+        return self._process(self._reading(clip, choice.indices), choice, clip.info, knobs, later=later)
 
     def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
         """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
@@ -94,7 +111,8 @@ class VideoProcessor:
         height, width = first.shape[:2]
         info = ClipInfo(width=width, height=height, rate=fps, times=choice.times)
         every = chain([first], frames)
-        return self._process(_Reading(opens=[lambda: nullcontext(every)]), choice, info, knobs)
+        reading = _Reading(opens=[lambda: nullcontext(every)])
+        return self._process(reading, choice, info, knobs, later=self._resize_later)
 
     def _check_count(self, what: str, count: int) -> None:
         limit = self.limits.max_frames
@@ -112,7 +130,9 @@ class VideoProcessor:
         starts = [part.start // depth for part in parts]
         return _Reading(opens=opens, starts=starts, threads=clip.threads, call_off=clip.call_off)
 
-    def _process(self, reading: _Reading, choice: FrameChoice, info: ClipInfo, knobs: VideoKnobs) -> ProcessedVideo:
+    def _process(
+        self, reading: _Reading, choice: FrameChoice, info: ClipInfo, knobs: VideoKnobs, *, later: bool
+    ) -> ProcessedVideo:
         depth, factor = self._patches.temporal_patch_size, self._patches.factor
         count = len(choice.indices)
         height, width, clamps = self._rules.fit(count, info.height, info.width, knobs)
@@ -125,7 +145,10 @@ class VideoProcessor:
                 f"{limit} (setting --max-model-len): ask for less by fps, max_frames, max_pixels or total_pixels",
                 code="context_length_exceeded",
             )
-        grid, feature, digests = self._cut(reading, t, height, width)
+        source = info.height, info.width
+        later = later and fit_to_resize_later(t * depth, source, (height, width))
+        grid = (t, height // self._patches.patch_size, width // self._patches.patch_size)
+        feature, digests = self._cut(reading, grid, source if later else None)
         times = [*choice.times, *repeat(choice.times[-1], t * depth - count)]
         return ProcessedVideo(
             digest=media_digest(Modality.VIDEO, grid, digests),
@@ -133,6 +156,7 @@ class VideoProcessor:
             grid_thw=grid,
             feature=feature,
             normalization=self._patches.normalization(frames=depth),
+            resizing=self._patches.resizing if later else None,
             num_tokens=num_tokens,
             source_size=(info.width, info.height),
             frame_indices=choice.indices,
@@ -149,17 +173,16 @@ class VideoProcessor:
         )
 
     def _cut(
-        self, reading: _Reading, t: int, height: int, width: int
-    ) -> tuple[tuple[int, int, int], np.ndarray, tuple[bytes, ...]]:
-        """Grid, read-only feature and digests of t temporal patches; the last frame is repeated to fill the last
-        one."""
-        config = self._patches
-        grid = (t, height // config.patch_size, width // config.patch_size)
-        row_width = config.row_width(config.temporal_patch_size)
-        feature = self._allocate((t, grid[1] * grid[2], row_width), np.uint8)
+        self, reading: _Reading, grid: tuple[int, int, int], original: tuple[int, int] | None
+    ) -> tuple[np.ndarray, tuple[bytes, ...]]:
+        """Read-only feature and digests. original: (height, width) of frames that are resized later."""
+        config, t = self._patches, grid[0]
+        depth = config.temporal_patch_size
+        shape = (depth, *original, 3) if original else (grid[1] * grid[2], config.row_width(depth))
+        feature = self._allocate((t, *shape), np.uint8)
         ends = [*reading.starts[1:], t]
         calls = [
-            partial(self._cut_stretch, opened, feature[start:end], height, width)
+            partial(self._cut_stretch, opened, feature[start:end], grid[1:], later=original is not None)
             for opened, start, end in zip(reading.opens, reading.starts, ends, strict=True)
         ]
         if len(calls) == 1:
@@ -168,31 +191,17 @@ class VideoProcessor:
             # The longest first: with the shortest last, threads are done at about the same time.
             longest = sorted(range(len(calls)), key=lambda place: reading.starts[place] - ends[place])
             digests = list(chain.from_iterable(side_by_side(calls, reading.threads, reading.call_off, longest)))
-        rows = feature.reshape(-1, row_width)
+        rows = feature.reshape(-1, *shape[1:])
         rows.flags.writeable = False
-        return grid, rows, tuple(digests)
+        return rows, tuple(digests)
 
-    def _cut_stretch(self, opened: Callable[[], _Frames], feature: np.ndarray, height: int, width: int) -> list[bytes]:
-        """Fill feature [t, h*w, row width]; the digests."""
-        config = self._patches
-        group = np.empty((config.temporal_patch_size, 3, height, width), np.uint8)
-        grid = (height // config.patch_size, width // config.patch_size)
-        digests: list[bytes] = []
+    def _cut_stretch(
+        self, opened: Callable[[], _Frames], feature: np.ndarray, grid: tuple[int, int], *, later: bool
+    ) -> list[bytes]:
         with opened() as frames:
-            resized = self._resized(frames, height, width)
-            for place in feature:
-                for at in range(len(group)):
-                    # a filled up frame stays as it is from the place before
-                    group[at] = next(resized, group[at - 1])
-                frames_to_patches(group.transpose(0, 2, 3, 1), config, out=place)
-                digests.append(patch_digest(grid, group, config))
-        return digests
-
-    def _resized(self, frames: Iterable[np.ndarray], height: int, width: int) -> Iterator[np.ndarray]:
-        """uint8 [3, height, width] each."""
-        in_float = self._rules.resize_in_float
-        for frame in frames:
-            yield planes(resize_frames(frame[None], height, width, self._patches.resample, in_float=in_float))[0]
+            if later:
+                return take_frames(frames, feature, grid, self._patches)
+            return cut_frames(frames, feature, grid, self._patches, in_float=self._rules.resize_in_float)
 
 
 def _open(clip: Clip, indices: Sequence[int]) -> _Frames:

@@ -41,13 +41,14 @@ def test_what_means_the_same_is_taken(launched: list[ServerSettings]) -> None:
     vllm = (
         "serve m --gpu-memory-utilization 0.5 --max-num-seqs 7 --max-num-batched-tokens=4096 --block-size 32 --seed 3 "
         '--no-enable-prefix-caching --limit-mm-per-prompt {"image":4,"video":{"count":1}} --mm-processor-cache-gb 0.5 '
-        '--mm-processor-kwargs {"max_pixels":50176,"fps":1} --generation-config vllm --trust-remote-code -tp 1 '
-        "--dtype half --log-level INFO --enforce-eager --tensor-parallel-size 1 --load-format auto "
-        "--enable-chunked-prefill --disable-log-requests"
+        '--mm-processor-kwargs {"max_pixels":50176,"fps":1,"device":"cuda"} --generation-config vllm '
+        "--trust-remote-code -tp 1 --dtype half --log-level INFO --enforce-eager --tensor-parallel-size 1 "
+        "--load-format auto --enable-chunked-prefill --disable-log-requests"
     )
     sglang = (
         "serve --model-path m --mem-fraction-static 0.5 --max-running-requests 7 --chunked-prefill-size 4096 "
-        "--page-size 32 --random-seed 3 --disable-radix-cache --tp 1 --enable-metrics --context-length 512"
+        "--page-size 32 --random-seed 3 --disable-radix-cache --tp 1 --enable-metrics --context-length 512 "
+        "--disable-fast-image-processor"
     )
     assert cli.main(vllm.split()) == 0
     assert cli.main(sglang.split()) == 0
@@ -57,13 +58,14 @@ def test_what_means_the_same_is_taken(launched: list[ServerSettings]) -> None:
         assert (engine.chunked_prefill_size, engine.page_size, engine.random_seed) == (4096, 32, 3)
         assert engine.disable_radix_cache
     assert launched[1].engine.max_model_len == 512
+    assert launched[1].engine.resize_device == "cpu"
     first = launched[0]
     assert first.engine.disable_cuda_graph
     assert first.engine.disable_vit_cuda_graph
     assert (first.max_images_per_request, first.max_videos_per_request) == (4, 1)
     assert (first.engine.processor_cache_mib, first.engine.sampling_defaults) == (512, "openai")
     assert (first.engine.dtype, first.log_level) == ("float16", "info")
-    assert (first.engine.max_pixels, first.engine.video_fps) == (50176, 1.0)
+    assert (first.engine.max_pixels, first.engine.video_fps, first.engine.resize_device) == (50176, 1.0, "model")
 
 
 @pytest.mark.parametrize("sizes", ["1,2,4", "[1, 2, 4]", "1 2 4"])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 
-from processors.inputs import Normalization
+from processors.inputs import Normalization, Resizing
 from processors.normalize import normalize, value_width
 from vision.towers.blocks import VisionTower
 from vision.towers.cost import encoding_cost
 from vision.towers.pieces import UNLIMITED, Kind, Piece, PieceLimits, Steps, even_tiles, finish
+from vision.towers.resize import original_patches
 from vision.towers.temporal_patch import TemporalPatch
-from vlmserve_common.compute.transfers import gathered
+from vlmserve_common.compute.transfers import gathered, to_device
 
 # Patches whose values are made together on a CPU.
 _VALUE_ROWS = 512
@@ -77,23 +80,53 @@ def pixel_values(patches: Sequence[TemporalPatch], device: torch.device) -> torc
 
 def _value_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Steps[torch.Tensor]:
     for patch in patches:
-        if len(patch.pixels) != patch.num_patches:
+        if patch.resizing is None and len(patch.pixels) != patch.num_patches:
             raise ValueError(
                 f"a temporal patch of grid {patch.grid} has {patch.num_patches} patches, not {len(patch.pixels)}"
             )
-    widths = {value_width(patch.pixels, _normalization(patch)) for patch in patches}
+    widths = {_value_width(patch) for patch in patches}
     if len(widths) > 1:
         raise ValueError(f"the patches of a batch have {sorted(widths)} values: they are not of one tower")
     values = torch.empty(sum(patch.num_patches for patch in patches), widths.pop(), dtype=torch.float32, device=device)
     done = 0
-    for normalization, group in groupby(patches, key=_normalization):  # nearly always one or two
-        pixels = gathered([patch.pixels for patch in group], device)
+    for kind, group in groupby(patches, key=_kind):  # nearly always one or two
+        pixels = yield from _pixel_steps(list(group), device)
         for rows in even_tiles(len(pixels), _VALUE_ROWS if values.is_cpu else len(pixels)):
             target = values[done + rows.start : done + rows.stop]
             yield Piece(Kind.ELEMENTS, target.numel())
-            normalize(pixels[rows], normalization, target)
+            normalize(pixels[rows], kind.normalization, target)
         done += len(pixels)
     return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What patches must agree in to become values together. originals: grid and shape of those yet to be resized."""
+
+    normalization: Normalization
+    originals: tuple[Resizing, tuple[int, int], tuple[int, ...]] | None
+
+
+def _kind(patch: TemporalPatch) -> _Kind:
+    originals = None if patch.resizing is None else (patch.resizing, patch.grid, patch.pixels.shape)
+    return _Kind(_normalization(patch), originals)
+
+
+def _pixel_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Steps[np.ndarray | torch.Tensor]:
+    """Of one kind: their patches, one behind the other; on the device where they are made there."""
+    resizing, grid = patches[0].resizing, patches[0].grid
+    if resizing is None:
+        return gathered([patch.pixels for patch in patches], device)
+    frames = gathered([patch.pixels[None] for patch in patches], device)
+    yield Piece(Kind.ELEMENTS, frames.size)
+    return original_patches(to_device(torch.from_numpy(frames), device), grid, resizing)
+
+
+def _value_width(patch: TemporalPatch) -> int:
+    if patch.resizing is None:
+        return value_width(patch.pixels, _normalization(patch))
+    frames, *_, channels = patch.pixels.shape
+    return frames * channels * patch.resizing.patch_size**2 * _normalization(patch).repeat
 
 
 def _normalization(patch: TemporalPatch) -> Normalization:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import blake3
 import numpy as np
 
-from processors.inputs import MultimodalDataItem, Normalization
+from processors.inputs import MultimodalDataItem, Normalization, Resizing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,14 +18,16 @@ class TemporalPatch:
     those of its temporal patches, one after the other.
 
     digest: 32 bytes over its pixels, grid and patch settings. grid: (height, width) in patches. pixels: uint8 [h * w,
-    pixels of a patch], in the processor's patch order, which `normalization` makes values of. encoded: it came encoded,
-    and pixels are its embeddings, without a normalization.
+    pixels of a patch], in the processor's patch order, which `normalization` makes values of; with a `resizing` uint8
+    [frames, height, width, 3], which that makes such patches of. encoded: it came encoded, and pixels are its
+    embeddings, without a normalization.
     """
 
     digest: bytes
     grid: tuple[int, int]
     pixels: np.ndarray
     normalization: Normalization | None = None
+    resizing: Resizing | None = None
     encoded: bool = False
 
     @property
@@ -47,7 +49,12 @@ def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
     parts = np.split(item.feature, len(item.patch_digests))
     return tuple(
         TemporalPatch(
-            digest=digest, grid=item.grid_thw[1:], pixels=part, normalization=item.normalization, encoded=item.encoded
+            digest=digest,
+            grid=item.grid_thw[1:],
+            pixels=part,
+            normalization=item.normalization,
+            resizing=item.resizing,
+            encoded=item.encoded,
         )
         for digest, part in zip(item.patch_digests, parts, strict=True)
     )

@@ -14,10 +14,11 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import torch
+from PIL import Image
 
-from processors.families.base import data_item
+from processors.families.base import ProcessorLimits, data_item
 from processors.families.registry import make_processor
-from processors.image.decoding import decode_image
+from processors.image.decoding import DecodeLimits, decode_image
 from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.bench.gpu_ceilings import Ceilings, measure_ceilings
@@ -36,6 +37,7 @@ from vlmserve.bench.vision_subject import finish, grid_thw
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.errors import EngineError
 
 T = TypeVar("T")
 
@@ -377,6 +379,24 @@ def _answer_all(bench: Bench, questions: Sequence[Question], batch: int) -> None
         bench.theirs.generate(bench.theirs.prepare_batch(questions[first : first + batch]), bench.work.answer)
 
 
+def resizing(bench: Bench) -> Iterator[Figure]:
+    """Decoded pictures to the tower's values, resized on the device; beside resizing by the CPU."""
+    count, side = bench.work.pictures, bench.work.side + 8  # which is not a multiple of a patch
+    here, there = (partial(_resized_values, bench, count, side, later) for later in (False, True))
+    if not torch.equal(here(), there()):
+        raise EngineError("pictures that are resized on the device are not those of the CPU")
+    by_cpu, ours = (bench.seconds(_ignoring(run)) for run in (here, there))
+    yield Figure(
+        key="resizing",
+        name=f"resizing on the device, {count} pictures of {side}x{side}",
+        unit="pictures/s",
+        ours=_rates(count, ours),
+        value=statistics.median(by_cpu) / statistics.median(ours),
+        of="x as fast as by the CPU",
+        about="from decoded pictures to values on the device",
+    )
+
+
 def loading(bench: Bench) -> Iterator[Figure]:
     """A process that loads these weights from files in the page cache, until it can answer."""
     seconds, weights = seconds_until_ready(bench.engine.model, bench.folder, device=bench.device, dtype=bench.dtype)
@@ -436,6 +456,7 @@ PARTS: Mapping[str, Callable[[Bench], Iterator[Figure]]] = MappingProxyType(
         "overlap": overlap,
         "graphs": graphs,
         "many": many,
+        "resizing": resizing,
         "loading": loading,
         "kernels": kernels,
         "counts": counts,
@@ -491,6 +512,18 @@ def _pictures(folder: Path, count: int, side: int) -> list[tuple[TemporalPatch, 
     processor = make_processor(folder, read_hf_config(folder))
     images = (decode_image(jpeg(side, side, seed), processor.limits.decode) for seed in range(count))
     return [temporal_patches(data_item(processor.process_image(image))) for image in images]
+
+
+def _resized_values(bench: Bench, count: int, side: int, later: bool) -> torch.Tensor:
+    limits = ProcessorLimits(resize_later=later)
+    processor = make_processor(bench.folder, read_hf_config(bench.folder), limits)
+    media = (processor.process_image(image) for image in _decoded(count, side))
+    return pixel_values([patch for one in media for patch in temporal_patches(data_item(one))], bench.device)
+
+
+@functools.cache
+def _decoded(count: int, side: int) -> list[Image.Image]:
+    return [decode_image(jpeg(side, side, seed), DecodeLimits()) for seed in range(count)]
 
 
 def _questions(count: int, side: int, *, seed: int) -> list[Question]:

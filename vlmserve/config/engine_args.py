@@ -103,7 +103,14 @@ class EngineArgs:
     enable_mm_embeds: bool = _pictures(
         False, "take embeddings in place of pictures (image_embeds); only where you trust all clients"
     )
-    processor_cache_mib: int = _pictures(128, "cache of resized pictures and videos, in MiB", CACHE_SIZE)
+    processor_cache_mib: int = _pictures(
+        128, "cache of pictures and videos that are decoded (and, on the CPU, resized), in MiB", CACHE_SIZE
+    )
+    resize_device: Literal["cpu", "model"] = _pictures(
+        "cpu",
+        "where pictures and frames are resized: by the CPU that decodes them, or by the vision tower's device, to the "
+        "same pixels; model: for a GPU; originals of more than twice the height or width stay with the CPU",
+    )
     encoder_dp_size: int = _encoder(
         0,
         "vision encoder processes; 0: one for each of --encoder-devices; without these none, and the engine encodes",

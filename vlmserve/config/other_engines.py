@@ -84,15 +84,23 @@ def _media_counts(value: Any) -> Mapping[str, Any]:
 
 
 def _processor_knobs(value: Any) -> Mapping[str, Any]:
-    ours = {"max_pixels": "max_pixels", "fps": "video_fps"}
+    ours = {"max_pixels": "max_pixels", "fps": "video_fps", "device": "resize_device"}
     given = _mapping(value, '{"max_pixels": 1003520}')
     for name in given:
         if name not in ours:
             raise SettingsError(
-                f"for all requests there are max_pixels (--max-pixels) and fps (--video-fps); {name!r} belongs into a "
-                "request's mm_processor_kwargs"
+                "for all requests there are max_pixels (--max-pixels), fps (--video-fps) and device (--resize-device); "
+                f"{name!r} belongs into a request's mm_processor_kwargs"
             )
-    return {ours[name]: number for name, number in given.items()}
+    return {ours[name]: _resize_device(value) if name == "device" else value for name, value in given.items()}
+
+
+def _resize_device(value: Any) -> str:
+    return "model" if str(value).startswith("cuda") else str(value)
+
+
+def _slow_processor(off: bool) -> Mapping[str, Any]:
+    return {"resize_device": "cpu"} if off else {}
 
 
 def _encoders_mode(on: bool) -> Mapping[str, Any]:
@@ -165,7 +173,8 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("max_images_per_request max_videos_per_request", vllm="limit_mm_per_prompt", convert=_media_counts),
     _same("max_images_per_request", vllm="limit_mm_per_prompt.image"),
     _same("max_videos_per_request", vllm="limit_mm_per_prompt.video"),
-    _same("max_pixels video_fps", vllm="mm_processor_kwargs", convert=_processor_knobs),
+    _same("max_pixels video_fps resize_device", vllm="mm_processor_kwargs", convert=_processor_knobs),
+    _same("resize_device", sglang="disable_fast_image_processor", switch=True, convert=_slow_processor, answer="cpu"),
     _same("processor_cache_mib", vllm="mm_processor_cache_gb", convert=_cache_size, answer="in MiB"),
     _same(
         "sampling_defaults", vllm="generation_config", convert=_generation_defaults, answer="auto: model; vllm: openai"

@@ -185,6 +185,7 @@ def _processor_limits(
         max_pixels=auto_pixels if auto else given if isinstance(given, int) else None,
         tell_max_pixels=auto,
         embeds=args.enable_mm_embeds,
+        resize_later=args.resize_device == "model",
         low_detail_tokens=args.low_detail_tokens,
         video=VideoLimits(
             max_duration_s=limits.max_video_duration_s,

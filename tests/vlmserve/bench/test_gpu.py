@@ -41,11 +41,11 @@ def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
     failed = {key: one["error"] for key, one in figures.items() if one["error"]}
     assert failed == {"graphs": "EngineError: there are no CUDA graphs in this engine"}
     measured_here = {"copy", "gemm", "logits", "prefill", "tower", "encode", "first-token", "overlap"}
-    measured_here |= {"many-batched", "many-alone", *(f"decode-{batch}" for batch in SMALL.batches)}
+    measured_here |= {"resizing", "many-batched", "many-alone", *(f"decode-{batch}" for batch in SMALL.batches)}
     assert set(figures) == measured_here | {"graphs"}
     assert all(figures[key]["ours"] for key in measured_here)
     # not of those that are differences of two times: here they are tiny
-    for key in ("copy", "gemm", "prefill", "tower", "encode", "first-token", "many-batched", "many-alone"):
+    for key in ("copy", "gemm", "prefill", "tower", "encode", "first-token", "resizing", "many-batched", "many-alone"):
         assert figures[key]["ours"]["median"] > 0
     assert figures["logits"]["ours"]["median"] < 1e-4, "float32: both do the same work"
     for key in ("decode-1", "prefill", "tower", "first-token", "many-batched", "many-alone"):
