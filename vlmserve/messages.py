@@ -111,7 +111,7 @@ class TokenizedGenerateReqInput:
     asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. session_id: of the
     conversation whose KV is kept for its next turn when this one has ended; "" is none. priority: lower goes first,
     where the policy says so. cache_salt: only requests with the same one share cached prefixes. logits_processors:
-    applied in this order.
+    applied in this order. data_parallel_rank: the replica that is to answer; None: whichever.
     """
 
     rid: str
@@ -128,6 +128,7 @@ class TokenizedGenerateReqInput:
     returns: ReturnOptions = field(default_factory=ReturnOptions)
     logits_processors: tuple[LogitsProcessorCall, ...] = ()
     input_embeds: InputEmbeds | None = None
+    data_parallel_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,7 +354,9 @@ class StepStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots."""
+    """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots. replica: whose they are.
+    replicas: each one's, where these are the sums of several.
+    """
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -373,6 +376,8 @@ class SchedulerStats:
     forward_steps_total: int
     num_warmups: int = 0
     steps: StepStats = StepStats()
+    replica: int = 0
+    replicas: tuple[SchedulerStats, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

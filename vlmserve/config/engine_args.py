@@ -214,6 +214,17 @@ class EngineArgs:
         "the CPU's cores",
         AT_LEAST_1,
     )
+    dp_size: int = _parallel(
+        1,
+        "whole models (replicas) behind one server: each has its own scheduler, KV cache and devices, the next ones "
+        "from --device on, or a share of the CPU's cores",
+        AT_LEAST_1,
+    )
+    load_balance_method: Literal["affinity", "round_robin", "shortest_queue"] = _parallel(
+        "affinity",
+        "which replica gets a request: the one that has most of its prompt and pictures, unless that has much more to "
+        "do than others; each in turn; or the one with least to do",
+    )
     nnodes: int = _parallel(1, "machines that --tp-size is spread over; the same command is given on each", AT_LEAST_1)
     node_rank: int = _parallel(0, "this machine's number; 0 is the one that takes requests", _NOT_NEGATIVE)
     dist_init_addr: str | None = _parallel(
