@@ -354,9 +354,7 @@ class StepStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots. replica: whose they are.
-    replicas: each one's, where these are the sums of several.
-    """
+    """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots. replica: whose they are."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -377,7 +375,6 @@ class SchedulerStats:
     num_warmups: int = 0
     steps: StepStats = StepStats()
     replica: int = 0
-    replicas: tuple[SchedulerStats, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,7 +62,7 @@ def fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, r
     postponed: list[BatchTokenOutput] = []
     heartbeat = channels.heartbeat("scheduler")
     signal.signal(signal.SIGUSR1, lambda *_: [sender.send(message) for message in postponed])
-    ready(max_model_len=123)
+    ready(max_model_len=123 - (channels.replica or 0))
     while True:
         message = receiver.recv()
         if not isinstance(message, TokenizedGenerateReqInput):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
 
@@ -11,8 +12,20 @@ from vlmserve.control_messages import ControlRefused, ControlResult, PauseResult
 from vlmserve.messages import HistogramStats, SchedulerStats
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SummedStats(SchedulerStats):
+    """Of all `replicas` together."""
+
+    replicas: tuple[SchedulerStats, ...] = ()
+
+
+def replicas_of(stats: SchedulerStats) -> tuple[SchedulerStats, ...]:
+    """What figures are the sums of; nothing where there is one engine."""
+    return stats.replicas if isinstance(stats, SummedStats) else ()
+
+
 def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Of all replicas, in their order; the sum has them inside. One's own are its sum."""
+    """Of all replicas, in their order. One's own are its sum."""
     if len(stats) == 1:
         return stats[0]
     whole: SchedulerStats = reduce(_sum, stats)
@@ -21,7 +34,8 @@ def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         there = [disk for disk in disks if disk is not None]
         most = {name: max(getattr(disk, name) for disk in there) for name in ("bytes", "entries")}
         encoder = dataclasses.replace(encoder, disk=dataclasses.replace(encoder.disk, **most))
-    return dataclasses.replace(whole, encoder=encoder, replica=0, replicas=tuple(stats))
+    sums = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
+    return SummedStats(**{**sums, "encoder": encoder, "replica": 0}, replicas=tuple(stats))
 
 
 def sum_results(results: Sequence[ControlResult]) -> ControlResult:

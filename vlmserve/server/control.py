@@ -33,6 +33,7 @@ from vlmserve.control_messages import (
     StopProfileReq,
 )
 from vlmserve.messages import SchedulerStats
+from vlmserve.routing.sums import replicas_of
 from vlmserve.server.body import read_body
 from vlmserve.server.errors import error_body
 from vlmserve.server.protocol import StrictModel
@@ -119,7 +120,7 @@ class ControlApi:
         settings = asdict(self._settings)
         settings |= settings.pop("engine")
         settings |= {name: "set" for name in _SECRETS if settings[name] is not None}
-        replicas = info.stats.replicas
+        replicas = replicas_of(info.stats)
         return {
             "version": __version__,
             "model": self._model_name,

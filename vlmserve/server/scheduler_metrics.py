@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from vlmserve.messages import HistogramStats, SchedulerStats
+from vlmserve.routing.sums import replicas_of
 
 PREFIX = "vlmserve:"
 # name -> what it is, and where `SchedulerStats` has it
@@ -107,10 +108,11 @@ class SchedulerCollector(Collector):
             histogram.add_metric(labels, _buckets(values), values.sum)
             yield histogram
         yield from self._tiers(stats)
+        replicas = replicas_of(stats)
         for family, figures in ((GaugeMetricFamily, _REPLICA_GAUGES), (CounterMetricFamily, _REPLICA_COUNTERS)):
-            for name, (text, where) in figures.items() if stats.replicas else ():
+            for name, (text, where) in figures.items() if replicas else ():
                 metric = family(PREFIX + name, text, labels=("model_name", "replica"))
-                for one in stats.replicas:
+                for one in replicas:
                     metric.add_metric((self._model_name, str(one.replica)), attrgetter(where)(one))
                 yield metric
 
