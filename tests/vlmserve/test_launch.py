@@ -191,6 +191,16 @@ def test_a_dead_child_of_a_replica_is_named_and_ends_all(start) -> None:
     assert not any(path.exists() for path in directories)
 
 
+def test_replicas_finish_beside_each_other(start, tmp_path) -> None:
+    meeting = tmp_path / "meeting"
+    os.mkfifo(meeting)
+    server = start("--dp-size", "2", MEET_AT_THE_END=str(meeting))
+    server.port()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert "does not stop" not in "".join(server.log)
+
+
 def test_a_replica_that_hangs_is_named(start) -> None:
     server = start("--dp-size", "2", "--watchdog-timeout-s", "2")
     with ThreadPoolExecutor(1) as pool:
