@@ -86,7 +86,7 @@ def _as_flag(name: str) -> str:
 
 
 def _in_words(setting: ForeignSetting) -> str:
-    answer = re.sub(r"--[a-z-]+( cuda:N| MODEL)?", r"`\g<0>`", setting.answer)
+    answer = re.sub(r"--[a-z0-9-]+( cuda:N| MODEL)?", r"`\g<0>`", setting.answer)
     if setting.sets:
         flags = ", ".join(map(_as_flag, setting.sets))
         return flags + (", the other way round" if setting.negated else "") + (f" ({answer})" if answer else "")

@@ -3,7 +3,7 @@
 Order, undone backwards whatever happens: listening socket (a taken port is known before a model is loaded) -> private
 directories -> the process that all children are forks of -> child processes -> their readiness -> HTTP. The three
 processes are this one (HTTP, TokenizerManager, media, unless those have processes of their own), the scheduler (models,
-GPU) and the detokenizer.
+GPU) and the detokenizer; each replica (`--dp-size`) has the latter two, and its other ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, wait_until_ready
-from vlmserve.ipc.ready import Ready, ReadyReport
+from vlmserve.ipc.ready import Ready, ReadyReport, of_all
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
-from vlmserve.launch_children import make_directories, prepare_children, start_children
+from vlmserve.launch_children import Child, make_directories, prepare_children, start_children
 from vlmserve.launch_ranks import rank_mains, serve_node
-from vlmserve.messages import SchedulerInput, TokenizerManagerInput
+from vlmserve.messages import TokenizerManagerInput
 from vlmserve.server.api_keys import read_api_keys
 from vlmserve.server.listening import listen
 from vlmserve_common.logs import configure_logging
@@ -44,9 +44,9 @@ from vlmserve_common.process.stop_signals import (
     ignore_stop_signals,
     stop_signals_raise,
 )
-from vlmserve_common.transport.shm import SPARE_BYTES
 
 if TYPE_CHECKING:
+    from vlmserve.ipc.engines import Engines
     from vlmserve.server.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
@@ -138,19 +138,23 @@ def launch_server(
                     import torch  # noqa: F401  # not only when the first picture waits for it
             mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
             mains.extend(rank_mains(settings.engine))
-            children = start_children(mains, settings.engine, channels, start, stack)
+            engines = channels.replicas(settings.engine.dp_size)
+            children = [child for own in engines for child in start_children(mains, settings.engine, own, start, stack)]
+            for child in children:  # all at once, for each may have something to finish
+                stack.callback(child.process.tell_to_stop)
             # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
             grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
-            reports = wait_until_ready(children, start, grace_s=grace_s)
+            reports = wait_until_ready([child.process for child in children], start, grace_s=grace_s)
             serving = _Serving(
                 settings=settings,
                 model_name=model_name,
-                channels=channels,
+                api=channels.api,
+                engines=engines,
                 start=start,
                 children=children,
                 listener=listener,
             )
-            return asyncio.run(serving.run(reports["scheduler"], make_frontend))
+            return asyncio.run(serving.run(of_all(reports.values()), make_frontend))
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
             return 0
@@ -162,38 +166,36 @@ def launch_server(
 class _Serving:
     """The time between readiness and the end: HTTP, the way back from the detokenizer, and a watch on the children.
 
-    failure: why it ends, if it has to. watchdog: once there is something to watch.
+    api: the address that answers come to. engines: the channels of each replica. failure: why it ends, if it has to.
+    watchdog: once there is something to watch.
     """
 
     settings: ServerSettings
     model_name: str
-    channels: Channels
+    api: str
+    engines: Sequence[Channels]
     start: StartSettings
-    children: Sequence[ChildProcess]
+    children: Sequence[Child]
     listener: socket.socket
     failure: str | None = None
     watchdog: Watchdog | None = None
 
     async def run(self, report: ReadyReport, make_frontend: MakeFrontend) -> int:
-        from vlmserve.ipc.control import ControlClient
-        from vlmserve.ipc.sockets import AsyncReceiver, Sender
+        from vlmserve.ipc.engines import connect
+        from vlmserve.ipc.sockets import AsyncReceiver
         from vlmserve.server.http_server import HttpServer
 
-        shared = self.channels.shared_arrays(spare_bytes=SPARE_BYTES)
         loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
-            sender = Sender(self.channels.scheduler, get_args(SchedulerInput), shared=shared, linger_ms=200)
-            stack.callback(sender.close)
-            operator = ControlClient(self.channels.control)
-            stack.callback(operator.close)
+            engines = connect(self.engines, self.settings.engine, stack)
             frontend = make_frontend(
                 self.settings,
                 max_model_len=report.max_model_len,
                 auto_pixels=report.auto_pixels,
                 model_name=self.model_name,
-                send=sender.send,
-                prepare=sender.prepare,
-                control=operator.ask,
+                send=engines.send,
+                prepare=engines.prepare,
+                control=engines.ask,
                 start=self.start,
             )
             stack.push_async_callback(frontend.close)
@@ -201,12 +203,13 @@ class _Serving:
             gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
             for number in STOP_SIGNALS:
                 loop.add_signal_handler(number, self._on_signal, server, frontend, number)
-            for child in self.children:
-                loop.add_reader(child.sentinel, self._on_death, child, frontend, server)
+            processes = [child.process for child in self.children]
+            for process in processes:
+                loop.add_reader(process.sentinel, self._on_death, process, frontend, server)
             receiver = AsyncReceiver(
-                self.channels.api,
+                self.api,
                 get_args(TokenizerManagerInput),
-                partial(self._receive, frontend),
+                partial(self._receive, frontend, engines),
                 broken=lambda error: self._fail(f"the socket from the engine broke: {error}", frontend, server),
             )
             watching = loop.create_task(self._watch(frontend, server))
@@ -215,8 +218,8 @@ class _Serving:
                 await server.serve(sockets=[self.listener])
             finally:
                 watching.cancel()
-                for child in self.children:
-                    loop.remove_reader(child.sentinel)
+                for process in processes:
+                    loop.remove_reader(process.sentinel)
                 receiver.close()
             if self.failure is None:
                 logger.info("stopped")
@@ -233,7 +236,7 @@ class _Serving:
 
     async def _watch(self, frontend: Frontend, server: HttpServer) -> None:
         """Look after the children for as long as there is a server."""
-        children = {child.pid: child for child in self.children}
+        children = {child.process.pid: child.process for child in self.children}
 
         def suspend(problem: str | None) -> None:
             if problem is None:
@@ -253,7 +256,7 @@ class _Serving:
 
         self.watchdog = Watchdog(
             [
-                Watched(title=child.title, pid=child.pid, heartbeat=self.channels.heartbeat(child.name))
+                Watched(title=child.process.title, pid=child.process.pid, heartbeat=child.heartbeat)
                 for child in self.children
             ],
             timeout_s=self.settings.watchdog_timeout_s,
@@ -299,11 +302,12 @@ class _Serving:
         loop.call_later(_FAREWELL_S, setattr, server, "should_exit", True)
         loop.call_later(2 * _FAREWELL_S, setattr, server, "force_exit", True)
 
-    def _receive(self, frontend: Frontend, message: TokenizerManagerInput) -> None:
+    def _receive(self, frontend: Frontend, engines: Engines, message: TokenizerManagerInput) -> None:
         try:
             frontend.handle(message)
         except Exception:
             logger.exception("a message from the engine could not be handled")
+        engines.came(message)  # last, for what it ended may have to be taken back where it was
 
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from processors.pool.forks import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
@@ -13,9 +14,18 @@ from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import ChildMain, start_child
+from vlmserve.ipc.heartbeat import Heartbeat
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve_common.process.child import ChildProcess
 from vlmserve_common.process.stop_signals import stop_signals_held
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """A process, and where it shows that it lives."""
+
+    process: ChildProcess
+    heartbeat: Heartbeat
 
 
 def make_directories(settings: ServerSettings, stack: ExitStack) -> tuple[Channels, StartSettings]:
@@ -46,12 +56,12 @@ def start_children(
     channels: Channels,
     start: StartSettings,
     stack: ExitStack,
-) -> list[ChildProcess]:
+) -> list[Child]:
     """Processes of these names and work, which `stack` stops."""
-    children: list[ChildProcess] = []
+    children: list[Child] = []
     for name, main in mains:
         with stop_signals_held():  # until it is sure that the child will be stopped
-            child = start_child(name, main, args, channels, start)
-            stack.callback(child.stop)
-        children.append(child)
+            process = start_child(name, main, args, channels, start)
+            stack.callback(process.stop)
+        children.append(Child(process=process, heartbeat=channels.heartbeat(name)))
     return children

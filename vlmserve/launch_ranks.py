@@ -44,7 +44,8 @@ def serve_node(settings: ServerSettings) -> int:
             args = replace(settings.engine, model=str(resolve_model(settings.engine.model)))
             channels, start = make_directories(settings, stack)
             prepare_children()
-            children = start_children(rank_mains(args), args, channels, start, stack)
+            started = start_children(rank_mains(args), args, channels, start, stack)
+            children = [child.process for child in started]
             wait_until_ready(children, start)
             logger.info("ready: ranks %s work for %s", ", ".join(map(str, args.own_ranks)), args.dist_init_addr)
             ended = wait([child.sentinel for child in children])

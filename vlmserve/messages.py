@@ -111,7 +111,7 @@ class TokenizedGenerateReqInput:
     asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. session_id: of the
     conversation whose KV is kept for its next turn when this one has ended; "" is none. priority: lower goes first,
     where the policy says so. cache_salt: only requests with the same one share cached prefixes. logits_processors:
-    applied in this order.
+    applied in this order. data_parallel_rank: the replica that is to answer; None: whichever.
     """
 
     rid: str
@@ -128,6 +128,7 @@ class TokenizedGenerateReqInput:
     returns: ReturnOptions = field(default_factory=ReturnOptions)
     logits_processors: tuple[LogitsProcessorCall, ...] = ()
     input_embeds: InputEmbeds | None = None
+    data_parallel_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,7 +366,7 @@ class ExpertStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots."""
+    """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots. replica: whose they are."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -386,6 +387,7 @@ class SchedulerStats:
     num_warmups: int = 0
     steps: StepStats = StepStats()
     experts: ExpertStats = ExpertStats()
+    replica: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, gone
+from vlmserve.bench.processes import children_of
 
 
 def _fake_server(folder: Path, runtime: Path, *flags: str, port: int = 0, **environment: str) -> ServerProcess:
@@ -169,6 +170,44 @@ def test_a_dead_child_fails_pending_requests_and_ends_the_server(start, victim: 
     assert all(gone(pid) for pid in children.values())
     assert len(directories) == 2
     assert not any(path.exists() for path in directories)
+
+
+def test_a_dead_child_of_a_replica_is_named_and_ends_all(start) -> None:
+    server = start("--dp-size", "2")
+    assert json.loads(server.get("info")[1])[0] == 122, "the smallest context of both"
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(server.get, f"hang{n}") for n in range(2)]
+        server.await_log("hanging\n(.*\n)*.*hanging")
+        names = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(server.process.pid)}
+        assert {f"r{n}-{kind}" for n in range(2) for kind in ("scheduler", "detokenizer")} <= names.keys()
+        directories = server.directories()
+        os.kill(names["r1-detokenizer"], signal.SIGKILL)
+        for answer in answers:
+            status, text = answer.result(PATIENCE_S)
+            assert status == 503
+            assert "the detokenizer process of replica 1 was killed by SIGKILL" in text
+    assert server.wait() == 1
+    assert all(gone(pid) for pid in names.values())
+    assert not any(path.exists() for path in directories)
+
+
+def test_replicas_finish_beside_each_other(start, tmp_path) -> None:
+    meeting = tmp_path / "meeting"
+    os.mkfifo(meeting)
+    server = start("--dp-size", "2", MEET_AT_THE_END=str(meeting))
+    server.port()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert "does not stop" not in "".join(server.log)
+
+
+def test_a_replica_that_hangs_is_named(start) -> None:
+    server = start("--dp-size", "2", "--watchdog-timeout-s", "2")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.get, "freeze")
+        assert answer.result(PATIENCE_S)[0] == 503
+    assert server.wait() == 1
+    assert "the scheduler process of replica 0 was at one step for 2 s" in "".join(server.log)
 
 
 def test_children_die_with_a_killed_launcher_and_the_next_start_clears_up(start) -> None:

@@ -51,6 +51,9 @@ def engine_problems(args: EngineArgs) -> list[str]:
         problems.append(problem(args, "ep_num_redundant_experts", "0 without --enable-eplb"))
     if args.tp_size % args.nnodes:
         problems.append(problem(args, "tp_size", f"a multiple of --nnodes, which is {args.nnodes}"))
+    if args.dp_size > 1 and args.nnodes > 1:
+        allowed = "1 where --nnodes is above 1: all replicas are on one machine; for more, start a server on each"
+        problems.append(problem(args, "dp_size", allowed))
     if args.node_rank >= args.nnodes:
         problems.append(problem(args, "node_rank", f"below --nnodes, which is {args.nnodes}"))
     if args.nnodes > 1 and not re.fullmatch(r".+:0*[1-9]\d{0,4}", args.dist_init_addr or ""):

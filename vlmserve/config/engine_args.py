@@ -221,6 +221,17 @@ class EngineArgs:
         "the CPU's cores",
         AT_LEAST_1,
     )
+    dp_size: int = _parallel(
+        1,
+        "whole models (replicas) behind one server: each has its own scheduler, KV cache and devices, the next ones "
+        "from --device on, or a share of the CPU's cores",
+        AT_LEAST_1,
+    )
+    load_balance_method: Literal["affinity", "round_robin", "shortest_queue"] = _parallel(
+        "affinity",
+        "which replica gets a request: the one that has most of its prompt and pictures, unless that has much more to "
+        "do than others; each in turn; or the one with least to do",
+    )
     ep_size: int = _parallel(
         1,
         "parties of the --tp-size ranks that each have experts of their own, all of it; within a party ranks cut each "

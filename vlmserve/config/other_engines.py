@@ -157,6 +157,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("page_size", vllm="block_size"),
     _same("tp_size", vllm="tensor_parallel_size tp", sglang="tensor_parallel_size tp"),
     _same("ep_size", sglang="expert_parallel_size ep"),
+    _same("dp_size", vllm="data_parallel_size dp", sglang="data_parallel_size dp"),
     _same("quantization", vllm="q"),
     _same("hicache_size_gib", sglang="hicache_size"),
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
@@ -228,9 +229,6 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(_PROXY, "ssl_keyfile ssl_certfile root_path", "ssl_keyfile ssl_certfile fastapi_root_path"),
     # not there yet
     _answered(_ONE_GPU, "pipeline_parallel_size pp", "pipeline_parallel_size pp_size pp", fine="1"),
-    _answered(
-        f"{_ONE_GPU}; start a server for each", "data_parallel_size dp", "data_parallel_size dp_size dp", fine="1"
-    ),
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
     _answered("--ep-size as large as --tp-size does that", "enable_expert_parallel", switch=True, fine="false"),
     _answered("--moe-a2a-backend says how rows get to experts", "all2all_backend"),

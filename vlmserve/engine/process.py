@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -19,6 +20,7 @@ from vlmserve.engine.encoder import resolve_warmup_patches
 from vlmserve.engine.ending import Ending
 from vlmserve.engine.loop import EngineLoop
 from vlmserve.engine.profiling import Profiler
+from vlmserve.engine.replicas import replica_args
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.control import ControlServer
 from vlmserve.ipc.ready import FINISH_S, Ready
@@ -52,6 +54,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     Between steps all waiting messages are taken, then what operators ask; with nothing to compute the process sleeps on
     its sockets.
     """
+    args = replica_args(args, channels.replica)
     args, ranks = _join(args, channels, start)
     runner, info = build_runner(args, ranks)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
@@ -67,7 +70,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     operators = ControlServer(channels.control)
     control = EngineControl(loop, Profiler(), device=info.device, dtype=info.dtype)
-    dispatch = message_dispatcher(loop, to_detokenizer.send)
+    dispatch = message_dispatcher(loop, to_detokenizer.send, channels.replica or 0)
     heartbeat = channels.heartbeat("scheduler")
     ending = Ending(FINISH_S)
     ready(
@@ -101,6 +104,7 @@ def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings,
     """The work of a rank but the first."""
     from vlmserve.engine.ranks import follow, meeting_place
 
+    args = replica_args(args, channels.replica)
     heartbeat = channels.heartbeat(f"rank-{rank}")
     place = meeting_place(channels.runtime_dir, args, start)
     follow(args, rank, place, ready=ready, idle=heartbeat.idle, working=heartbeat.working)
@@ -124,8 +128,8 @@ def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker:
     return LeadingWorker(runner, ranks, who_died=lambda: time.sleep(LAST_WORDS_S))
 
 
-def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None]) -> TypeDispatcher:
-    """What becomes of each message to the scheduler process. send: to the detokenizer."""
+def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None], replica: int = 0) -> TypeDispatcher:
+    """What becomes of each message to the scheduler process. send: to the detokenizer. replica: which one this is."""
 
     def take_batch(batch: BatchTokenizedGenerateReqInput) -> None:
         for request in batch.requests:
@@ -142,7 +146,7 @@ def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None]) -> TypeDis
             BatchTokenizedGenerateReqInput: take_batch,
             EncodeReqInput: loop.handle,
             AbortReq: loop.handle,
-            GetStatsReq: lambda _: send(loop.stats()),
+            GetStatsReq: lambda _: send(replace(loop.stats(), replica=replica)),
             RequestsLost: pass_on,
         },
         covers=(*get_args(SchedulerInput), RequestsLost),

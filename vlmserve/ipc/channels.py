@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlmserve.ipc.heartbeat import Heartbeat
@@ -18,8 +18,9 @@ class Channels:
     detokenizer: takes `DetokenizerInput`, from the scheduler.
     api: takes `TokenizerManagerInput`, from the detokenizer.
     control: bound by the scheduler; takes `ControlRequest`, from the API process, and answers each.
-    runtime_dir: where the sockets are, and heartbeats.
+    runtime_dir: where the sockets are, and heartbeats; a replica's own.
     shared_dir: where `SharedArrays` puts arrays that are too large for a socket.
+    replica: which of several engines these are of; None: there is one.
     """
 
     scheduler: str
@@ -28,6 +29,7 @@ class Channels:
     control: str
     runtime_dir: str
     shared_dir: str
+    replica: int | None = None
 
     @classmethod
     def in_directories(cls, runtime_dir: Path, shared_dir: Path) -> Channels:
@@ -40,6 +42,16 @@ class Channels:
             runtime_dir=str(runtime_dir),
             shared_dir=str(shared_dir),
         )
+
+    def replicas(self, count: int) -> list[Channels]:
+        """Those of each of so many engines, in folders of their own. The API process's address is the same for all."""
+        return [self] if count == 1 else [self._of_replica(replica) for replica in range(count)]
+
+    def _of_replica(self, replica: int) -> Channels:
+        folder = Path(self.runtime_dir) / f"r{replica}"
+        folder.mkdir(mode=0o700)
+        own = Channels.in_directories(folder, Path(self.shared_dir))
+        return replace(own, api=self.api, replica=replica)
 
     def shared_arrays(self, *, mapped: bool = False, spare_bytes: int = 0) -> SharedArrays:
         """This process's access to the large arrays."""

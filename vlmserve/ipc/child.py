@@ -28,12 +28,13 @@ LAST_WORDS_S = 3 * STOP_PATIENCE_S
 
 
 def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels, start: StartSettings) -> ChildProcess:
-    """Start a process of the server; see `ChildProcess` for how."""
+    """Start a process of the server; see `ChildProcess` for how. name: without the replica."""
+    replica = channels.replica
     return ChildProcess(
-        name,
+        name if replica is None else f"r{replica}-{name}",
         _run,
         (main, args, channels, start),
-        title=f"the {name} process",
+        title=f"the {name} process" + ("" if replica is None else f" of replica {replica}"),
         log_level=start.log_level,
         stop_patience_s=FINISH_S + STOP_PATIENCE_S,
         forked=True,

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Between making a directory and locking it lies a moment in which it looks abandoned.
 _GRACE_S = 10.0
-# A unix socket's path holds 107 bytes; the longest name we put under the directory is "/detokenizer".
-_MAX_SOCKET_DIR_BYTES = 107 - len("/detokenizer")
+# A unix socket's path holds 107 bytes; the longest name we put under the directory is that of a replica's detokenizer.
+_MAX_SOCKET_DIR_BYTES = 107 - len("/r999/detokenizer")
 
 
 class PrivateDirectory(contextlib.AbstractContextManager["PrivateDirectory"]):

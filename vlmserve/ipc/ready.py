@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,16 @@ class ReadyReport:
 
     max_model_len: int = 0
     auto_pixels: int | None = None
+
+
+def of_all(reports: Iterable[ReadyReport]) -> ReadyReport:
+    """What holds for every process: of each figure the smallest one that was reported."""
+    reports = list(reports)
+    pixels = [report.auto_pixels for report in reports if report.auto_pixels is not None]
+    return ReadyReport(
+        max_model_len=min((report.max_model_len for report in reports if report.max_model_len), default=0),
+        auto_pixels=min(pixels, default=None),
+    )
 
 
 class Ready(Protocol):

@@ -40,9 +40,9 @@ class Prepared:
         self._codec = codec
         self._frames = frames
 
-    def send(self) -> None:
-        """Queue it for delivery."""
-        self._sender.send_frames(self._frames)
+    def send(self, sender: Sender | None = None) -> None:
+        """Queue it for delivery. sender: another one of the same types and arrays, whose receiver is to get it."""
+        (sender or self._sender).send_frames(self._frames)
 
     def discard(self) -> None:
         """Free its arrays: it will not be sent."""

@@ -10,6 +10,7 @@ from functools import partial
 
 from vlmserve.config.checks import check_engine_args
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.fields import flag
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import EngineInfo, build_runner, build_scheduler
@@ -19,7 +20,7 @@ from vlmserve.messages import SchedulerOutput
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.step import ModelWorker
 from vlmserve.tokenizer.stage import StageLimits, TokenizerStage, make_tokenizer_stage
-from vlmserve_common.errors import RankLostError
+from vlmserve_common.errors import EngineError, RankLostError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,11 @@ def build_offline_engine(
     Raises CheckpointError, EngineError or SettingsError.
     """
     check_engine_args(args)
+    if args.dp_size > 1:
+        raise EngineError(
+            f"{flag('dp_size')} is {args.dp_size}: only a server has several replicas; start `vlmserve serve` with it "
+            "and send it requests, or make one engine on each device"
+        )
     args = replace(args, model=str(resolve_model(args.model)))
     with ExitStack() as stack:
         args, runner, info, worker = _runner(args, stack, log_level)

@@ -32,6 +32,8 @@ from vlmserve.control_messages import (
     StartProfileReq,
     StopProfileReq,
 )
+from vlmserve.messages import SchedulerStats
+from vlmserve.routing.sums import replicas_of
 from vlmserve.server.body import read_body
 from vlmserve.server.errors import error_body
 from vlmserve.server.protocol import StrictModel
@@ -118,8 +120,7 @@ class ControlApi:
         settings = asdict(self._settings)
         settings |= settings.pop("engine")
         settings |= {name: "set" for name in _SECRETS if settings[name] is not None}
-        stats = asdict(info.stats)
-        stats.pop("encoder")
+        replicas = replicas_of(info.stats)
         return {
             "version": __version__,
             "model": self._model_name,
@@ -130,7 +131,8 @@ class ControlApi:
             "paused": info.paused,
             "profiling": info.profiling,
             "num_pending": self._manager.num_pending,
-            "scheduler": stats,
+            "scheduler": _figures(info.stats),
+            **({"replicas": [_figures(stats) for stats in replicas]} if replicas else {}),
             "settings": dict(sorted(settings.items())),
         }
 
@@ -196,3 +198,8 @@ class ControlApi:
             raise BadRequestError(result.message, status=result.status)
         assert isinstance(result, kind), result
         return result
+
+
+def _figures(stats: SchedulerStats) -> dict[str, Any]:
+    """Without those of the encoder, which are many, and of single replicas."""
+    return {name: value for name, value in asdict(stats).items() if name not in ("encoder", "replica", "replicas")}

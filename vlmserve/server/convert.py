@@ -80,6 +80,7 @@ def named(request: NamedRequest) -> dict[str, Any]:
     return {
         "cache_salt": request.cache_salt or "",
         "priority": request.priority or 0,
+        "data_parallel_rank": request.data_parallel_rank,
         "rid": request.rid,
         "timeout_s": request.timeout,
     }

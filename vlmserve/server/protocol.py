@@ -411,6 +411,7 @@ class NamedRequest(StrictModel):
     timeout: Annotated[float | None, Field(gt=0, le=MOST_SECONDS)] = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    data_parallel_rank: Annotated[int | None, Field(ge=0)] = None
 
 
 class FormedRequest(NamedRequest):

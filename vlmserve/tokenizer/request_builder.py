@@ -98,7 +98,7 @@ class GenerateReqInput:
     `prompt_logprobs` of a choice each.
     client: who asks; clients take turns. session_id: of the conversation whose KV is kept for its next turn (that of
     the first answer); "" is none. tenant: whose requests share cached prefixes and media with it; "": all that have
-    none. cache_salt, priority: see `TokenizedGenerateReqInput`. request_id: of its own among
+    none. cache_salt, priority, data_parallel_rank: see `TokenizedGenerateReqInput`. request_id: of its own among
     all requests ever. rid: what the client calls it, of its own among those at a time; None: the same. timeout_s:
     seconds that it may take; None: as long as it takes. ended: is told what became of each choice. warnings: what will
     not be done as it asks, a sentence each, for its answer.
@@ -118,6 +118,7 @@ class GenerateReqInput:
     cache_salt: str = ""
     tenant: str = ""
     priority: int = 0
+    data_parallel_rank: int | None = None
     rid: str | None = None
     timeout_s: float | None = None
     ended: Callable[[RequestStats], None] | None = None
@@ -156,7 +157,8 @@ class RequestLimits:
     """max_model_len: context length in tokens, prompt and answer together. vocab_size: ids of the model. hidden_size:
     elements of its embeddings.
 
-    counts: most pictures and videos in a request. hidden_states: whether requests may ask for them.
+    counts: most pictures and videos in a request. hidden_states: whether requests may ask for them. replicas: that they
+    may choose from.
     """
 
     max_model_len: int
@@ -164,6 +166,7 @@ class RequestLimits:
     hidden_size: int = 0
     counts: MediaCounts = field(default_factory=MediaCounts)
     hidden_states: bool = False
+    replicas: int = 1
 
 
 def followed_by_text(media: MultimodalInputs, length: int) -> MultimodalInputs:
@@ -204,6 +207,7 @@ class RequestBuilder:
 
         default_seed: used where the request brings no seed.
         """
+        self._check_replica(request.data_parallel_rank)
         verify_num_logprobs(request.num_logprobs)
         params = self._defaults.apply(request.sampling)
         returns, vocab_size = request.returns, self.limits.vocab_size
@@ -223,6 +227,15 @@ class RequestBuilder:
             params = replace(params, grammar=grammar)
         notes = replace(notes, warnings=(*request.warnings, *notes.warnings))
         return TokenizedPrompt(ids=ids, media=media, params=params, notes=notes)
+
+    def _check_replica(self, replica: int | None) -> None:
+        if replica is not None and not 0 <= replica < self.limits.replicas:
+            raise BadRequestError(
+                f"data_parallel_rank is {replica}; it must be 0 or more and below the number of replicas, which is "
+                f"{self.limits.replicas} (setting --dp-size)",
+                param="data_parallel_rank",
+                code="invalid_value",
+            )
 
     def tokenize_alone(self, request: GenerateReqInput) -> TokenizedPrompt:
         """As `tokenize`, of a text or a conversation that shall not be answered, so it may be longer than the context.
@@ -271,6 +284,7 @@ class RequestBuilder:
                 session_id="" if index else request.session_id,
                 cache_salt=request.cache_namespace,
                 priority=request.priority,
+                data_parallel_rank=request.data_parallel_rank,
             )
             for index in range(request.n)
         ]
@@ -294,6 +308,7 @@ class RequestBuilder:
                     client=request.client,
                     cache_salt=request.cache_namespace,
                     priority=request.priority,
+                    data_parallel_rank=request.data_parallel_rank,
                     group=request.request_id,
                     choice=index,
                     returns=replace(

@@ -90,6 +90,7 @@ def make_tokenizer_stage(
             hidden_size=config.get("hidden_size") or text_config.get("hidden_size") or 0,
             counts=limits.counts,
             hidden_states=args.enable_return_hidden_states,
+            replicas=args.dp_size,
         ),
         defaults=defaults,
         logits_processors=load_logits_processors(args.logits_processors),

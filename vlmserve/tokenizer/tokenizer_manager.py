@@ -37,6 +37,7 @@ from vlmserve.messages import (
     TokenizerManagerInput,
     rids_of,
 )
+from vlmserve.routing.sums import sum_stats
 from vlmserve.tokenizer.chat_messages import Message
 from vlmserve.tokenizer.file_parts import FindFile
 from vlmserve.tokenizer.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
@@ -135,6 +136,7 @@ class TokenizerManager:
     send: hands a message to the scheduler. prepare: does so in two halves, the first of which copies arrays, in any
     thread; without it `send` does all. max_pending: choices in the house (waiting, running or being prepared) above
     which requests are refused with 429; max_pending_setting is what the message names.
+    num_replicas: engines that a message to ask for figures goes to; each answers.
     observe: is told what became of each choice. observe_tokens: of each output with tokens how many they are, and the
     seconds since those before (None: a choice's first). request_timeout_s: that a request may take, whatever it asks
     for; 0: as long as it takes.
@@ -152,6 +154,7 @@ class TokenizerManager:
         observe: Callable[[RequestStats], None] | None = None,
         observe_tokens: Callable[[int, float | None], None] | None = None,
         request_timeout_s: float = 0.0,
+        num_replicas: int = 1,
         num_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -170,6 +173,8 @@ class TokenizerManager:
         )
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
+        self._num_replicas = num_replicas
+        self._stats: dict[int, SchedulerStats] = {}  # of those that answered since the last time all had
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
 
     @property
@@ -322,13 +327,21 @@ class TokenizerManager:
             for rid in message.rids:
                 self._lose(rid, message.message)
         else:
-            for waiter in self._stats_waiters:
-                if not waiter.done():
-                    waiter.set_result(message)
-            self._stats_waiters.clear()
+            self._take_stats(message)
+
+    def _take_stats(self, stats: SchedulerStats) -> None:
+        self._stats[stats.replica] = stats
+        if len(self._stats) < self._num_replicas:
+            return
+        whole = sum_stats([self._stats[replica] for replica in sorted(self._stats)])
+        self._stats.clear()
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_result(whole)
+        self._stats_waiters.clear()
 
     async def scheduler_stats(self, timeout_s: float = 1.0) -> SchedulerStats | None:
-        """The scheduler's figures, or None if it is gone or too busy to tell in time."""
+        """The scheduler's figures, of all replicas together, or None if one is gone or too busy to tell in time."""
         if self._unavailable is not None:
             return None
         waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()

@@ -141,9 +141,13 @@ class ChildProcess:
         with contextlib.suppress(ValueError):  # it was
             self._process.kill()
 
+    def tell_to_stop(self) -> None:
+        """Have the child end, and do not wait; `stop` is still to be called."""
+        self.pipe.close()
+
     def stop(self) -> None:
         """End the child now, in order if it can, by force if not, and let go of it. No other thread may use it."""
-        self.pipe.close()
+        self.tell_to_stop()
         self.signal(signal.SIGCONT)  # who was stopped (SIGSTOP) could not end in order; others do not notice
         self._process.join(timeout=self._stop_patience_s)
         if self._process.is_alive():

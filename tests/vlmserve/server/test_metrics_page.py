@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from tests.vlmserve.server.fake_engine import MODEL, Served, make_stats, png_url
 from tests.vlmserve.server_process import ROOT
 from vlmserve.messages import HistogramStats, SchedulerStats, StepStats
+from vlmserve.routing.sums import sum_stats
 from vlmserve.server.metric_aliases import ALIASES
 from vlmserve.server.metrics import ServerMetrics
 from vlmserve.tokenizer.request_stats import MediaTotals, RequestStats
@@ -108,6 +109,16 @@ def test_figures_of_answers() -> None:
     assert found["vlmserve:request_fetch_time_seconds_count"] == 0
     assert [found[f"vlmserve:iteration_tokens_total_bucket le={le}"] for le in ("1.0", "2.0", "+Inf")] == [3, 4, 6]
     assert not any(name.startswith(("vllm:", "sglang:")) for name in found)
+
+
+def test_figures_of_replicas() -> None:
+    whole = sum_stats([replace(stats(generated=10 * n), replica=n) for n in range(2)])
+    found = values(observed([0.0]), whole)
+    assert found["vlmserve:num_requests_running"] == 6
+    for replica in "01":
+        assert found[f"vlmserve:replica_requests_running replica={replica}"] == 3
+        assert found[f"vlmserve:replica_generation_tokens_total replica={replica}"] == 10 * int(replica)
+    assert not any("replica" in name for name in values(observed([0.0])))
 
 
 def test_vllms_names_have_the_same_figures() -> None:

@@ -369,6 +369,21 @@ def test_scheduler_stats():
     run(scenario)
 
 
+def test_figures_of_replicas_are_added_when_all_are_there():
+    async def scenario(house: House) -> None:
+        house.manager._num_replicas = 2
+        asked = asyncio.ensure_future(house.manager.scheduler_stats())
+        await house.arrived.wait()
+        for replica in (1, 1, 0):
+            assert not asked.done()
+            house.manager.handle(make_stats(num_waiting_reqs=3 + replica, replica=replica))
+        whole = await asked
+        assert whole.num_waiting_reqs == 7
+        assert [stats.replica for stats in whole.replicas] == [0, 1]
+
+    run(scenario)
+
+
 def test_a_text_prompt_needs_no_template():
     async def scenario(house: House) -> None:
         request = GenerateReqInput(

@@ -137,4 +137,5 @@ class ResponsesRequest(StrictModel):
     mm_processor_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    data_parallel_rank: Annotated[int | None, Field(ge=0)] = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None

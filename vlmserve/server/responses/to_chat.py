@@ -22,6 +22,7 @@ _SAME = (
         "return_usage_details",
         "cache_salt",
         "priority",
+        "data_parallel_rank",
         "session_id",
         "top_logprobs",
     ),

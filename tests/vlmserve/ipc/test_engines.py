@@ -1,0 +1,165 @@
+"""Messages to several replicas: each goes to the right one."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.control_messages import ControlResult, FlushCacheReq, FlushCacheResult
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.control import ControlServer
+from vlmserve.ipc.engines import Engines, OneEngine, connect
+from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.messages import (
+    AbortReq,
+    BatchTextOutput,
+    BatchTokenizedGenerateReqInput,
+    FinishReason,
+    GetStatsReq,
+    RequestsLost,
+    SamplingParams,
+    SchedulerInput,
+    TextOutput,
+    TokenizedGenerateReqInput,
+)
+
+PATIENCE_S = 20.0
+
+
+def ask(rid: str, fill: int, **fields: Any) -> TokenizedGenerateReqInput:
+    ids = np.full(4096, fill, dtype=np.int64)
+    return TokenizedGenerateReqInput(rid=rid, input_ids=ids, sampling_params=SamplingParams(), **fields)
+
+
+def ended(rid: str) -> BatchTextOutput:
+    output = TextOutput(
+        rid=rid,
+        text="",
+        token_ids=(),
+        finish_reason=FinishReason(type="stop"),
+        prompt_tokens=1,
+        completion_tokens=1,
+        cached_tokens=0,
+    )
+    return BatchTextOutput(outputs=(output,))
+
+
+class Replicated:
+    """Two schedulers that only receive, and the API process's way to them."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "shm").mkdir()
+        self.channels = Channels.in_directories(folder, folder / "shm").replicas(2)
+        self.shared = self.channels[0].shared_arrays(mapped=True)
+        types = get_args(SchedulerInput)
+        self.receivers = [Receiver(own.scheduler, types, shared=self.shared) for own in self.channels]
+
+    def __enter__(self) -> Replicated:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for receiver in self.receivers:
+            receiver.close()
+
+    def got(self, replica: int) -> Any:
+        return self.receivers[replica].recv(PATIENCE_S)
+
+    def run(self, scenario: Any) -> None:
+        async def main() -> None:
+            async with AsyncExitStack() as stack:
+                await scenario(connect(self.channels, EngineArgs(model="m", dp_size=2), stack))
+
+        asyncio.run(main())
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Any:
+    with Replicated(tmp_path) as made:
+        yield made
+
+
+def test_what_is_about_a_request_follows_it(replicas: Replicated):
+    async def scenario(engines: Engines) -> None:
+        engines.send(ask("a", 1))
+        engines.prepare(ask("b", 2)).send()
+        engines.send(AbortReq(rid="b"))
+        engines.send(AbortReq(rid="a"))
+        engines.send(AbortReq(rid="nobody"))
+        engines.send(GetStatsReq())
+        assert [replicas.got(0).rid for _ in range(2)] == ["a", "a"]
+        assert [replicas.got(1).rid for _ in range(2)] == ["b", "b"]
+        assert [replicas.got(n) for n in range(2)] == [GetStatsReq()] * 2, "and nothing before it"
+
+    replicas.run(scenario)
+    assert replicas.shared.outstanding() == 0
+
+
+def test_where_a_message_with_arrays_goes_is_decided_as_it_leaves(replicas: Replicated):
+    async def scenario(engines: Engines) -> None:
+        late = engines.prepare(ask("late", 1))
+        engines.prepare(ask("dropped", 9)).discard()
+        engines.send(ask("a", 3))
+        late.send()
+        message = replicas.got(1)
+        assert message.rid == "late"
+        assert (message.input_ids == 1).all(), "its arrays are found by whichever replica"
+        engines.came(ended("a"))
+        engines.came(RequestsLost(rids=("late",), message="lost"))
+        engines.send(ask("b", 5))
+        assert [replicas.got(0).rid for _ in range(2)] == ["a", "b"], "nothing is in flight: their turn"
+
+    replicas.run(scenario)
+    assert replicas.shared.outstanding() == 0
+
+
+def test_prompts_of_one_message_are_spread_and_copies_of_one_are_not(replicas: Replicated):
+    async def scenario(engines: Engines) -> None:
+        requests = [ask(f"{fill}-{n}", fill, group=str(fill)) for fill in (1, 2) for n in range(2)]
+        engines.send(BatchTokenizedGenerateReqInput(requests=tuple(requests)))
+        for replica, rids in enumerate((["1-0", "1-1"], ["2-0", "2-1"])):
+            assert [one.rid for one in replicas.got(replica).requests] == rids
+
+    replicas.run(scenario)
+
+
+def test_operators_reach_all(replicas: Replicated):
+    servers = [ControlServer(own.control) for own in replicas.channels]
+
+    def flush(tokens: int) -> ControlResult:
+        return FlushCacheResult(tokens=tokens, num_running_reqs=0, num_waiting_reqs=0)
+
+    async def scenario(engines: Engines) -> None:
+        engines.send(ask("a", 1, data_parallel_rank=1))
+        engines.came(ended("a"))
+        asked = asyncio.ensure_future(engines.ask(FlushCacheReq()))
+        for number, server in enumerate(servers):
+            while not server.socket.poll(0):
+                await asyncio.sleep(0)
+            server.answer_all(lambda _, number=number: flush(number + 3))
+        assert await asked == flush(7)
+        engines.send(ask("b", 1))
+        assert replicas.got(0).rid == "b", "what was flushed draws nobody"
+
+    try:
+        replicas.run(scenario)
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_one_engine_has_no_router(tmp_path: Path):
+    async def scenario() -> None:
+        (tmp_path / "shm").mkdir()
+        channels = Channels.in_directories(tmp_path, tmp_path / "shm").replicas(1)
+        async with AsyncExitStack() as stack:
+            engines = connect(channels, EngineArgs(model="m"), stack)
+            assert isinstance(engines, OneEngine)
+            assert isinstance(engines.send.__self__, Sender), "nothing in between"
+
+    asyncio.run(scenario())

@@ -1,0 +1,252 @@
+"""Several replicas behind one server: answers as of one, each request at the right one, and the end of all of them."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.default_model import copy_default_model
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
+from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
+from vlmserve import LLM
+from vlmserve.bench.processes import children_of
+from vlmserve.config.checks import SettingsError, check_engine_args
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine import replicas
+from vlmserve.engine.replicas import replica_args
+from vlmserve_common.errors import EngineError
+
+FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny --dtype float32"
+PICTURES = ("shapes.png", "receipt.png")
+
+
+def serve(model: Path, runtime: Path, *flags: str) -> ServerProcess:
+    return ServerProcess([sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split(), *flags], runtime)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    copy_default_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = serve(model, tmp_path_factory.mktemp("dp") / "run", "--dp-size", "2")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+def question(text: str, picture: str | None = None) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    if picture is not None:
+        encoded = base64.b64encode((ROOT / "assets" / "samples" / picture).read_bytes()).decode()
+        content.insert(0, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}})
+    return [{"role": "user", "content": content}]
+
+
+def answer(client: openai.OpenAI, messages: list[dict[str, Any]], **options: Any) -> Any:
+    extra = {name: options.pop(name) for name in ("data_parallel_rank", "session_id", "ignore_eos") if name in options}
+    return client.chat.completions.create(
+        model="tiny",
+        messages=messages,  # type: ignore[arg-type]
+        extra_body=extra,
+        **{"max_tokens": 8, "temperature": 0, **options},
+    )
+
+
+def figures(server: ServerProcess, name: str) -> list[float]:
+    """Of each replica."""
+    families = {family.name: family for family in text_string_to_metric_families(server.get("metrics")[1])}
+    return [sample.value for sample in families[f"vlmserve:replica_{name}"].samples]
+
+
+def cached(reply: Any) -> int:
+    return reply.usage.prompt_tokens_details.cached_tokens
+
+
+def test_a_prompt_comes_back_to_where_it_is_cached_and_others_are_spread(client, server):
+    before = figures(server, "prompt_tokens")
+    first = [answer(client, question("What is in this picture?", picture)) for picture in PICTURES]
+    assert all(b > a for a, b in zip(before, figures(server, "prompt_tokens"), strict=True)), "one at each"
+    again = [answer(client, question("What is in this picture?", picture)) for picture in PICTURES]
+    other = [answer(client, question("How many shapes?", picture)) for picture in PICTURES]
+    assert [cached(reply) for reply in first] == [0, 0]
+    assert [(cached(reply) > reply.usage.prompt_tokens / 2) for reply in (*again, *other)] == [True] * 4
+    assert [reply.choices[0].message.content for reply in again] == [
+        reply.choices[0].message.content for reply in first
+    ]
+
+
+def test_a_request_may_choose_its_replica(client, server):
+    for rank in (1, 1, 0):
+        before = figures(server, "prompt_tokens")
+        reply = answer(client, question("Say nothing."), data_parallel_rank=rank)
+        grown = [b - a for a, b in zip(before, figures(server, "prompt_tokens"), strict=True)]
+        assert grown == [reply.usage.prompt_tokens * (n == rank) for n in range(2)]
+    with pytest.raises(openai.BadRequestError, match=r"data_parallel_rank is 2; it must be 0 or more and below .* 2"):
+        answer(client, question("hi"), data_parallel_rank=2)
+    with pytest.raises(openai.BadRequestError, match="data_parallel_rank"):
+        answer(client, question("hi"), data_parallel_rank=-1)
+
+
+def test_a_session_goes_on_where_it_began(client, server):
+    turns = question("Remember the number 5, please, for as long as we talk.")
+    answer(client, turns, session_id="s", data_parallel_rank=1)
+    answer(client, question("something else, to be in between"))
+    before = figures(server, "prompt_tokens_cached")
+    answer(client, question("A turn that begins otherwise."), session_id="s")
+    answer(client, turns, session_id="s")
+    assert [b > a for a, b in zip(before, figures(server, "prompt_tokens_cached"), strict=True)] == [False, True]
+
+
+def test_streams_are_aborted_where_they_run(client, server):
+    streams = [
+        answer(client, question("Go on and on."), stream=True, max_tokens=3000, ignore_eos=True, data_parallel_rank=n)
+        for n in range(2)
+    ]
+    for stream in streams:
+        next(iter(stream))
+    assert figures(server, "requests_running") == [1, 1]
+    streams[1].close()
+    deadline = time.monotonic() + PATIENCE_S
+    while figures(server, "requests_running") != [1, 0]:
+        assert time.monotonic() < deadline
+    streams[0].close()
+    while figures(server, "requests_running") != [0, 0]:
+        assert time.monotonic() < deadline
+
+
+def test_stop_strings_and_several_answers(client):
+    whole = answer(client, question("What is in this picture?", "shapes.png"), n=3)
+    texts = {choice.message.content for choice in whole.choices}
+    (text,) = texts
+    stopped = answer(client, question("What is in this picture?", "shapes.png"), stop=[text[3:6]])
+    assert stopped.choices[0].message.content == text[: text.index(text[3:6])]
+
+
+def test_operators_mean_all_replicas(server):
+    url = f"http://127.0.0.1:{server.port()}"
+    assert httpx.post(f"{url}/pause_generation").json()["paused"]
+    assert httpx.post(f"{url}/pause_generation").status_code == 409
+    assert not httpx.post(f"{url}/continue_generation").json()["paused"]
+    assert set(httpx.post(f"{url}/flush_cache").json()) == {"flushed_tokens"}
+    info = httpx.get(f"{url}/server_info").json()
+    assert info["scheduler"]["kv_total_tokens"] == sum(one["kv_total_tokens"] for one in info["replicas"]) == 2 * 4096
+    assert info["scheduler"]["kv_free_tokens"] == 2 * 4096, "both were flushed"
+    assert httpx.post(f"{url}/v1/warmup", json={"messages": question("", PICTURES[0])}).json()["items"]
+
+
+@pytest.mark.slow
+def test_when_a_replica_dies_the_streams_of_all_end_and_so_does_the_server(model: Path, tmp_path: Path):
+    server = serve(model, tmp_path / "run", "--dp-size", "2")
+    try:
+        with server.client() as client, ThreadPoolExecutor(2) as pool:
+            streams = [
+                answer(client, question("Go on."), stream=True, max_tokens=3000, ignore_eos=True, data_parallel_rank=n)
+                for n in range(2)
+            ]
+            for stream in streams:
+                next(iter(stream))
+            rest = [pool.submit(list, stream) for stream in streams]
+            children = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(server.process.pid)}
+            directories = server.directories()
+            assert {"r0-scheduler", "r1-scheduler", "r0-detokenizer", "r1-detokenizer"} <= children.keys()
+            os.kill(children["r1-scheduler"], signal.SIGKILL)
+            for one in rest:
+                with pytest.raises(openai.APIError, match="the scheduler process of replica 1 was killed by SIGKILL"):
+                    one.result(PATIENCE_S)
+        assert server.wait() == 1
+        assert all(gone(pid) for pid in children.values())
+        assert not any(path.exists() for path in directories)
+    finally:
+        server.end()
+
+
+def answers_of(server: ServerProcess) -> list[Any]:
+    """Of pictures and texts, alone and together."""
+    asked = [question("What is there?", picture) for picture in PICTURES] + [question("Name a colour."), question("Hi")]
+    with server.client() as client, ThreadPoolExecutor(8) as pool:
+        alone = [answer(client, one, logprobs=True) for one in asked]
+        together = list(pool.map(lambda one: answer(client, one, logprobs=True), asked * 2))
+    return [[(token.token, token.logprob) for token in reply.choices[0].logprobs.content] for reply in alone + together]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, HYBRIDS[0]])
+def test_the_same_answers_as_alone(family: str, tmp_path: Path):
+    folder = make_checkpoint(family, tmp_path / family)
+    answers = []
+    for size in ("1", "2"):
+        server = serve(folder, tmp_path / size, "--dp-size", size)
+        try:
+            answers.append(answers_of(server))
+        finally:
+            server.end()
+    for one, other in zip(*answers, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        assert [logprob for _, logprob in one] == pytest.approx([logprob for _, logprob in other], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_replicas_of_several_ranks(tmp_path: Path):
+    """Two of two: each meets in a place of its own."""
+    model = make_checkpoint("qwen2_5_vl", tmp_path / "model")
+    alone, both = (
+        serve(model, tmp_path / name, *flags.split()) for name, flags in (("a", ""), ("b", "--dp-size 2 --tp-size 2"))
+    )
+    try:
+        ours, theirs = answers_of(both), answers_of(alone)
+        assert [[token for token, _ in one] for one in ours] == [[token for token, _ in one] for one in theirs]
+        pids = children_of(both.process.pid)
+        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
+        assert {"r0-rank-1", "r1-rank-1"} <= names
+    finally:
+        alone.end()
+        both.end()
+
+
+def test_each_replica_has_its_share_of_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replicas, "available_cpus", lambda: 8)
+    args = EngineArgs(model="m", device="cpu", dp_size=2, tp_size=2, encoder_dp_size=1, mem_fraction_static=0.8)
+    own = replica_args(args, 1)
+    assert (own.num_threads, own.encoder_threads, own.mem_fraction_static) == (2, 4, 0.4)
+    assert replica_args(args, None) is args
+
+
+def test_each_replica_has_its_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replicas, "resolve_device", torch.device)
+    monkeypatch.setattr(replicas.torch.cuda, "device_count", lambda: 6)
+    args = EngineArgs(model="m", device="cuda:1", dp_size=2, tp_size=2, encoder_dp_size=1)
+    own = [replica_args(args, replica) for replica in range(2)]
+    assert [one.device for one in own] == ["cuda:1", "cuda:3"]
+    assert [one.encoder_devices for one in own] == ["cuda:5", "cuda:0"], "behind all, then from the first on"
+    with pytest.raises(EngineError, match=r"--dp-size is 3: so many replicas of 2 ranks each want 6 GPUs, from cuda:1"):
+        replica_args(EngineArgs(model="m", device="cuda:1", dp_size=3, tp_size=2), 0)
+
+
+def test_what_has_one_engine_says_so(model: Path):
+    with pytest.raises(EngineError, match="--dp-size is 2: only a server has several replicas"):
+        LLM(str(model), dp_size=2)
+    with pytest.raises(SettingsError, match="--dp-size is 2; it must be 1 where --nnodes is above 1"):
+        check_engine_args(EngineArgs(model="m", dp_size=2, tp_size=2, nnodes=2, dist_init_addr="host:1"))
