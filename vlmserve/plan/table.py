@@ -21,7 +21,7 @@ def show(plan: Plan) -> str:
     parts += [_times(plan), "", f"A picture of {PICTURE}x{PICTURE} in the tower: {plan.picture * 1e3:.3g} ms."]
     link = f"{gpu.link / 1e9:g} GB/s to others" if gpu.link else "exchanges between GPUs not counted"
     rates = f"{gpu.bandwidth / 1e9:g} GB/s, {gpu.flops / 1e12:g} TFLOP/s in 16 bits, {gpu.fp8_flops / 1e12:g} in 8"
-    parts += [f"By the data sheet: {rates}, {link}; no exchange is hidden behind computing."]
+    parts += [f"By the data sheet: {rates}, {link}.", "No exchange is hidden behind computing."]
     parts += [f"Note: {note}." for note in plan.notes]
     return "\n".join(parts)
 
@@ -145,8 +145,8 @@ def _times(plan: Plan) -> str:
         if floor is None:
             rows.append([name, "no room for their contexts", "", "", "", ""])
         else:
-            rows.append([name, *_cells(floor), f"{1 / floor.seconds:.3g}", f"{floor.rate:.4g}"])
-    rows.append([f"prompt of {plan.asked.prompt}", *_cells(plan.prefill), "", f"{plan.prefill.rate:.4g}"])
+            rows.append([name, *_cells(floor), f"{1 / floor.seconds:.0f}", f"{floor.rate:.0f}"])
+    rows.append([f"prompt of {plan.asked.prompt}", *_cells(plan.prefill), "", f"{plan.prefill.rate:.0f}"])
     return _markdown(rows)
 
 

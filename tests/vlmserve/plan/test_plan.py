@@ -210,3 +210,11 @@ def test_settings_are_the_engine_s(plan, folders, capsys):
     assert "0 is below 1" in capsys.readouterr().err
     with pytest.raises(EngineError, match="no experts"):
         lay_out(folders["8b"], Layout(tp=2, ep=2), dtype=None, kv_cache_dtype="auto")
+
+
+def test_the_documented_table_is_what_the_command_prints(folders, capsys):
+    words = "--tp 8 --ep 8 --gpu h200 --context 4096"
+    page = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text()
+    assert f"config.json {words}\n" in page
+    assert cli.main(["plan", str(folders["235b"] / "config.json"), *words.split()]) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in page
