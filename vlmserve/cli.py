@@ -28,6 +28,7 @@ _BENCHES = {
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.bench.api"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.bench.soak"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.bench.gpu"),
+    "loading": ("how much memory each rank of a model takes until it can compute", "vlmserve.bench.loading"),
     "trace": ("where the device waits for the host, step by step", "vlmserve.bench.trace"),
 }
 _TOOLS = {
@@ -115,9 +116,7 @@ def _main(words: list[str]) -> int:
     if args.command is None:
         parser.error("name a command; vlmserve --help lists them")
     if args.command == "bench":
-        parser.error(
-            "name a benchmark: serve, peers, caption, processors, vision, sched, grammar, api, soak, gpu or trace"
-        )
+        parser.error(f"name a benchmark: {', '.join(_BENCHES)}")
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0
