@@ -28,9 +28,11 @@ _BENCHES = {
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.bench.api"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.bench.soak"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.bench.gpu"),
+    "loading": ("how much memory each rank of a model takes until it can compute", "vlmserve.bench.loading"),
     "trace": ("where the device waits for the host, step by step", "vlmserve.bench.trace"),
 }
 _TOOLS = {
+    "plan": ("whether a model fits on GPUs, and how fast it can be at the best", "vlmserve.plan.command"),
     "verify": ("compare a model's answers with those of transformers", "vlmserve.verify.command"),
     "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.cache.command"),
     "warmup": ("encode pictures and videos ahead of time", "vlmserve.warmup.command"),
@@ -47,6 +49,7 @@ examples:
   vlmserve serve ./checkpoint --port 9000 --dtype bfloat16
   vlmserve caption FOLDER --output captions.jsonl    caption pictures and videos
   vlmserve warmup FOLDER --embedding-cache-dir DIR   encode pictures and videos ahead of time
+  vlmserve plan ./checkpoint --tp 8 --gpu h200       whether it fits, and how fast it can be at the best
   vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it
   vlmserve demo                                      a page to chat with the built-in model
@@ -114,7 +117,8 @@ def _main(words: list[str]) -> int:
         parser.error("name a command; vlmserve --help lists them")
     if args.command == "bench":
         parser.error(
-            "name a benchmark: serve, peers, caption, processors, vision, sched, grammar, api, soak, gpu or trace"
+            "name a benchmark: serve, peers, caption, processors, vision, sched, grammar, api, soak, gpu, loading "
+            "or trace"
         )
     if args.command == "version":
         print(f"vlmserve {__version__}")

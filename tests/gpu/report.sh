@@ -11,7 +11,7 @@ set -u
 out=${1:?say where the results go: tests/gpu/report.sh OUT}
 python=${PYTHON:-python3}
 steps=${STEPS:-environment doctor tests bench trace kernel-tests}
-shapes=${SHAPES:-2b 8b qwen2.5-7b}
+shapes=${SHAPES:-2b 8b qwen2.5-7b 30b-a3b}
 limit=${LIMIT_S:-540}
 device=${DEVICE:-cuda}
 small=

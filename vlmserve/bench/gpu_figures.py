@@ -77,6 +77,7 @@ BARS: Mapping[str, Mapping[str, Bar]] = MappingProxyType(
         "8b": _EVERY
         | {"decode-1": _most(1.35), "decode-64": _most(1.5), "prefill": _least(0.6), "tower": _least(0.45)},
         "qwen2.5-7b": _EVERY,
+        "30b-a3b": _EVERY,
     }
 )
 """Model shape -> key of a figure -> what is asked of it on one H200. Ratios to what the same run measures."""

@@ -25,7 +25,6 @@ from vlmserve.bench.gpu_ceilings import Ceilings, measure_ceilings
 from vlmserve.bench.gpu_counts import count_decode
 from vlmserve.bench.gpu_engine import DecodeSteps, Engine
 from vlmserve.bench.gpu_figures import Figure
-from vlmserve.bench.gpu_floors import decode_bytes, prefill_flops, tower_flops
 from vlmserve.bench.gpu_kernels import QWEN3_8B, LayerSizes, kernel_figures
 from vlmserve.bench.gpu_loading import seconds_until_ready
 from vlmserve.bench.gpu_shapes import Work
@@ -34,6 +33,7 @@ from vlmserve.bench.media import jpeg
 from vlmserve.bench.questions import Question, make_questions
 from vlmserve.bench.reference import Reference, ReferenceTower, check_logits, check_rows, share_weights
 from vlmserve.bench.vision_subject import finish, grid_thw
+from vlmserve.models.floors import decode_bytes, prefill_flops, tower_flops
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
@@ -168,7 +168,7 @@ def decode(bench: Bench) -> Iterator[Figure]:
         except Exception as error:  # a batch without room: the others are measured all the same
             yield Figure(key=key, name=name, error=_words(error))
             continue
-        floor = decode_bytes(bench.outline, steps.kv_tokens) / bench.ceilings.bandwidth
+        floor = decode_bytes(bench.outline, steps.kv_tokens, requests=batch) / bench.ceilings.bandwidth
         theirs, why = None, ""
         if batch < max(bench.work.batches):
             theirs, why = _theirs(bench, partial(_their_step, bench, batch))

@@ -15,6 +15,7 @@ from typing import Any
 
 from vlmserve.bench.processor_reference import write_settings
 from vlmserve.bench.random_checkpoint import copy_built_in_settings
+from vlmserve_common.checkpoint.hf_config import ARCHITECTURES
 from vlmserve_common.checkpoint.reader import read_json
 
 TEXT_IDS = 1600
@@ -41,6 +42,13 @@ _QWEN3_TEXT = {
     "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
 }
 _QWEN3_VISION = {"num_heads": 16, "patch_size": 16, "num_position_embeddings": 2304}
+_QWEN3_8B_VISION = _QWEN3_VISION | {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "out_hidden_size": 4096,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 _QWEN2_5_VISION = {
     "depth": 32,
     "hidden_size": 1280,
@@ -77,14 +85,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             tied=False,
             text=_QWEN3_TEXT
             | {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
-            vision=_QWEN3_VISION
-            | {
-                "depth": 27,
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "out_hidden_size": 4096,
-                "deepstack_visual_indexes": [8, 16, 24],
-            },
+            vision=_QWEN3_8B_VISION,
         ),
         "qwen2.5-7b": Shape(
             what="Qwen2.5-VL-7B",
@@ -102,6 +103,23 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]},
             },
             vision=_QWEN2_5_VISION,
+        ),
+        "30b-a3b": Shape(
+            what="Qwen3-VL-30B-A3B",
+            family="qwen3_vl_moe",
+            tied=False,
+            text=_QWEN3_TEXT
+            | {
+                "num_hidden_layers": 48,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+            },
+            vision=_QWEN3_8B_VISION | {"out_hidden_size": 2048},
         ),
     }
 )
@@ -121,11 +139,13 @@ def small(shape: Shape) -> Shape:
     """A tiny one of the same family, to try the benchmark out."""
     text, vision = dict(shape.text) | _SMALL_TEXT, dict(shape.vision)
     vision |= {"depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "out_hidden_size": 64}
-    if shape.family == "qwen3_vl":
+    if shape.family in ("qwen3_vl", "qwen3_vl_moe"):
         text |= {"head_dim": 32}
         vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 256}
     else:
         vision |= {"fullatt_block_indexes": [1]}
+    if "num_experts" in text:
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     section = [8, 4, 4]  # of half a head's 16 frequencies
     text |= {"rope_scaling": dict(shape.text["rope_scaling"]) | {"mrope_section": section}}
     return Shape(what=f"a tiny {shape.what}", family=shape.family, tied=shape.tied, text=text, vision=vision)
@@ -135,7 +155,7 @@ def write_folder(folder: Path, shape: Shape) -> Path:
     """A checkpoint folder without weights."""
     copy_built_in_settings(folder)
     built_in = read_json(folder, "config.json")
-    write_settings(folder, shape.family)
+    write_settings(folder, shape.family.removesuffix("_moe"))
     shared = {"dtype": "bfloat16", "tie_word_embeddings": shape.tied}
     kept = ("hidden_act", "rms_norm_eps", "bos_token_id", "eos_token_id")
     text = {name: built_in["text_config"][name] for name in kept} | dict(shape.text) | shared
@@ -143,19 +163,13 @@ def write_folder(folder: Path, shape: Shape) -> Path:
     config = {
         **{name: value for name, value in built_in.items() if name.endswith("_token_id")},
         **shared,
-        "architectures": [_ARCHITECTURES[shape.family]],
+        "architectures": [ARCHITECTURES[shape.family]],
         "model_type": shape.family,
         "text_config": {"model_type": f"{shape.family}_text", **text},
         "vision_config": {"model_type": shape.family, **base, **shape.vision},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder
-
-
-_ARCHITECTURES = {
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

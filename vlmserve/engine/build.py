@@ -41,7 +41,7 @@ from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import check_weights_fit, graph_room, kv_cache_size, weight_bytes
+from vlmserve.memory.sizing import check_weights_fit, graph_room, kv_cache_size, quantised_part, weight_bytes
 from vlmserve.messages import SchedulerOutput
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
@@ -254,11 +254,11 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
     if active() is not None and outline.lm_head is None:
         # the packed copy that is a tied model's head
         copy = weight_bytes(outline.language_model.embed_tokens)
-        weights += copy if mode is None else int(copy * _part_of(MODE_BITS[mode], outline.dtype))
+        weights += copy if mode is None else int(copy * quantised_part(MODE_BITS[mode], outline.dtype))
     scheme = quantization_of(Path(args.model))
     if active() is not None and isinstance(scheme, Scheme):
         decoder = weight_bytes(outline.language_model.layers)
-        weights -= int(decoder * (1 - _part_of(scheme.bits, outline.dtype)))
+        weights -= int(decoder * (1 - quantised_part(scheme.bits, outline.dtype)))
     check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)
     # what a CPU's pictures come to is found out later, and is this at the least
     auto_pixels = SMALLEST_PIXELS if args.max_pixels == AUTO and device.type == "cpu" else None
@@ -272,11 +272,6 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
         state_bytes=state_bytes(args, outline.config, outline.dtype, max_model_len),
         activations=estimate_activations(outline, limits),
     )
-
-
-def _part_of(bits: int, dtype: torch.dtype) -> float:
-    """How much of a plain weight's bytes a quantised one takes, about: a scale and a zero for each 64 come on top."""
-    return (bits + 32 / 64) / (8 * dtype.itemsize)
 
 
 def _bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:

@@ -60,6 +60,18 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
+def quantised_part(bits: float, dtype: torch.dtype, *, beside: float = 32 / 64) -> float:
+    """How much of a plain weight's bytes a quantised one takes, about. beside: bits a weight of scales and zeros, which
+    each 64 weights have as a rule."""
+    return (bits + beside) / (8 * dtype.itemsize)
+
+
+def gpu_kv_bytes(free: float, total: int, *, computing: int, mem_fraction_static: float) -> float:
+    """Bytes for the KV cache of a GPU that has `free` left when weights and states are there: what is not for
+    computing, which gets the rest of the memory, and more where it takes more. Below 0: there is none."""
+    return min(max(0, free - computing) * _USABLE, free - total * (1 - mem_fraction_static))
+
+
 def check_weights_fit(weights: int, *, model: str, dtype: torch.dtype, device: torch.device) -> None:
     """Before they are loaded. EngineError if there is not enough memory for so many bytes."""
     free, _ = free_memory(device)
@@ -94,8 +106,12 @@ def kv_cache_size(
         tokens = args.max_total_tokens // size * size
     else:
         if device.type == "cuda":
-            # the rest of its memory is for computing; where that takes more, it gets more
-            budget = min(left * _USABLE, free - weights_to_come - state_bytes - total * (1 - args.mem_fraction_static))
+            budget = gpu_kv_bytes(
+                free - weights_to_come - state_bytes,
+                total,
+                computing=activations.peak,
+                mem_fraction_static=args.mem_fraction_static,
+            )
         else:
             budget = min(left * min(args.mem_fraction_static, _USABLE), args.cpu_kv_cache_gib * _GIB)
         contexts = args.max_running_requests * (max_model_len + size)
@@ -144,10 +160,15 @@ def graph_room(args: EngineArgs, *, bytes_per_token: int, device: torch.device, 
     computing leaves, and no more than `max_total_tokens` leave, if that is set."""
     free, _ = free_memory(device)
     left = free - activations.peak
-    room = int(left * _GRAPHS)
+    room = most_for_graphs(left)
     if args.max_total_tokens is not None:
         room = min(room, left - int(args.max_total_tokens * bytes_per_token / _USABLE))
     return max(0, room)
+
+
+def most_for_graphs(left: float) -> int:
+    """Of the bytes that weights and computing leave."""
+    return max(0, int(left * _GRAPHS))
 
 
 def host_pool_size(args: EngineArgs, *, bytes_per_token: int, device: torch.device) -> int:

@@ -64,4 +64,5 @@ def moments(name: str, shape: Sequence[int]) -> tuple[float, float]:
         return 0.0, 0.3
     if len(shape) == 1:
         return float(name.endswith("weight")), 0.02
-    return 0.0, 1 / math.sqrt(math.prod(shape[1:]))
+    # experts lie one behind the other
+    return 0.0, 1 / math.sqrt(shape[-1] if ".experts." in name else math.prod(shape[1:]))

@@ -126,10 +126,12 @@ class Experts(nn.Module):
         if self.packed is not None or not all(can_pack(weights[0]) for weights in self.weights):
             return
         # one after the other: of the first there is then no more than one
-        packed_gate_up = stacked([pack_weight(weight, None, mode, gated=True) for weight in self.weights[0]])
-        down = self.weights[1]
+        gate_up, down = self.weights
+        count = len(down)
+        packed_gate_up = stacked((pack_weight(weight, None, mode, gated=True) for weight in gate_up), count)
         self.gate_up_proj = self.down_proj = None
-        self.packed = packed_gate_up, stacked([pack_weight(weight, None, mode) for weight in down])
+        del gate_up
+        self.packed = packed_gate_up, stacked((pack_weight(weight, None, mode) for weight in down), count)
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `checkpoint.weights.StoresParametersOtherwise`; by `layout`."""

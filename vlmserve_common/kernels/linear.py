@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -125,14 +126,19 @@ def linear(
     return out
 
 
-def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """Weights alike, without biases, one behind the other."""
-    return replace(
-        weights[0],
-        data=torch.cat([weight.data for weight in weights]),
-        shifted=any(weight.shifted for weight in weights),
-        count=len(weights),
-    )
+def stacked(weights: Iterable[PackedWeight], count: int) -> PackedWeight:
+    """`count` weights alike, without biases, one behind the other. Each is copied before the next one is asked for, so
+    that there need be no more than one beside the result."""
+    order = iter(weights)
+    first = next(order)
+    size = len(first.data)
+    data = first.data.new_empty((count * size, *first.data.shape[1:]))
+    shifted, place = False, 0
+    for place, weight in enumerate(itertools.chain([first], order)):
+        data[place * size : (place + 1) * size] = weight.data
+        shifted = shifted or weight.shifted
+    assert place == count - 1
+    return replace(first, data=data, shifted=shifted, count=count)
 
 
 class WeightStruct(ctypes.Structure):

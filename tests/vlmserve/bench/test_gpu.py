@@ -13,12 +13,12 @@ from vlmserve import cli
 from vlmserve.bench import gpu_measures
 from vlmserve.bench.gpu import default_parts
 from vlmserve.bench.gpu_figures import BARS, COUNTED, Bar, Figure, table, verdict
-from vlmserve.bench.gpu_floors import decode_bytes, kv_bytes, prefill_flops, tower_flops
 from vlmserve.bench.gpu_measures import PARTS, Bench, Budget, measured
 from vlmserve.bench.gpu_shapes import SHAPES, SMALL, small, write_folder
 from vlmserve.bench.interleaved import Spread
 from vlmserve.bench.launches import launches
 from vlmserve.bench.reference import Reference, share_weights
+from vlmserve.models.floors import decode_bytes, kv_bytes, part_hit, prefill_flops, tower_flops
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
 
@@ -55,7 +55,7 @@ def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
     assert "| <= 2 | not measured |" in printed, "bars are of a GPU, at full size"
 
 
-@pytest.mark.parametrize("name", ["8b", "qwen2.5-7b"])
+@pytest.mark.parametrize("name", ["8b", "qwen2.5-7b", "30b-a3b"])
 def test_other_families_share_their_weights_with_transformers(tmp_path, name):
     bench = Bench(
         folder=write_folder(tmp_path, small(SHAPES[name])),
@@ -154,15 +154,30 @@ def test_bytes_of_a_decode_step(outlines):
     attention = 2 * 4096 * 32 * 128 + 2 * 4096 * 8 * 128 + 2 * 128
     layer = attention + 3 * 4096 * 12288 + 2 * 4096
     weights = 36 * layer + 4096 + 4096 * 151936
-    assert decode_bytes(outlines["8b"], 0) == 2 * weights
+    assert decode_bytes(outlines["8b"], 0, requests=1) == 2 * weights
     assert kv_bytes(outlines["8b"].config, outlines["8b"]) == 2 * 36 * 8 * 128 * 2
-    assert decode_bytes(outlines["8b"], 1000) == 2 * weights + 1000 * 147456
+    assert decode_bytes(outlines["8b"], 1000, requests=1) == 2 * weights + 1000 * 147456
     # 2B: the embedding is the head, and read once
     layer = 2 * 2048 * 16 * 128 + 2 * 2048 * 8 * 128 + 2 * 128 + 3 * 2048 * 6144 + 2 * 2048
-    assert decode_bytes(outlines["2b"], 0) == 2 * (28 * layer + 2048 + 2048 * 151936)
+    assert decode_bytes(outlines["2b"], 0, requests=1) == 2 * (28 * layer + 2048 + 2048 * 151936)
     # Qwen2.5-VL: biases of q, k and v, no norms of heads
     layer = 2 * 3584 * 28 * 128 + 2 * 3584 * 4 * 128 + 36 * 128 + 3 * 3584 * 18944 + 2 * 3584
-    assert decode_bytes(outlines["qwen2.5-7b"], 0) == 2 * (28 * layer + 3584 + 3584 * 152064)
+    assert decode_bytes(outlines["qwen2.5-7b"], 0, requests=1) == 2 * (28 * layer + 3584 + 3584 * 152064)
+
+
+def test_a_decode_step_reads_the_experts_that_are_hit(outlines):
+    """Counted by hand from the published sizes."""
+    moe, vocab = outlines["30b-a3b"], 2048 * 151936
+    expert = 3 * 2048 * 768
+    layer = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2 * 128 + 128 * 2048 + 2 * 2048
+    plain = 48 * layer + 2048 + vocab
+    assert decode_bytes(moe, 0, requests=1) == pytest.approx(2 * (plain + 48 * 8 * expert), rel=1e-9)
+    assert 61e9 < decode_bytes(moe, 0, requests=10000) + 2 * vocab < 62.2e9, "all of them"
+    # two tokens share 8 * 8 / 128 of their experts, as far as chance goes
+    assert 128 * part_hit(moe.config.experts, 2) == pytest.approx(15.5)
+    assert part_hit(None, 3) == 0
+    active = 48 * (layer - 2 * 128 - 2 * 2048 + 8 * expert)
+    assert prefill_flops(moe, 1) == 2 * active + 4 * 48 * 4096 + 2 * vocab
 
 
 def test_operations_of_a_prefill(outlines):
@@ -192,7 +207,7 @@ def test_operations_of_the_towers(outlines):
 
 def test_shapes_have_the_published_sizes(outlines):
     billions = {name: sum(one.numel() for one in model.parameters()) / 1e9 for name, model in outlines.items()}
-    assert billions == pytest.approx({"2b": 2.13, "8b": 8.77, "qwen2.5-7b": 8.29}, abs=0.005)
+    assert billions == pytest.approx({"2b": 2.13, "8b": 8.77, "qwen2.5-7b": 8.29, "30b-a3b": 31.07}, abs=0.005)
     assert {model.config.head_dim for model in outlines.values()} == {128}
 
 

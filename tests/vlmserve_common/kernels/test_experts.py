@@ -32,10 +32,10 @@ def random_weights(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def packed(weights: torch.Tensor, mode: str | None, *, gated: bool) -> tuple[PackedWeight, torch.Tensor]:
     """Weights [experts, outputs, inputs] for the library, and as it has them, float64."""
     if mode is None:
-        return stacked([pack(weight, None, gated=gated) for weight in weights]), weights.double()
+        return stacked((pack(weight, None, gated=gated) for weight in weights), len(weights)), weights.double()
     made = [quantize(weight, mode) for weight in weights]
     plain = torch.stack([weight.dequantize() for weight in made]).double()
-    return stacked([pack_quantized(weight, None, weights.dtype, gated=gated) for weight in made]), plain
+    return stacked((pack_quantized(weight, None, weights.dtype, gated=gated) for weight in made), len(made)), plain
 
 
 def plain_loop(x, ids, scores, gate_up, down, act):

@@ -1,0 +1,221 @@
+"""How a model is spread over GPUs, and what each then holds: from outlines, as the engine makes them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vlmserve.engine.recurrent import state_shape
+from vlmserve.memory.kv_cache import KVCache, cache_dtype
+from vlmserve.memory.recurrent_cache import StateShape
+from vlmserve.memory.sizing import quantised_part, weight_bytes
+from vlmserve.models.config import ModelConfig
+from vlmserve.models.floors import expert_bytes
+from vlmserve.models.registry import load_config, make_model, quantization_of
+from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.checkpoint.fp8 import Fp8Scheme
+from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.quantized import Scheme
+from vlmserve_common.compute.shard import ExpertSharing, Shard
+from vlmserve_common.errors import EngineError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Parts of a replica, tp * pp GPUs; dp replicas, or groups of a replica's ranks that have attention together where
+    `dp_attention` says so. ep: into how many groups the tp ranks of a stage are divided by experts."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    dp_attention: bool = False
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that share attention and all that is no expert."""
+        return self.tp // self.dp if self.dp_attention else self.tp
+
+    @property
+    def groups(self) -> int:
+        """Of a replica's requests: each has its own KV cache."""
+        return self.dp if self.dp_attention else 1
+
+    @property
+    def replicas(self) -> int:
+        """Whole models."""
+        return 1 if self.dp_attention else self.dp
+
+    @property
+    def gpus(self) -> int:
+        """Of all replicas."""
+        return self.tp * self.pp * self.replicas
+
+    def check(self, config: ModelConfig) -> None:
+        """EngineError for sizes that do not divide."""
+        if self.pp > config.num_layers:
+            raise EngineError(f"--pp is {self.pp}, and there are {config.num_layers} layers: each stage needs one")
+        if self.dp_attention and (self.dp < 2 or self.tp % self.dp):
+            raise EngineError(
+                f"--enable-dp-attention divides the {self.tp} ranks of --tp: --dp is {self.dp}, and must be a divisor "
+                "above 1"
+            )
+        experts = config.experts
+        if self.ep > 1 and experts is None:
+            raise EngineError(f"--ep is {self.ep}, and {config.family} has no experts")
+        if self.tp % self.ep:
+            raise EngineError(f"--ep is {self.ep}, which does not divide --tp, which is {self.tp}")
+        if experts is None:
+            return
+        if experts.count % self.ep:
+            raise EngineError(f"--ep is {self.ep}, which does not divide the {experts.count} experts (num_experts)")
+        cut = self.tp // self.ep
+        if experts.intermediate_size % cut:
+            raise EngineError(
+                f"--tp {self.tp} and --ep {self.ep} cut each expert into {cut}, which does not divide its "
+                f"moe_intermediate_size, {experts.intermediate_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What the fullest GPU of a pipeline stage, the first, holds of layers `first` .. `last` - 1.
+
+    embedding, dense (layers but for their experts), experts, head (0 where it is the embedding), tower: bytes. kv:
+    bytes of a token, over kv_layers layers. state: of a request. *_numbers: weights that tokens are multiplied by.
+    """
+
+    first: int
+    last: int
+    embedding: int
+    dense: int
+    experts: int
+    head: int
+    tower: int
+    kv: int
+    state: StateShape | None
+    kv_layers: int
+    dense_numbers: int
+    expert_numbers: int
+    head_numbers: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all."""
+        return self.embedding + self.dense + self.experts + self.head + self.tower
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """config: of the whole. outline: of a rank of the layout. stages: of its pipeline. parameters, active: of the whole
+    model, and those that a token goes through without embedding and tower."""
+
+    config: ModelConfig
+    outline: VisionLanguageModel
+    scheme: Scheme | Fp8Scheme | None
+    stages: tuple[Stage, ...]
+    kv_dtype: torch.dtype
+    parameters: int
+    active: int
+
+
+def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache_dtype: str) -> Model:
+    """A folder needs config.json only. dtype: what the model computes in; None: what it says. Errors: those of
+    `load_model`, and of `Layout.check`."""
+    hf_config, scheme = read_hf_config(folder), quantization_of(folder)
+    config = load_config(folder)
+    layout.check(config)
+    meta = torch.device("meta")
+    whole = make_model(hf_config, config, meta, dtype or config.dtype)
+    outline = whole
+    if layout.attention_tp > 1:
+        sharing = ExpertSharing(ep_size=math.gcd(layout.ep, layout.attention_tp))
+        own = replace(config, shard=Shard(0, layout.attention_tp, experts=sharing))
+        outline = make_model(hf_config, own, meta, dtype or config.dtype)
+    held = _part_held(scheme, outline.dtype)
+    experts = [expert_bytes(layer) // layout.tp for layer in whole.language_model.layers]
+    dense = [weight_bytes(layer) - expert_bytes(layer) for layer in outline.language_model.layers]
+    numbers = [_numbers(layer) for layer in outline.language_model.layers]
+    recurrent = frozenset() if config.linear is None else config.linear.layers
+    kv_dtype = cache_dtype(kv_cache_dtype, outline.dtype)
+    per_layer = KVCache.bytes_per_token(1, outline.config.num_kv_heads, outline.config.head_dim, kv_dtype)
+    head = outline.lm_head or outline.language_model.embed_tokens
+    itemsize = outline.dtype.itemsize
+    stages = []
+    for first, last in split_layers(config.num_layers, layout.pp):
+        begins, ends = first == 0, last == config.num_layers
+        kv_layers = last - first - sum(first <= layer < last for layer in recurrent)
+        tied_here = outline.lm_head is None and begins
+        stages.append(
+            Stage(
+                first=first,
+                last=last,
+                embedding=weight_bytes(outline.language_model.embed_tokens) if begins else 0,
+                dense=int(sum(dense[first:last]) * held) + (weight_bytes(outline.language_model.norm) if ends else 0),
+                experts=int(sum(experts[first:last]) * held),
+                head=weight_bytes(head) if ends and not tied_here else 0,
+                tower=weight_bytes(outline.visual) if begins else 0,
+                kv=kv_layers * per_layer,
+                state=_state(outline, last - first - kv_layers),
+                kv_layers=kv_layers,
+                dense_numbers=sum(numbers[first:last]),
+                expert_numbers=sum(experts[first:last]) // itemsize,
+                head_numbers=weight_bytes(head) // itemsize if ends else 0,
+            )
+        )
+    return Model(
+        config=config,
+        outline=outline,
+        scheme=scheme,
+        stages=tuple(stages),
+        kv_dtype=kv_dtype,
+        parameters=sum(parameter.numel() for parameter in whole.parameters()),
+        active=_active(whole),
+    )
+
+
+def split_layers(count: int, stages: int) -> Sequence[tuple[int, int]]:
+    """First layer and the one behind the last of each stage; those with one more come first."""
+    least, more = divmod(count, stages)
+    bounds = [stage * least + min(stage, more) for stage in range(stages + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def _part_held(scheme: Scheme | Fp8Scheme | None, dtype: torch.dtype) -> float:
+    """Of the layers' bytes in `dtype`."""
+    if isinstance(scheme, Scheme):
+        return quantised_part(scheme.bits, dtype)
+    if isinstance(scheme, Fp8Scheme):
+        return quantised_part(8, dtype, beside=32 / math.prod(scheme.block) if scheme.block else 0)
+    return 1.0
+
+
+def _numbers(layer: nn.Module) -> int:
+    """Of its matrices, experts left out."""
+    every = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
+    itemsize = next(layer.parameters()).dtype.itemsize
+    return every - expert_bytes(layer) // itemsize
+
+
+def _state(outline: VisionLanguageModel, layers: int) -> StateShape | None:
+    shape = state_shape(outline.config, outline.dtype)
+    if shape is None or not layers:
+        return None
+    return replace(shape, conv=(layers, *shape.conv[1:]), recurrent=(layers, *shape.recurrent[1:]))
+
+
+def _active(whole: VisionLanguageModel) -> int:
+    config, decoder = whole.config, whole.language_model
+    head = whole.lm_head or decoder.embed_tokens
+    counted = [decoder.layers, decoder.norm, head]
+    every = sum(parameter.numel() for part in counted for parameter in part.parameters())
+    if config.experts is None:
+        return every
+    passed_by = 1 - config.experts.chosen / config.experts.count
+    return every - round(expert_bytes(decoder.layers) // whole.dtype.itemsize * passed_by)
