@@ -19,7 +19,7 @@ def decode_bytes(outline: VisionLanguageModel, kv_tokens: float) -> float:
     between the layers are left out."""
     decoder = outline.language_model
     head = decoder.embed_tokens if outline.lm_head is None else outline.lm_head
-    weights = weight_bytes(decoder.layers) + weight_bytes(decoder.norm) + weight_bytes(head)
+    weights = sum(weight_bytes(part) for part in (decoder.layers, decoder.norm, head) if part is not None)
     return weights + kv_tokens * kv_bytes(outline.config, outline)
 
 

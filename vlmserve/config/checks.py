@@ -41,10 +41,13 @@ def engine_problems(args: EngineArgs) -> list[str]:
     if chunk != -1 and (chunk < 1 or (page >= 1 and chunk % page)):
         allowed = f"-1 (whole prompts), or a positive multiple of --page-size, which is {page}"
         problems.append(problem(args, "chunked_prefill_size", allowed))
-    if args.tp_size > 1 and args.enable_hierarchical_cache:
-        problems.append("--enable-hierarchical-cache does not go with --tp-size above 1 yet")
-    if args.tp_size % args.nnodes:
-        problems.append(problem(args, "tp_size", f"a multiple of --nnodes, which is {args.nnodes}"))
+    for name in ("tp_size", "pp_size"):
+        if getattr(args, name) > 1 and args.enable_hierarchical_cache:
+            problems.append(f"--enable-hierarchical-cache does not go with {flag(name)} above 1 yet")
+    if args.world_size % args.nnodes:
+        nodes = f"a multiple of --nnodes, which is {args.nnodes}"
+        stages = f"--tp-size {args.tp_size} times --pp-size {args.pp_size} is {args.world_size}; it must be {nodes}"
+        problems.append(problem(args, "tp_size", nodes) if args.pp_size == 1 else stages)
     if args.node_rank >= args.nnodes:
         problems.append(problem(args, "node_rank", f"below --nnodes, which is {args.nnodes}"))
     if args.nnodes > 1 and not re.fullmatch(r".+:0*[1-9]\d{0,4}", args.dist_init_addr or ""):
