@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.tiny_checkpoints import HYBRID, MOE, make_checkpoint
 from tests.vlmserve.parallel.test_tensor_parallel import (
@@ -28,10 +27,6 @@ from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch
 from vlmserve.messages import GrammarSpec
-from vlmserve.models.registry import load_model
-from vlmserve_common.checkpoint.weights import stored_tensors
-from vlmserve_common.compute.shard import Shard
-from vlmserve_common.compute.stage import Stage
 from vlmserve_common.errors import DeviceLostError, EngineError
 
 HIDDEN, LAYERS = 64, 3
@@ -59,8 +54,8 @@ class Counting:
 def answers(llm: LLM) -> list:
     asked = conversations()
     together = llm.chat_batch(asked, GREEDY, num_logprobs=2)
-    again = llm.chat_batch(asked, GREEDY, num_logprobs=2)
-    assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together)
+    again = llm.chat_batch(asked[:3], GREEDY, num_logprobs=2)
+    assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together[:3])
     others = [one for how in (PENALTIES, SAMPLED, DIGITS) for one in llm.chat_batch(asked[:3], how, num_logprobs=2)]
     scored = llm.chat(asked[3], GREEDY, num_logprobs=2, returns=EVERYTHING)
     stats = llm.stats()
@@ -123,12 +118,12 @@ def test_the_same_answers_as_alone(family: str, sizes: dict, tmp_path: Path):
 @pytest.mark.slow
 def test_requests_that_give_their_places_up_go_on_as_if_nothing_had_happened(tmp_path: Path):
     folder = make_checkpoint("qwen2_vl", tmp_path / "m")
-    long = replace(GREEDY, max_new_tokens=60)
+    long = replace(GREEDY, max_new_tokens=90, ignore_eos=False)  # else they are sure to have places
     found = []
-    settings = {**SETTINGS, "max_total_tokens": 320, "schedule_conservativeness": 0.01}
+    settings = {**SETTINGS, "max_total_tokens": 360, "chunked_prefill_size": 256, "schedule_conservativeness": 0.01}
     for sizes in ({}, {"pp_size": 2}):
         with LLM(str(folder), **{**settings, **sizes}) as llm:
-            found.append(llm.chat_batch([f"Count from {i}." for i in range(8)], long, num_logprobs=1))
+            found.append(llm.chat_batch(["abcdefgh"[:i] for i in range(1, 9)], long, num_logprobs=1))
             assert llm.stats().retracted_total > 0
     assert_alike(*found)
 
@@ -142,28 +137,6 @@ def test_a_hybrid_in_stages(tmp_path: Path):
         with LLM(str(folder), enable_return_hidden_states=True, **SETTINGS, **sizes) as llm:
             found.append(answers(llm))
     compare(*found)
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", MOE])
-def test_stages_have_all_of_the_weights_and_only_their_own(family: str, tmp_path: Path):
-    """Tied heads are in the last stage, too; the tower is in all that are made with one."""
-    folder = make_checkpoint(family, tmp_path / "m")
-    whole = dict(stored_tensors(load_model(folder)))
-    stages = []
-    for rank in range(2):
-        model = load_model(folder, shard=Shard(stage=Stage(rank, 2)), with_tower=False)
-        stages.append({name: one for name, one in stored_tensors(model) if not name.startswith("visual.")})
-        assert all(torch.equal(one, whole[name]) for name, one in stages[-1].items())
-        assert model.config.num_layers == 2 - rank
-    assert {name for name in whole if not name.startswith("visual.")} == stages[0].keys() | stages[1].keys()
-    tied = {"language_model.embed_tokens.weight"} if "lm_head.weight" not in whole else set()
-    assert stages[0].keys() & stages[1].keys() == tied
-
-
-def test_layers_are_shared_out_evenly():
-    assert [Stage(rank, 4).layers(94) for rank in range(4)] == [range(24), range(24, 48), range(48, 71), range(71, 94)]
-    with pytest.raises(EngineError, match="--pp-size is 4: num_hidden_layers is 3, too few for so many stages"):
-        Stage(0, 4).layers(3)
 
 
 def test_what_cannot_be_is_refused_at_once(tmp_path: Path):
