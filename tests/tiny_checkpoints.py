@@ -26,6 +26,7 @@ HYBRIDS = (HYBRID, HYBRID_MOE)
 ALL_FAMILIES = (*FAMILIES, MOE)
 """With those that differ from one of `FAMILIES` in the decoder alone; `HYBRIDS` differ in what they cache, too."""
 
+MIXERS = ("linear_attention", "full_attention", "linear_attention")
 VOCAB_SIZE = 448
 BPE_SIZE = 400
 MAX_POSITIONS = 1024
@@ -106,19 +107,20 @@ def make_checkpoint(
     deepstack: Sequence[int] = (1, 2),
     nested_names: bool | None = None,
     experts: ExpertLayout = "inputs_first",
+    mixers: Sequence[str] = MIXERS,
 ) -> Path:
     """Write a checkpoint of `family` (one of ALL_FAMILIES and HYBRIDS) into `out_dir` and return it.
 
     tied: whether lm_head is the embedding; default as in the family's small published models.
     deepstack: tower layers whose rows Qwen3-VL adds to the decoder's first layers.
     nested_names: `model.language_model.*`/`model.visual.*` rather than `model.*`/`visual.*`; default as published.
-    experts: how the weights of experts are stored.
+    experts: how the weights of experts are stored. mixers: what the layers of `HYBRIDS` are.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     tied = family not in ("qwen2_5_vl", MOE, HYBRID_MOE) if tied is None else tied
     nested_names = family.startswith("qwen3") if nested_names is None else nested_names
     tokenizer = make_tokenizer()
-    config = make_config(family, tokenizer, dtype=dtype, tied=tied, deepstack=deepstack)
+    config = make_config(family, tokenizer, dtype=dtype, tied=tied, deepstack=deepstack, mixers=mixers)
     _write_json(out_dir / "config.json", config)
     _write_tokenizer(out_dir, tokenizer, _SYSTEM.get(family, ""))
     text = config.get("text_config", config)
@@ -162,7 +164,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_config(
-    family: str, tokenizer: Tokenizer, *, dtype: str, tied: bool, deepstack: Sequence[int]
+    family: str, tokenizer: Tokenizer, *, dtype: str, tied: bool, deepstack: Sequence[int], mixers: Sequence[str]
 ) -> dict[str, Any]:
     """config.json as published checkpoints of the family have it: Qwen2/2.5-VL flat, Qwen3-VL nested."""
     top: dict[str, Any] = {
@@ -217,7 +219,8 @@ def make_config(
         if family in HYBRIDS:
             vision["deepstack_visual_indexes"] = []
             text |= {
-                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "layer_types": list(mixers),
+                "num_hidden_layers": len(mixers),
                 "attn_output_gate": True,
                 "linear_conv_kernel_dim": 4,
                 "linear_key_head_dim": 32,

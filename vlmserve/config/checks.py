@@ -41,16 +41,19 @@ def engine_problems(args: EngineArgs) -> list[str]:
     if chunk != -1 and (chunk < 1 or (page >= 1 and chunk % page)):
         allowed = f"-1 (whole prompts), or a positive multiple of --page-size, which is {page}"
         problems.append(problem(args, "chunked_prefill_size", allowed))
-    if args.tp_size > 1 and args.enable_hierarchical_cache:
-        problems.append("--enable-hierarchical-cache does not go with --tp-size above 1 yet")
+    for name in ("tp_size", "pp_size"):
+        if getattr(args, name) > 1 and args.enable_hierarchical_cache:
+            problems.append(f"--enable-hierarchical-cache does not go with {flag(name)} above 1 yet")
     if args.ep_size >= 1 and args.tp_size % args.ep_size:
         problems.append(problem(args, "ep_size", f"a divisor of --tp-size, which is {args.tp_size}"))
     if args.enable_eplb and args.ep_size == 1:
         problems.append("--enable-eplb moves experts between the parties of --ep-size, which is 1; it must be above 1")
     if args.ep_num_redundant_experts and not args.enable_eplb:
         problems.append(problem(args, "ep_num_redundant_experts", "0 without --enable-eplb"))
-    if args.tp_size % args.nnodes:
-        problems.append(problem(args, "tp_size", f"a multiple of --nnodes, which is {args.nnodes}"))
+    if args.world_size % args.nnodes:
+        nodes = f"a multiple of --nnodes, which is {args.nnodes}"
+        stages = f"--tp-size {args.tp_size} times --pp-size {args.pp_size} is {args.world_size}; it must be {nodes}"
+        problems.append(problem(args, "tp_size", nodes) if args.pp_size == 1 else stages)
     if args.dp_size > 1 and args.nnodes > 1:
         allowed = "1 where --nnodes is above 1: all replicas are on one machine; for more, start a server on each"
         problems.append(problem(args, "dp_size", allowed))

@@ -221,6 +221,12 @@ class EngineArgs:
         "the CPU's cores",
         AT_LEAST_1,
     )
+    pp_size: int = _parallel(
+        1,
+        "stages that the model's layers are spread over (pipeline parallel), each of --tp-size devices: a stage works "
+        "on one step while the next one works on the step before",
+        AT_LEAST_1,
+    )
     dp_size: int = _parallel(
         1,
         "whole models (replicas) behind one server: each has its own scheduler, KV cache and devices, the next ones "
@@ -252,14 +258,16 @@ class EngineArgs:
     eplb_rebalance_num_iterations: int = _parallel(
         1000, "with --enable-eplb: steps after which experts are placed anew", AT_LEAST_1
     )
-    nnodes: int = _parallel(1, "machines that --tp-size is spread over; the same command is given on each", AT_LEAST_1)
+    nnodes: int = _parallel(
+        1, "machines that --tp-size times --pp-size is spread over; the same command is given on each", AT_LEAST_1
+    )
     node_rank: int = _parallel(0, "this machine's number; 0 is the one that takes requests", _NOT_NEGATIVE)
     dist_init_addr: str | None = _parallel(
         None, "HOST:PORT of machine 0 where machines meet; for a network that nobody else is in: it is not encrypted"
     )
     mm_encoder_tp_mode: Literal["one", "data"] = _parallel(
         "one",
-        "with --tp-size: one, the first rank encodes pictures and hands rows on; data: an encoder process on every "
+        "with several ranks: one, the first rank encodes pictures and hands rows on; data: an encoder process on every "
         "rank's device does, each with the whole tower",
     )
     max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
@@ -340,16 +348,21 @@ class EngineArgs:
         return tuple(map(int, self.cuda_graph_bs.split(","))) if self.cuda_graph_bs is not None else None
 
     @property
+    def world_size(self) -> int:
+        """Processes that have the model together: rank = stage * tp_size + number within the stage."""
+        return self.tp_size * self.pp_size
+
+    @property
     def own_ranks(self) -> range:
         """The ranks of this machine."""
-        count = self.tp_size // self.nnodes
+        count = self.world_size // self.nnodes
         return range(self.node_rank * count, (self.node_rank + 1) * count)
 
     @property
     def encodes_on_all_ranks(self) -> bool:
         """Whether each of this machine's ranks has an encoder process beside it."""
         given = self.encoder_dp_size or self.encoder_devices
-        return self.mm_encoder_tp_mode == "data" and self.tp_size > 1 and not given
+        return self.mm_encoder_tp_mode == "data" and self.world_size > 1 and not given
 
     @property
     def num_encoders(self) -> int:

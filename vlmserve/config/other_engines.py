@@ -142,7 +142,7 @@ def _twenty_at_the_most(value: Any) -> Mapping[str, Any]:
     raise SettingsError("a request may ask for 20 at the most")
 
 
-_ONE_GPU = "several GPUs share one model's layers (--tp-size), and nothing else yet"
+_ONE_GPU = "several GPUs share one model's layers (--tp-size, --pp-size), and nothing else yet"
 _NOT_COMPILED = "models are not compiled here; for CUDA graphs there are --cuda-graph-bs and --disable-cuda-graph"
 _ENCODERS = "--encoder-dp-size and --encoder-devices spread the vision encoder"
 _PROXY = "a reverse proxy in front of the server does that"
@@ -158,6 +158,7 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _same("tp_size", vllm="tensor_parallel_size tp", sglang="tensor_parallel_size tp"),
     _same("ep_size", sglang="expert_parallel_size ep"),
     _same("dp_size", vllm="data_parallel_size dp", sglang="data_parallel_size dp"),
+    _same("pp_size", vllm="pipeline_parallel_size pp", sglang="pipeline_parallel_size pp"),
     _same("quantization", vllm="q"),
     _same("hicache_size_gib", sglang="hicache_size"),
     _same("disable_radix_cache", vllm="enable_prefix_caching", switch=True, negated=True),
@@ -227,8 +228,8 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("the variable HF_HOME says where checkpoints are kept", both="download_dir"),
     _answered("the checkpoint's own tokenizer is used", "tokenizer", "tokenizer_path"),
     _answered(_PROXY, "ssl_keyfile ssl_certfile root_path", "ssl_keyfile ssl_certfile fastapi_root_path"),
+    _answered("requests that decode take turns in as many groups as --pp-size", sglang="pp_max_micro_batch_size"),
     # not there yet
-    _answered(_ONE_GPU, "pipeline_parallel_size pp", "pipeline_parallel_size pp_size pp", fine="1"),
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
     _answered("--ep-size as large as --tp-size does that", "enable_expert_parallel", switch=True, fine="false"),
     _answered("--moe-a2a-backend says how rows get to experts", "all2all_backend"),

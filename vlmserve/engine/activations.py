@@ -77,7 +77,7 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
         step=activation_bytes(
             limits.tokens, stream=config.hidden_size, widest=widest, itemsize=itemsize, beside=embeds
         ),
-        logits=limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS,
+        logits=limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS if config.shard.stage.is_last else 0,
     )
 
 
@@ -90,14 +90,14 @@ def measure_activations(
 ) -> Activations:
     """Of a loaded model, by computing such steps over zeros. cache_dtype: the KV cache's, by default the model's."""
     with torch.inference_mode():
-        device = model.language_model.embed_tokens.weight.device
+        device = next(model.language_model.parameters()).device
         batch = _dummy_batch(model.config, model.dtype, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
         info = dummy_sampling(limits.rows)
         return Activations(
             tower=meter(lambda: encode_nothing(model.visual, limits.patches, device)) if limits.patches else 0,
             step=meter(lambda: _decode(model, batch)),
-            logits=meter(lambda: sample(model.compute_logits(hidden), info)),
+            logits=meter(lambda: sample(model.compute_logits(hidden), info)) if model.config.shard.stage.is_last else 0,
             beside=True,  # each on a stream of its own
         )
 
@@ -154,7 +154,11 @@ def encode_nothing(tower: VisionTower, patches: int, device: torch.device) -> to
 
 
 def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
-    embeds = model.embed_tokens(batch.input_ids)
+    if model.config.shard.stage.is_first:
+        embeds = model.embed_tokens(batch.input_ids)
+    else:
+        shape = len(batch.input_ids), model.config.hidden_size
+        embeds = torch.zeros(shape, dtype=model.dtype, device=batch.input_ids.device)
     layers = model.visual.num_deepstack_layers
     every = torch.arange(len(embeds), device=embeds.device)
     deepstack = embeds.new_zeros((layers, *embeds.shape)) if layers else None

@@ -88,7 +88,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     first one alone encodes pictures.
     """
     shard = WHOLE if ranks is None else replace(ranks.shard, experts=expert_sharing(args))
-    encodes = not args.num_encoders and not shard.rank
+    encodes = not args.num_encoders and shard.is_entry
     processors = load_logits_processors(args.logits_processors)
     threads = usable_threads(args.num_threads, "--num-threads")
     torch.set_num_threads(threads)
@@ -126,7 +126,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         ),
     )
     attn_backend.reserve(args.max_running_requests, max_model_len + args.page_size)
-    auto_pixels = None if shard.rank else auto_max_pixels(args, dtype=model.dtype, device=device)
+    auto_pixels = None if not shard.is_entry else auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
     limits = limits if encodes else replace(limits, patches=0)
     if device.type == "cuda":
@@ -165,8 +165,9 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         state_bytes=state_bytes(args, config, model.dtype, max_model_len, padded=padded),
         activations=activations,
     )
+    states = 0 if shape is None else num_states(args, shape, max_model_len)
     if ranks is not None:
-        tokens = ranks.smallest(tokens)
+        tokens, states = ranks.smallest(tokens), ranks.smallest(states)
     max_req_len = min(max_model_len, tokens - args.page_size)
     info = EngineInfo(
         max_total_tokens=tokens,
@@ -181,9 +182,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
         attn_backend=attn_backend,
         device=device,
-        recurrent_cache=None
-        if shape is None
-        else RecurrentCache(num_states(args, shape, max_model_len), shape, device, padded=padded),
+        recurrent_cache=None if shape is None else RecurrentCache(states, shape, device, padded=padded),
         logits_processors=processors,
     )
     graphs = graph_builder.capture(
@@ -195,7 +194,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     if graphs is not None:
         runner.attach_graphs(graphs)
     if device.type == "cuda" and shape is None:  # the steps of its own have no states
-        warm_up(runner, with_tower=not args.num_encoders)
+        warm_up(runner, with_tower=encodes)
     if args.enable_eplb:
         runner.attach_balancer(ExpertBalancer(model, shard, args.eplb_rebalance_num_iterations))
     log.info(
@@ -249,11 +248,12 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
     weights = weight_bytes(outline)
     if args.num_encoders:
         encoder_devices(args, device)  # are there
-    if args.num_encoders or shard.rank:
+    if args.num_encoders or not shard.is_entry:
         weights -= weight_bytes(outline.visual)  # which each of them, or the first rank, loads, and this process not
-    if active() is not None and outline.lm_head is None:
+    embedding = outline.language_model.embed_tokens
+    if active() is not None and outline.lm_head is None and embedding is not None and shard.stage.is_last:
         # the packed copy that is a tied model's head
-        copy = weight_bytes(outline.language_model.embed_tokens)
+        copy = weight_bytes(embedding)
         weights += copy if mode is None else int(copy * quantised_part(MODE_BITS[mode], outline.dtype))
     scheme = quantization_of(Path(args.model))
     if active() is not None and isinstance(scheme, Scheme):
@@ -335,12 +335,16 @@ def build_scheduler(
 
 
 def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:
-    """threads: of torch on a CPU."""
+    """threads: of torch on a CPU. A step for each stage of a pipeline, and one that the first is to begin with next."""
+    depth = 1 if args.disable_overlap_schedule else args.pp_size + 1
     if device.type != "cpu":
-        return StreamQueue(partial(torch.cuda.set_device, device), depth=1 if args.disable_overlap_schedule else 2)
+        return StreamQueue(partial(torch.cuda.set_device, device), depth=depth)
     if args.disable_overlap_schedule:
         return InlineQueue()
-    return ThreadQueue(partial(torch.set_num_threads, threads))
+    choose_threads = partial(torch.set_num_threads, threads)
+    if args.pp_size > 1:
+        return ThreadQueue(choose_threads, depth=depth, least_reqs=0)
+    return ThreadQueue(choose_threads)
 
 
 def _grammars(args: EngineArgs, runner: ModelRunner) -> GrammarQueue:

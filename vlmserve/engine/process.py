@@ -112,7 +112,7 @@ def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings,
 
 def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[EngineArgs, Ranks | None]:
     """The first rank's own settings, once it has met the others."""
-    if args.tp_size == 1:
+    if args.world_size == 1:
         return args, None
     from vlmserve.engine.ranks import join_ranks, meeting_place, rank_args
 

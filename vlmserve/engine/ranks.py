@@ -21,6 +21,7 @@ from vlmserve.models.registry import load_config
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.shard import Shard
+from vlmserve_common.compute.stage import Stage
 from vlmserve_common.errors import EngineError, RankLostError
 from vlmserve_common.parallel.meeting import MeetingPlace
 from vlmserve_common.parallel.ranks import Ranks
@@ -35,7 +36,10 @@ _OWN_SETTINGS = frozenset({"model", "device", "num_threads", "node_rank"})
 def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
     """A rank's own settings: a GPU for each, from --device on, or a share of the CPU's cores. EngineError for more of
     them than there are GPUs, or a model that they cannot share."""
-    load_config(Path(args.model), Shard(rank, args.tp_size, experts=expert_sharing(args))).of_part()
+    shard = Shard(rank % args.tp_size, args.tp_size, experts=expert_sharing(args))
+    config = load_config(Path(args.model), shard)
+    for stage in range(args.pp_size):  # any of which may be one that cannot be
+        replace(config, shard=replace(shard, stage=Stage(stage, args.pp_size))).of_part()
     device = resolve_device(args.device)
     here = args.own_ranks
     if device.type != "cuda":
@@ -43,7 +47,7 @@ def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
         return replace(args, device=str(device), num_threads=threads)
     first, count = device.index or 0, torch.cuda.device_count()
     if first + len(here) > count:
-        wanted = f"{len(here)} ranks (--tp-size) want as many GPUs, from cuda:{first} on"
+        wanted = f"{len(here)} ranks (--tp-size, --pp-size) want as many GPUs, from cuda:{first} on"
         raise EngineError(f"{wanted}; the last one is cuda:{count - 1}")
     return replace(args, device=f"cuda:{first + rank - here.start}")
 
@@ -52,13 +56,13 @@ def meeting_place(folder: Path | str, args: EngineArgs, start: StartSettings) ->
     """Where the ranks of one engine meet. folder: an existing private directory, for those of one machine."""
     address = f"{folder}/ranks" if args.nnodes == 1 else args.dist_init_addr
     return MeetingPlace(
-        address=str(address), size=args.tp_size, ready_by=start.ready_by, timeout_s=start.startup_timeout_s
+        address=str(address), size=args.world_size, ready_by=start.ready_by, timeout_s=start.startup_timeout_s
     )
 
 
 def join_ranks(args: EngineArgs, rank: int, place: MeetingPlace, look: Callable[[], object] = lambda: None) -> Ranks:
     """Meet the others. args: of `rank_args`. look, errors: those of `meet`."""
-    return Ranks(place, rank, torch.device(args.device), _about(args), look)
+    return Ranks(place, rank, torch.device(args.device), _about(args), look, stages=args.pp_size)
 
 
 def follow(

@@ -34,6 +34,8 @@ def warm_up(runner: ModelRunner, *, with_tower: bool) -> None:
             encode_nothing(runner.model.visual, _PATCHES, runner.device)
     for batch in _steps(runner):
         forwarded = runner.forward(batch)
+        if not runner.model.config.shard.stage.is_last:
+            continue
         for info in _ways(len(batch.req_pool_indices), batch, vocab=runner.model.config.vocab_size):
             runner.sample(forwarded, info).result()
     log.info("warmed up in %.1f s", time.perf_counter() - began)

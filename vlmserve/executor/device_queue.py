@@ -129,10 +129,8 @@ class ThreadQueue:
     For a step of few requests handing over takes longer than what it hides.
     """
 
-    depth = 2
-    least_reqs = 4
-
-    def __init__(self, started: Callable[[], None] | None = None) -> None:
+    def __init__(self, started: Callable[[], None] | None = None, *, depth: int = 2, least_reqs: int = 4) -> None:
+        self.depth, self.least_reqs = depth, least_reqs
         self._queue: queue.SimpleQueue[_Later[Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(started,), name="device", daemon=True)
         self._thread.start()

@@ -8,6 +8,7 @@ the next step can be launched behind them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.messages import ExpertStats
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.compute.stage import Link
 from vlmserve_common.compute.transfers import Transfers, Upload, to_device, transfers_for
 
 
@@ -179,7 +181,10 @@ class ModelRunner:
         self, batch: ModelWorkerBatch, input_ids: torch.Tensor, inputs: StepInputs
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Text embeddings with this step's vision embeddings in place of its R pad tokens; where those are, and their
-        DeepStack embeddings [num_deepstack, R, hidden]."""
+        DeepStack embeddings [num_deepstack, R, hidden]. At a stage but the first, what came of the one before."""
+        before = self.model.config.shard.stage.before
+        if before is not None:
+            return self._receive(before, len(input_ids), inputs)
         embeds = self.model.embed_tokens(input_ids)
         for part in batch.input_embeds:
             embeds[part.token : part.token + len(part.embeds)] = to_device(part.embeds, self.device).to(embeds)
@@ -189,6 +194,26 @@ class ModelRunner:
         parts = mm_embeds.to(embeds.dtype).view(len(mm_embeds), -1, embeds.shape[1]).transpose(0, 1)
         embeds = embeds.index_copy(0, index, parts[0])
         return embeds, index, parts[1:] if len(parts) > 1 else None
+
+    def _receive(
+        self, before: Link, tokens: int, inputs: StepInputs
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The same of the stage before, with the DeepStack embeddings of layers from here on."""
+        model = self.model
+        new = partial(torch.empty, dtype=model.dtype, device=self.device)
+        embeds = before.receive(new((tokens, model.config.hidden_size)))
+        levels = model.visual.num_deepstack_layers - model.language_model.layers.first
+        if inputs.mm_index is None or levels <= 0:
+            return embeds, None, None
+        index = inputs.mm_index.tensor
+        return embeds, index, before.receive(new((levels, len(index), model.config.hidden_size)))
+
+    def _send(self, behind: Link, hidden: torch.Tensor, deepstack: torch.Tensor | None) -> None:
+        """To the next stage what that receives."""
+        behind.send(hidden)
+        levels = len(self.model.language_model.layers)
+        if deepstack is not None and len(deepstack) > levels:
+            behind.send(deepstack[levels:])
 
     def _mm_embeds(self, parts: Sequence[MMEmbeds]) -> torch.Tensor:
         rows = [to_device(part.embeds, self.device) for part in parts]
@@ -201,15 +226,20 @@ class ModelRunner:
         mm_index: torch.Tensor | None,
         deepstack: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states [N, hidden] of the step's tokens; their KV is in the cache."""
+        """Hidden states [N, hidden] of the step's tokens; their KV is in the cache. The next stage gets them, if there
+        is one."""
         self.attn_backend.init_forward_metadata(forward_batch)
-        return self.model.forward(
+        hidden = self.model.forward(
             embeds,
             forward_batch.positions,
             forward_batch,
             deepstack_index=mm_index,
             deepstack_embeds=deepstack,
         )
+        behind = self.model.config.shard.stage.behind
+        if behind is not None:
+            self._send(behind, hidden, deepstack)
+        return hidden
 
     @torch.inference_mode()
     def sample(self, forwarded: Forwarded, info: SamplingBatchInfo) -> PendingResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -176,6 +176,11 @@ class ModelWorkerBatch:
     states: np.ndarray = field(default_factory=_no_ids)
     state_copies: tuple[StateCopy, ...] = ()
     state_snapshots: tuple[StateSnapshot, ...] = ()
+
+
+def without_returns(batch: ModelWorkerBatch) -> ModelWorkerBatch:
+    """A step for a process that others sample for: nothing is returned besides tokens."""
+    return replace(batch, prompt_logprobs=None, hidden_tokens=_no_ids())
 
 
 class PendingResult(Protocol):

@@ -12,7 +12,7 @@ from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import declared_dtype, text_fields
 from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.shard import WHOLE, Shard
-from vlmserve_common.errors import CheckpointError
+from vlmserve_common.errors import CheckpointError, EngineError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class ModelConfig:
     linear: None where all layers are attention.
 
     eos_token_ids: of generation_config.json and config.json together. dtype: what the checkpoint declares. shard: the
-    part of the model that this process has; sizes are of the whole, but for those of `of_part`.
+    part of the model that this process has; sizes and numbers of layers are of the whole, but for those of `of_part`.
     """
 
     family: str
@@ -125,14 +125,28 @@ class ModelConfig:
         """Layers that keep keys and values."""
         return self.num_layers - (len(self.linear.layers) if self.linear is not None else 0)
 
+    @property
+    def own_layers(self) -> range:
+        """The layers that this process has, or a part of each. EngineError for more stages than layers."""
+        return self.shard.stage.layers(self.num_layers)
+
     def of_part(self) -> ModelConfig:
-        """With the heads and inner elements that this process has. EngineError if they cannot be shared."""
+        """With the layers, heads and inner elements that this process has. EngineError if they cannot be shared."""
+        own, linear, stages = self.own_layers, self.linear, self.shard.stage.size
+        if linear is not None:
+            linear = replace(linear, layers=frozenset(i - own.start for i in linear.layers if i in own))
+            if stages > 1 and not 0 < len(linear.layers) < len(own):
+                raise EngineError(
+                    f"--pp-size is {stages}: layers {own.start} .. {own.stop - 1} are all of one kind, and each stage "
+                    "of a hybrid model must have both"
+                )
         return replace(
             self,
+            num_layers=len(own),
+            linear=None if linear is None else linear.of_part(self.shard),
             num_heads=self.shard.part(self.num_heads, "num_attention_heads"),
             num_kv_heads=self.shard.kv_heads(self.num_kv_heads),
             intermediate_size=self.shard.part(self.intermediate_size, "intermediate_size"),
-            linear=None if self.linear is None else self.linear.of_part(self.shard),
             experts=None if self.experts is None else self.experts.of_part(self.shard),
         )
 

@@ -11,6 +11,7 @@ from torch import nn
 from vlmserve.attention.base import ForwardBatch, RadixAttention, RunLayers
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.rotary import MRotary
+from vlmserve.models.stage_layers import StageLayers
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
 from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm, VocabEmbedding
@@ -124,26 +125,33 @@ def make_mlp(config: ModelConfig, layer_id: int) -> GatedMLP | SparseMLP:
     return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
 
 
-def make_embedding(config: ModelConfig) -> Embedding | VocabEmbedding:
-    """Of all tokens, or of those of this process's part of the vocabulary."""
+def make_embedding(config: ModelConfig) -> Embedding | VocabEmbedding | None:
+    """Of the first stage, and of the last one where it is the head, too."""
+    stage = config.shard.stage
+    if not stage.is_first and not (stage.is_last and config.tie_word_embeddings):
+        return None
     if config.shard.is_whole:
         return Embedding(config.vocab_size, config.hidden_size)
     return VocabEmbedding(config.vocab_size, config.hidden_size, config.shard)
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm.
+    """Embedding, layers and final norm; of a pipeline stage, what it has of them.
 
-    make_attention: layer index -> its attention. rotary: positions -> what the attention layers turn by.
+    make_attention: index among the layers here -> its attention. rotary: positions -> what the attention layers turn
+    by.
     """
 
     def __init__(self, config: ModelConfig, make_attention: Callable[[int], DecoderAttention], rotary: MRotary) -> None:
         super().__init__()
+        own, stage = config.own_layers, config.shard.stage
         self.embed_tokens = make_embedding(config)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, make_attention(i), make_mlp(config, i)) for i in range(config.num_layers)
+        self.layers = StageLayers(
+            (DecoderLayer(config, make_attention(i - own.start), make_mlp(config, i)) for i in own),
+            first=own.start,
+            whole=config.num_layers,
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if stage.is_last else None
         self._rotary = rotary
         self._is_whole = config.shard.is_whole
         self._packed: DecoderLayers | None = None
@@ -174,20 +182,22 @@ class Decoder(nn.Module):
         deepstack_index: torch.Tensor | None = None,
         deepstack_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_embeds [N, hidden], positions int64 [3, N] -> final normalised hidden states [N, hidden].
+        """input_embeds [N, hidden], positions int64 [3, N] -> final normalised hidden states [N, hidden]; of a stage
+        but the last, what its last layer makes.
 
-        input_embeds may be overwritten.
+        input_embeds may be overwritten; of a stage but the first, they are what the one before made.
         deepstack_embeds [layers, R, hidden] are added to tokens `deepstack_index` int64 [R] behind the first layers
-        (DeepStack, arXiv:2406.04334).
+        (DeepStack, arXiv:2406.04334), one behind each; those beyond the layers here are for the next stage.
         """
         run = self._run_layers(self._rotary(positions), forward_batch)
         x = input_embeds
         done = 0
         if deepstack_index is not None and deepstack_embeds is not None:
-            for embeds in deepstack_embeds:
+            for embeds in deepstack_embeds[: len(self.layers)]:
                 x = run(x, done, done + 1).index_add_(0, deepstack_index, embeds)
                 done += 1
-        return self.norm(run(x, done, len(self.layers)))
+        x = run(x, done, len(self.layers))
+        return x if self.norm is None else self.norm(x)
 
     def _run_layers(self, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
         """Layers in one call where the weights and the attention backend allow it, otherwise one by one."""

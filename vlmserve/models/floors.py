@@ -34,8 +34,8 @@ def decode_bytes(outline: VisionLanguageModel, kv_tokens: float, *, requests: in
     decoder = outline.language_model
     head = decoder.embed_tokens if outline.lm_head is None else outline.lm_head
     missed = expert_bytes(decoder.layers) * (1 - part_hit(outline.config.experts, requests))
-    weights = weight_bytes(decoder.layers) - missed + weight_bytes(decoder.norm) + weight_bytes(head)
-    return weights + kv_tokens * kv_bytes(outline.config, outline)
+    weights = sum(weight_bytes(part) for part in (decoder.layers, decoder.norm, head) if part is not None)
+    return weights - missed + kv_tokens * kv_bytes(outline.config, outline)
 
 
 def kv_bytes(config: ModelConfig, outline: VisionLanguageModel) -> int:

@@ -47,17 +47,20 @@ class KVScales:
 
     def fold_into(self, decoder: Decoder | Qwen3_5Decoder) -> None:
         """Make them part of a loaded decoder. CheckpointError for layers that it has not, and scales not above 0."""
-        for (index, kind), stored in self._found.items():
+        layers = decoder.layers
+        for (number, kind), stored in self._found.items():
             value = torch.empty(stored.shape, dtype=stored.dtype)
             self._reader.read_into([(stored, value)])
             scale = value.float().item()
-            if not (0 < scale < math.inf) or index >= len(decoder.layers):
+            if not (0 < scale < math.inf) or number >= layers.whole:
                 raise CheckpointError(
                     f"{self._reader.folder}: {stored.name} is {scale:g}; it must be above 0, and of one of "
-                    f"{len(decoder.layers)} layers"
+                    f"{layers.whole} layers"
                 )
+            if not 0 <= number - layers.first < len(layers):  # another stage has it
+                continue
             power = 2.0 ** math.ceil(math.log2(scale))
-            attention = getattr(decoder.layers[index], "self_attn", None)
+            attention = getattr(layers[number - layers.first], "self_attn", None)
             done = isinstance(attention, DecoderAttention) and (
                 attention.divide_keys(power) if kind == "k" else attention.divide_values(power)
             )

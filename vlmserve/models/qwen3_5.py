@@ -12,6 +12,7 @@ from vlmserve.models.config import ExpertsConfig, ModelConfig, ModelDefaults
 from vlmserve.models.decoder import DecoderAttention, make_embedding
 from vlmserve.models.delta_net import GatedDeltaNet
 from vlmserve.models.rotary import MRotary, interleaved_axes
+from vlmserve.models.stage_layers import StageLayers
 from vlmserve_common.compute.activations import Activation, activation
 from vlmserve_common.compute.delta_norms import ZeroCentredRMSNorm
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
@@ -137,23 +138,25 @@ def _make_mlp(config: ModelConfig) -> nn.Module:
 
 
 class Qwen3_5Decoder(nn.Module):
-    """Embedding, layers and final norm. dtype: what it computes in."""
+    """See `Decoder`. dtype: what it computes in."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         assert config.linear is not None
+        own, layers = config.own_layers, []
         self.embed_tokens = make_embedding(config)
-        self.layers = nn.ModuleList()
         recurrent = 0
-        for index in range(config.num_layers):
+        for index in own:
             mixer: GatedDeltaNet | GatedAttention
             if index in config.linear.layers:
                 mixer = GatedDeltaNet(config, config.linear, recurrent)
                 recurrent += 1
             else:
-                mixer = GatedAttention(config, index - recurrent)
-            self.layers.append(HybridLayer(config, mixer))
-        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+                mixer = GatedAttention(config, index - own.start - recurrent)
+            layers.append(HybridLayer(config, mixer))
+        self.layers = StageLayers(layers, first=own.start, whole=config.num_layers)
+        is_last = config.shard.stage.is_last
+        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps) if is_last else None
         self._rotary = MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
 
     def pack(self, mode: Mode | None = None) -> None:
@@ -174,4 +177,4 @@ class Qwen3_5Decoder(nn.Module):
         rotary, x = self._rotary(positions), input_embeds
         for layer in self.layers:
             x = layer(x, rotary, forward_batch)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)

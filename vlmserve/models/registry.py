@@ -114,12 +114,12 @@ class _Tensors:
         with_tower: bool = True,
         keep_fp8: bool | None = None,
     ) -> None:
-        self._reader, self._rules = CheckpointReader(folder), WEIGHT_RULES
+        self._reader, self._rules = CheckpointReader(folder), model.language_model.layers.rules(WEIGHT_RULES)
         self._decoder, self._module = model.language_model, cast(nn.Module, model)
         if not with_tower:
             parts = {name: part for name, part in model.named_children() if part is not model.visual}
             self._module = nn.ModuleDict(parts)
-            self._rules = replace(WEIGHT_RULES, ignored=(*WEIGHT_RULES.ignored, OF_THE_TOWER))
+            self._rules = replace(self._rules, ignored=(*self._rules.ignored, OF_THE_TOWER))
         shapes = {self._rules.our_name(name): stored.shape for name, stored in self._reader.tensors.items()}
         choose_layouts(self._module, shapes)
         self._kv_scales = KVScales(self._reader, self._rules)
@@ -202,7 +202,7 @@ def _model_config(folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHO
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     if shard.is_whole:
-        return config
+        return replace(config, shard=shard)
     if shard.experts.ep_size > 1 and config.experts is None:
         raise EngineError(f"--ep-size is {shard.experts.ep_size}: {config.family} models have no experts")
     return replace(config, shard=shard)

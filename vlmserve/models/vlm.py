@@ -12,6 +12,7 @@ from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.qwen3_5 import Qwen3_5Decoder
 from vlmserve_common.checkpoint.weights import WeightRules
+from vlmserve_common.compute.layers import Embedding, VocabEmbedding
 from vlmserve_common.compute.linear import Linear, VocabLinear, Workspace, linear, pack_weight
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import linear as packed_products
@@ -33,7 +34,8 @@ WEIGHT_RULES = WeightRules(
 
 
 class VisionLanguageModel(nn.Module):
-    """Composes a tower and a decoder. A tied model has no head of its own: the embedding is it.
+    """Composes a tower and a decoder. A tied model has no head of its own: the embedding is it. Only the last stage of
+    a pipeline has a head.
 
     config: of the whole model; `self.config` has the sizes of this process's part. dtype: what it computes in.
     """
@@ -55,7 +57,7 @@ class VisionLanguageModel(nn.Module):
         self.dtype = dtype
         self.visual = visual
         self.language_model = decoder
-        self.lm_head = None if config.tie_word_embeddings else _head(config)
+        self.lm_head = None if config.tie_word_embeddings or not config.shard.stage.is_last else _head(config)
         self._head_workspace = Workspace()
         self._packed_head: PackedWeight | None = None
 
@@ -66,12 +68,18 @@ class VisionLanguageModel(nn.Module):
         if self.lm_head is not None:
             self.lm_head.pack(mode)
             self._packed_head = self.lm_head.packed
-        elif packed_products.can_pack(self.language_model.embed_tokens.weight):
-            self._packed_head = pack_weight(self.language_model.embed_tokens.weight, None, mode)
+        elif self.config.shard.stage.is_last and packed_products.can_pack(self._embedding.weight):
+            self._packed_head = pack_weight(self._embedding.weight, None, mode)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids int64 [N] -> [N, hidden]."""
-        return self.language_model.embed_tokens(input_ids)
+        return self._embedding(input_ids)
+
+    @property
+    def _embedding(self) -> Embedding | VocabEmbedding:
+        found = self.language_model.embed_tokens
+        assert found is not None, "this stage has no embedding"
+        return found
 
     def forward(
         self,
@@ -99,7 +107,7 @@ class VisionLanguageModel(nn.Module):
             return packed_products.linear(hidden, self._packed_head, out_dtype=torch.float32)
         if self.lm_head is not None:
             return self.lm_head(hidden).float()
-        return linear(hidden, self.language_model.embed_tokens.weight, workspace=self._head_workspace).float()
+        return linear(hidden, self._embedding.weight, workspace=self._head_workspace).float()
 
 
 def _head(config: ModelConfig) -> Linear:

@@ -69,7 +69,7 @@ def _runner(
     args: EngineArgs, stack: ExitStack, log_level: str
 ) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | None]:
     """This process's part of the model, and what computes steps where others have theirs. stack: ends these."""
-    if args.tp_size == 1:
+    if args.world_size == 1:
         return args, *build_runner(args), None
     # only who has such processes needs what they talk with
     from vlmserve.engine.rank_process import RankProcesses

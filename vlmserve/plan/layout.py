@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.quantized import Scheme
 from vlmserve_common.compute.shard import ExpertSharing, Shard
+from vlmserve_common.compute.stage import Stage as PipelineStage
 from vlmserve_common.errors import EngineError
 
 
@@ -145,10 +144,15 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
     recurrent = frozenset() if config.linear is None else config.linear.layers
     kv_dtype = cache_dtype(kv_cache_dtype, outline.dtype)
     per_layer = KVCache.bytes_per_token(1, outline.config.num_kv_heads, outline.config.head_dim, kv_dtype)
-    head = outline.lm_head or outline.language_model.embed_tokens
+    embedding, norm = outline.language_model.embed_tokens, outline.language_model.norm
+    assert embedding is not None, "the outline is of all layers"
+    assert norm is not None
+    head = outline.lm_head or embedding
     itemsize = outline.dtype.itemsize
     stages = []
-    for first, last in split_layers(config.num_layers, layout.pp):
+    for stage in range(layout.pp):
+        own_layers = PipelineStage(stage, layout.pp).layers(config.num_layers)
+        first, last = own_layers.start, own_layers.stop
         begins, ends = first == 0, last == config.num_layers
         kv_layers = last - first - sum(first <= layer < last for layer in recurrent)
         tied_here = outline.lm_head is None and begins
@@ -156,8 +160,8 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
             Stage(
                 first=first,
                 last=last,
-                embedding=weight_bytes(outline.language_model.embed_tokens) if begins else 0,
-                dense=int(sum(dense[first:last]) * held) + (weight_bytes(outline.language_model.norm) if ends else 0),
+                embedding=weight_bytes(embedding) if begins else 0,
+                dense=int(sum(dense[first:last]) * held) + (weight_bytes(norm) if ends else 0),
                 experts=int(sum(experts[first:last]) * held),
                 head=weight_bytes(head) if ends and not tied_here else 0,
                 tower=weight_bytes(outline.visual) if begins else 0,
@@ -178,13 +182,6 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
         parameters=sum(parameter.numel() for parameter in whole.parameters()),
         active=_active(whole),
     )
-
-
-def split_layers(count: int, stages: int) -> Sequence[tuple[int, int]]:
-    """First layer and the one behind the last of each stage; those with one more come first."""
-    least, more = divmod(count, stages)
-    bounds = [stage * least + min(stage, more) for stage in range(stages + 1)]
-    return list(itertools.pairwise(bounds))
 
 
 def _part_held(scheme: Scheme | Fp8Scheme | None, dtype: torch.dtype) -> float:
@@ -213,7 +210,7 @@ def _state(outline: VisionLanguageModel, layers: int) -> StateShape | None:
 def _active(whole: VisionLanguageModel) -> int:
     config, decoder = whole.config, whole.language_model
     head = whole.lm_head or decoder.embed_tokens
-    counted = [decoder.layers, decoder.norm, head]
+    counted = [part for part in (decoder.layers, decoder.norm, head) if part is not None]
     every = sum(parameter.numel() for part in counted for parameter in part.parameters())
     if config.experts is None:
         return every

@@ -113,7 +113,7 @@ class Scheduler:
         self._reqs: dict[str, Req] = {}
         self._worker = worker
         self._expert_stats = expert_stats
-        assert device.depth <= RECENT_TOKENS, "workers forget what they sampled longer ago"
+        assert args.pp_size > 1 or device.depth <= RECENT_TOKENS, "workers forget what they sampled longer ago"
         self._device = device
         self._ratio = new_token_ratio
         self._costs = StepCosts(slowdown=args.max_decode_slowdown, max_step_s=args.max_step_s, page_size=args.page_size)
@@ -320,13 +320,13 @@ class Scheduler:
         if not all(step.is_launched for step in self._steps_in_flight):
             return None
         self._must_drain = False
-        decoding = self.running_batch.decodable
+        decoding = self._decodable()
         prompts: list[Req] = []
         if not (decoding and (self._decode_is_due or self._slice_is_due)):
             retracted = self._retracted
             prompts = self._admission.add_prompts(decoding, self._steps_in_flight)
             if self._retracted != retracted:
-                decoding = self.running_batch.decodable
+                decoding = self._decodable()
             if self._must_drain and not prompts:  # somebody's place is taken as soon as nothing is in flight
                 return None
         mixed = self._args.enable_mixed_chunk
@@ -346,6 +346,14 @@ class Scheduler:
                 self.running_batch.merge(part.req)
         return batch
 
+    def _decodable(self) -> list[Req]:
+        """Who may get a token of the next step. The stages of a pipeline have steps of different requests: none whose
+        token is in flight, which the first stage does not know, and of the others one group of as many as stages."""
+        reqs, stages = self.running_batch.decodable, self._args.pp_size
+        if stages == 1:
+            return reqs
+        return [req for req in reqs if not req.in_flight][: -(-len(reqs) // stages)]
+
     def _prepare_for_decode(self, reqs: list[Req], *, alone: bool) -> list[Req]:
         """Slots for the next token of each running request; who gets one. If slots are short, requests are retracted,
         and, if there is nothing else in the step, prompts in progress wait again."""
@@ -364,7 +372,7 @@ class Scheduler:
                 self._retract(in_progress[-1])
             else:
                 raise EngineError(f"no KV slot is left for the only running request, {reqs[0].rid}")
-            reqs = running.decodable
+            reqs = self._decodable()
         if alone:
             self._ratio.decay()
         self.kv.extend_by_one(reqs)

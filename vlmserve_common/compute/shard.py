@@ -2,6 +2,7 @@
 
 Products are cut two ways. By outputs (rows of the weight): each process computes its own, and nothing is exchanged. By
 inputs (columns): each has the outputs of a product before, and the partial products are added up over all processes.
+Where layers are spread over stages (see `compute.stage`), that goes for those of a stage.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from vlmserve_common.compute.stage import ALL_LAYERS, Stage
 from vlmserve_common.errors import EngineError
 
 
@@ -109,17 +111,34 @@ class ExpertSharing:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part number `rank` of `size`. collectives: how the processes that have the parts talk; None where it is one."""
+    """Part number `rank` of `size`, of the layers of `stage`. collectives: how the processes that have the parts talk;
+    None where it is one."""
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = None
     experts: ExpertSharing = ExpertSharing()
+    stage: Stage = ALL_LAYERS
 
     @property
     def is_whole(self) -> bool:
-        """Whether this process has all."""
+        """Whether this process has all of its layers."""
         return self.size == 1
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether this is the process that schedules, encodes pictures, and tells the others what to do."""
+        return self.rank == 0 and self.stage.is_first
+
+    @property
+    def samples(self) -> bool:
+        """Whether the logits come together in this process."""
+        return self.rank == 0 and self.stage.is_last
+
+    @property
+    def has_everything(self) -> bool:
+        """Whether this process has the whole model."""
+        return self.is_whole and self.stage.size == 1
 
     def part(self, count: int, what: str) -> int:
         """How many of `count` each has. EngineError if they cannot be shared evenly. what: their name, for errors."""

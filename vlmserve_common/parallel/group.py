@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import socket
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,14 +24,16 @@ from vlmserve_common.errors import RankLostError
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
 IDLE_TIMEOUT = datetime.timedelta(days=365)
 _HEADER_BYTES, _FIRST_BYTES = 8, 4096
+_MOST_SENDING = 4
+"""Tensors on their way to a process that has not asked for them yet; more wait until it does."""
 
 
 class ProcessGroup:
     """One group of `size` processes, of which this is number `rank`. counts: collectives so far, by name; bytes: of
     the tensors in them, by the same names.
 
-    device: where tensors are. host: this machine's address that others reach it by. RankLostError where one of them
-    is gone.
+    device: where tensors are. host: this machine's address that others reach it by. called: this process's name, for
+    errors; by default, its number in the group. RankLostError where one of them is gone.
     """
 
     def __init__(
@@ -44,8 +46,11 @@ class ProcessGroup:
         device: torch.device,
         host: str = "127.0.0.1",
         timeout: datetime.timedelta = COLLECTIVE_TIMEOUT,
+        called: str | None = None,
     ) -> None:
         self.rank, self.size = rank, size
+        self._called = called or f"rank {rank} of {size}"
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._device = device
@@ -92,6 +97,29 @@ class ProcessGroup:
             self._group.broadcast(x, 0).wait()
         return x
 
+    def send(self, x: torch.Tensor) -> None:
+        """In a group of two, from the first to the second: see `Link`."""
+        self._count("send", x)
+        with self._lost("sending"):
+            if len(self._sending) == _MOST_SENDING:
+                self._sending.popleft()[0].wait()
+            x = x.contiguous()
+            self._sending.append((self._group.send([x], 1, 0), x))
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        """In a group of two, at the second: see `Link`; x is contiguous."""
+        self._count("receive", x)
+        with self._lost("receiving"):
+            self._group.recv([x], 0, 0).wait()
+        return x
+
+    def hand_on(self, x: torch.Tensor) -> torch.Tensor:
+        """`send` or `receive`; returns x."""
+        if self.rank:
+            return self.receive(x)
+        self.send(x)
+        return x
+
     def smallest(self, number: int) -> int:
         """The smallest of everybody's numbers."""
         value = torch.tensor([number], dtype=torch.int64, device=self._device)
@@ -117,18 +145,18 @@ class ProcessGroup:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise RankLostError(
-                f"rank {self.rank} of {self.size} lost another one while {doing}: {str(error).splitlines()[0]}"
+                f"{self._called} lost another one while {doing}: {str(error).splitlines()[0]}"
             ) from error
 
 
 class Orders:
     """Bytes from the first process to all others, in order: one exchange for most, two for long ones.
 
-    group: of the CPU, with `IDLE_TIMEOUT`.
+    exchange: `broadcast` or `hand_on` of a group of the CPU.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._exchange = exchange
 
     def give(self, order: bytes) -> None:
         """At the first process."""
@@ -137,17 +165,17 @@ class Orders:
         body = torch.frombuffer(bytearray(order), dtype=torch.uint8)
         head = body[: _FIRST_BYTES - _HEADER_BYTES]
         first[_HEADER_BYTES : _HEADER_BYTES + len(head)] = head
-        self._group.broadcast(first)
+        self._exchange(first)
         if len(body) > len(head):
-            self._group.broadcast(body[len(head) :].clone())
+            self._exchange(body[len(head) :].clone())
 
     def take(self) -> bytes:
         """At others: the next one; waits for it."""
-        first = self._group.broadcast(torch.zeros(_FIRST_BYTES, dtype=torch.uint8))
+        first = self._exchange(torch.zeros(_FIRST_BYTES, dtype=torch.uint8))
         size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
         order = bytes(first[_HEADER_BYTES : _HEADER_BYTES + size].numpy())
         if len(order) < size:
-            order += bytes(self._group.broadcast(torch.empty(size - len(order), dtype=torch.uint8)).numpy())
+            order += bytes(self._exchange(torch.empty(size - len(order), dtype=torch.uint8)).numpy())
         return order
 
 

@@ -41,6 +41,7 @@ class Knobs:
     radix: bool = True
     policy: str = "fcfs"
     depth: int = 1
+    stages: int = 1
     drafts: int = 0
     sessions: int = 4
     host_pages: int = 0
@@ -85,6 +86,7 @@ class Rig:
                 check_pools_when_idle=True,
                 page_size=knobs.page,
                 schedule_policy=knobs.policy,
+                pp_size=knobs.stages,
             ),
             max_req_len=max_req_len,
             eos_token_ids=frozenset({fake.VOCAB + 1}),
@@ -170,6 +172,7 @@ def requests(draw, grammars=()):
     radix=st.booleans(),
     policy=st.sampled_from(["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"]),
     depth=st.sampled_from([1, 2, 2, 3]),
+    stages=st.sampled_from([1, 1, 2, 3]),
     drafts=st.sampled_from([0, 0, 1, 5]),
     host_pages=st.sampled_from([0, 4, 40]),
     rows=st.integers(1, 6),
@@ -194,6 +197,7 @@ def test_answers_do_not_depend_on_the_schedule(
     radix,
     policy,
     depth,
+    stages,
     drafts,
     host_pages,
     rows,
@@ -219,6 +223,7 @@ def test_answers_do_not_depend_on_the_schedule(
             radix=radix,
             policy=policy,
             depth=depth,
+            stages=stages,
             drafts=drafts,
             host_pages=host_pages,
             rows=rows,

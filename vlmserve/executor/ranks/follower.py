@@ -1,4 +1,5 @@
-"""All ranks but the first: each computes its part of what it is told of, and remembers what the first one sampled."""
+"""All ranks but the first: each computes its part of what it is told of. Where there is one stage, they remember what
+the first one sampled; where there are several, the last stage's first rank samples."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from vlmserve.executor.forwarded import Forwarded
 from vlmserve.executor.logprobs import prompt_tiles
 from vlmserve.executor.model_runner import ModelRunner
-from vlmserve.executor.model_worker_batch import PromptLogprobRows
-from vlmserve.executor.ranks.orders import ForwardOrder, OrderCodec, SampleOrder, receive_rows
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PromptLogprobRows, without_returns
+from vlmserve.executor.ranks.orders import ForwardOrder, OrderCodec, SampleOrder, SampleThereOrder, receive_rows
 from vlmserve_common.compute.transfers import Upload, transfers_for
 from vlmserve_common.parallel.ranks import Ranks
+
+_META = torch.device("meta")
 
 
 class Follower:
@@ -21,11 +25,9 @@ class Follower:
     def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
         self._runner, self._ranks = runner, ranks
         self._codec = OrderCodec()
-        self._hidden: dict[int, torch.Tensor] = {}  # of steps that are not sampled yet
-
-    def await_order(self) -> bytes:
+        self.await_order = ranks.take_orders()
         """The next order; waits for it."""
-        return self._ranks.orders.take()
+        self._forwarded: dict[int, Forwarded] = {}  # steps that are not sampled yet
 
     @torch.inference_mode()
     def obey(self, order: bytes) -> None:
@@ -33,37 +35,57 @@ class Follower:
         decoded = self._codec.decode(order)
         if isinstance(decoded, ForwardOrder):
             self._forward(decoded)
+        elif not self._ranks.shard.stage.is_last:
+            return
+        elif isinstance(decoded, SampleThereOrder):
+            self._sample_here(decoded)
         else:
-            self._sample(decoded)
+            self._take_part_in_sampling(decoded)
 
     def _forward(self, order: ForwardOrder) -> None:
-        group, device = self._ranks.group, self._runner.device
-        batch = replace(
-            order.batch,
-            mm_embeds=receive_rows(order.mm_embeds, group, device),
-            input_embeds=receive_rows(order.input_embeds, group, device),
-            prompt_logprobs=None,
-            hidden_tokens=np.zeros(0, dtype=np.int64),
-        )
-        hidden = self._hidden[batch.step] = self._runner.forward(batch).hidden
-        if order.batch.prompt_logprobs is not None:
-            self._prompt_logits(hidden, order.batch.prompt_logprobs)
+        shard, returned = self._ranks.shard, order.batch.prompt_logprobs
+        batch = self._with_rows(order)
+        forwarded = self._runner.forward(batch if shard.samples else without_returns(batch))
+        if shard.stage.is_last:
+            self._forwarded[batch.step] = forwarded
+            if returned is not None and not shard.samples:
+                self._prompt_logits(forwarded.hidden, returned)
+
+    def _with_rows(self, order: ForwardOrder) -> ModelWorkerBatch:
+        """The order's batch with the rows of the first stage; a later one is only told where they are."""
+        first = self._ranks.shard.stage.is_first
+        group, device = (self._ranks.group, self._runner.device) if first else (None, _META)
+        mm_embeds = receive_rows(order.mm_embeds, group, device)
+        return replace(order.batch, mm_embeds=mm_embeds, input_embeds=receive_rows(order.input_embeds, group, device))
 
     def _prompt_logits(self, hidden: torch.Tensor, asked: PromptLogprobRows) -> None:
-        """This rank's part of the logits, in the tiles in which the first rank wants them."""
+        """This rank's part of the logits, in the tiles in which they are wanted where they come together."""
         upload = Upload(transfers_for(self._runner.device))
         tiles = prompt_tiles(asked, self._runner.model.config.vocab_size, upload)
         upload.send()
         for tile in tiles:
             self._runner.model.compute_logits(hidden.index_select(0, tile.tokens.tensor))
 
-    def _sample(self, order: SampleOrder) -> None:
-        hidden = self._hidden.pop(order.step)
+    def _take_part_in_sampling(self, order: SampleOrder) -> None:
+        forwarded = self._forwarded.pop(order.step)
         if not len(order.token_indices):
             return
-        upload = Upload(transfers_for(self._runner.device))
-        tokens = upload.add(order.token_indices)
-        upload.send()
-        self._runner.model.compute_logits(hidden.index_select(0, tokens.tensor))
+        self._logits(forwarded, order.token_indices)
         sampled = torch.empty(len(order.token_indices), dtype=torch.int64, device=self._runner.device)
-        self._runner.remember(order.req_pool_indices, order.places, self._ranks.group.broadcast(sampled))
+        group = self._ranks.group
+        assert group is not None, "only ranks of one stage take part in sampling"
+        self._runner.remember(order.req_pool_indices, order.places, group.broadcast(sampled))
+
+    def _sample_here(self, order: SampleThereOrder) -> None:
+        forwarded, results = self._forwarded.pop(order.step), self._ranks.results
+        if results is not None:
+            results.give(self._codec.encode(self._runner.sample(forwarded, order.info).result()))
+        elif len(order.info.token_indices):
+            self._logits(forwarded, order.info.token_indices)
+
+    def _logits(self, forwarded: Forwarded, token_indices: np.ndarray) -> None:
+        """This rank's part of them."""
+        upload = Upload(transfers_for(self._runner.device))
+        tokens = upload.add(token_indices)
+        upload.send()
+        self._runner.model.compute_logits(forwarded.hidden.index_select(0, tokens.tensor))
