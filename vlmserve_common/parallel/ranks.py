@@ -42,6 +42,12 @@ class Ranks:
         self.orders = Orders(self._told)
         self.shard = Shard(rank, place.size, self.group)
 
+    def share_memory(self) -> None:
+        """Exchange through memory that all have, from now on, where they compute on one machine's CPU. To be called by
+        all, once the operators are there."""
+        self.group.share_memory()
+        self._told.share_memory()
+
     def smallest(self, number: int) -> int:
         """The smallest of everybody's numbers."""
         return self.group.smallest(number)
