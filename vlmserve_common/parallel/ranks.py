@@ -9,13 +9,14 @@ import torch
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.parallel.group import IDLE_TIMEOUT, Orders, ProcessGroup
 from vlmserve_common.parallel.meeting import MeetingPlace, meet
+from vlmserve_common.parallel.presence import Presence
 
 
 class Ranks:
     """Rank `rank` of `place.size`, once it has met the others. The first one decides, and the others take orders.
 
     group: what they exchange as they compute. orders: what the others are told to. shard: this rank's part of the
-    model. about, look, errors: those of `meet`; RankLostError later on.
+    model. presence: of ranks on other machines. about, look, errors: those of `meet`; RankLostError later on.
     """
 
     def __init__(
@@ -29,6 +30,8 @@ class Ranks:
         self.rank, self.size = rank, place.size
         self._store = meet(place, rank, about, look)  # which has to outlive the groups
         host = place.own_host()
+        # on one machine whoever starts them looks after them
+        self.presence = None if place.is_file else Presence(place, self._store, rank)
         self.group = ProcessGroup(self._store, "model", rank=rank, size=place.size, device=device, host=host)
         self._told = ProcessGroup(
             self._store,
@@ -56,3 +59,5 @@ class Ranks:
         """Let go of the others, who see that this rank is gone."""
         self.group.close()
         self._told.close()
+        if self.presence is not None:
+            self.presence.close()
