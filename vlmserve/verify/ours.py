@@ -28,7 +28,7 @@ class RunSettings:
     device: str
     max_tokens: int
     num_threads: int | None = None
-    parallel: Mapping[str, int] = field(default_factory=dict)
+    parallel: Mapping[str, Any] = field(default_factory=dict)
 
 
 def our_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:

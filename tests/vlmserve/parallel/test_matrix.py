@@ -23,7 +23,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "prompts by themselves": {"enable_mixed_chunk": False, "chunked_prefill_size": 16},
     "an encoder process a rank": {"mm_encoder_tp_mode": "data"},
 }
-OFTEN = ("tp 2", "qwen3_vl")  # the others are slow
+# The others are slow; with steps in flight, test_tensor_parallel.py has all families.
+OFTEN = {("tp 2", "qwen3_vl", "a step at a time"), ("tp 2", "qwen3_vl", "prompts by themselves")}
 
 
 def cells() -> list[Any]:
@@ -31,7 +32,7 @@ def cells() -> list[Any]:
     for layout, (_, families) in LAYOUTS.items():
         for family in families:
             for schedule in SCHEDULES:
-                marks = () if (layout, family) == OFTEN else pytest.mark.slow
+                marks = () if (layout, family, schedule) in OFTEN else pytest.mark.slow
                 found.append(pytest.param(layout, family, schedule, marks=marks))
     return found
 
