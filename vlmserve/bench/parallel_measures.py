@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from vlmserve.bench.interleaved import Spread, ratios
 from vlmserve.bench.measure import Measure
 from vlmserve.bench.parallel_machine import Machine
-from vlmserve.bench.parallel_subject import MOE_SIZES, Engine, Work, dense_folder, moe_folder
+from vlmserve.bench.parallel_subject import MOE_SIZES, Engine, Server, Subject, Work, dense_folder, moe_folder
 from vlmserve.bench.random_checkpoint import TEXT_SIZES
 from vlmserve.config.engine_args import EngineArgs
 
@@ -35,7 +35,8 @@ class Plan:
 def measure_tensor_parallel(plan: Plan) -> list[Measure]:
     """Two processes that share every layer, with as many requests as one process has."""
     with ExitStack() as stack:
-        pair, found = _beside_one(plan, stack, tp_size=2)
+        pair = _engine(_dense(plan), plan.work, stack, tp_size=2)
+        found = _beside_one(plan, _engine(_dense(plan), plan.work, stack), pair)
         exchanged = pair.exchanged()
     about = "two tensor-parallel processes over one"
     measures = _gains(found, about, target=0.8)
@@ -54,15 +55,17 @@ def measure_tensor_parallel(plan: Plan) -> list[Measure]:
 def measure_pipeline(plan: Plan) -> list[Measure]:
     """Two stages of half the layers, each with as many requests as one process has."""
     with ExitStack() as stack:
-        _, found = _beside_one(plan, stack, pp_size=2)
+        pair = _engine(_dense(plan), plan.work, stack, pp_size=2)
+        found = _beside_one(plan, _engine(_dense(plan), plan.work, stack), pair)
     return _gains(found, "a pipeline of two processes over one, with as many requests a micro-batch", target=0.85)
 
 
 def measure_data_parallel(plan: Plan) -> list[Measure]:
     """Two replicas, each with as many requests as one process has."""
     with ExitStack() as stack:
-        _, found = _beside_one(plan, stack, dp_size=2)
-    return _gains(found, "two replicas over one, with as many requests each", target=0.95)
+        alone, pair = (stack.enter_context(closing(Server(_dense(plan), plan.work, count))) for count in (1, 2))
+        found = _beside_one(plan, alone, pair)
+    return _gains(found, "a server of two replicas over one of one, with as many requests each", target=0.95)
 
 
 def measure_experts(plan: Plan) -> list[Measure]:
@@ -114,24 +117,25 @@ def in_rounds(alternatives: Mapping[str, Callable[[], float]], rounds: int) -> d
     return found
 
 
-def _beside_one(plan: Plan, stack: ExitStack, **settings: Any) -> tuple[Engine, dict[str, list[float]]]:
-    """Two processes, and what they, one process and the machine took in each round, in seconds for equal work."""
-    folder = dense_folder(plan.folder / "dense", plan.layers)
-    machine = Machine()
-    stack.callback(machine.close)
-    alone, pair = _engine(folder, plan.work, stack), _engine(folder, plan.work, stack, **settings)
+def _dense(plan: Plan) -> Path:
+    return dense_folder(plan.folder / "dense", plan.layers)
+
+
+def _beside_one(plan: Plan, alone: Subject, pair: Subject) -> dict[str, list[float]]:
+    """What two processes, one process and the machine took in each round, in seconds for equal work."""
     more = pair.requests / alone.requests
-    alternatives = {
-        "reads of one": lambda: machine.seconds("reads", 1),
-        "reads of two": lambda: machine.seconds("reads", 2) / 2,
-        "decode of one": alone.decode_seconds,
-        "decode of two": lambda: pair.decode_seconds() / more,
-        "products of one": lambda: machine.seconds("products", 1),
-        "products of two": lambda: machine.seconds("products", 2) / 2,
-        "prefill of one": alone.prefill_seconds,
-        "prefill of two": pair.prefill_seconds,
-    }
-    return pair, in_rounds(alternatives, plan.rounds)
+    with closing(Machine()) as machine:
+        alternatives = {
+            "reads of one": lambda: machine.seconds("reads", 1),
+            "reads of two": lambda: machine.seconds("reads", 2) / 2,
+            "decode of one": alone.decode_seconds,
+            "decode of two": lambda: pair.decode_seconds() / more,
+            "products of one": lambda: machine.seconds("products", 1),
+            "products of two": lambda: machine.seconds("products", 2) / 2,
+            "prefill of one": alone.prefill_seconds,
+            "prefill of two": pair.prefill_seconds,
+        }
+        return in_rounds(alternatives, plan.rounds)
 
 
 def _engine(folder: Path, work: Work, stack: ExitStack, **settings: Any) -> Engine:
@@ -146,7 +150,7 @@ def _gains(found: dict[str, list[float]], about: str, target: float) -> list[Mea
     for done, of in (("decode", "reads"), ("prefill", "products")):
         gained = [one / two for one, two in zip(found[f"{done} of one"], found[f"{done} of two"], strict=True)]
         possible = [one / two for one, two in zip(found[f"{of} of one"], found[f"{of} of two"], strict=True)]
-        part = [is_ / could / 1 for is_, could in zip(gained, possible, strict=True)]
+        part = [is_ / could for is_, could in zip(gained, possible, strict=True)]
         measures += [
             Measure(name=f"{of}, two over one", spread=Spread.of(possible), about=_MACHINE),
             Measure(name=f"{done}, one process", spread=_ms(found[f"{done} of one"]), unit="ms", about=about),

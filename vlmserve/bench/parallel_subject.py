@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.request
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from vlmserve.bench.random_checkpoint import TEXT_SIZES, copy_built_in_settings
+from vlmserve.client.own_server import OwnServer
+from vlmserve.config.fields import flag
 from vlmserve.offline.llm import LLM
 from vlmserve.tokenizer.request_builder import TokensPrompt
 from vlmserve.tokenizer.sampling import SamplingOverrides
@@ -42,38 +47,50 @@ class Exchanged:
     bytes: Counter[str]
 
 
-class Engine:
-    """One alternative. settings: of `EngineArgs`. Close it."""
+class Subject(ABC):
+    """One alternative, with `requests` requests at a time. Close it."""
 
-    def __init__(self, folder: Path, work: Work, *, threads: int = 1, **settings: Any) -> None:
-        self._work = work
-        copies = settings.get("pp_size", 1) * settings.get("dp_size", 1)
-        self.requests = work.requests * copies
-        """As many for each micro-batch of a pipeline, and each replica."""
-        longest = max(work.prompt, _SHORT) + work.steps + 64
-        given = {
-            "device": "cpu",
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "num_threads": threads,
-            "disable_radix_cache": True,
-            "max_running_requests": self.requests,
-            "max_model_len": longest,
-            "max_total_tokens": self.requests * longest,
-            "chunked_prefill_size": 256,
-            "max_decode_slowdown": 0,
-            "max_step_s": 0,
-        }
-        self._llm = LLM(str(folder), **(given | settings))
+    def __init__(self, work: Work, requests: int) -> None:
+        self._work, self.requests = work, requests
 
     def decode_seconds(self) -> float:
         """Of a step in which all requests get a token: what answers take beyond their first one, by their length."""
-        prompts = self._prompts(self.requests, _SHORT)
+        prompts = self._prompts(_SHORT)
         return (self._seconds(prompts, 1 + self._work.steps) - self._seconds(prompts, 1)) / self._work.steps
 
     def prefill_seconds(self) -> float:
         """Of a prompt's token, where every request has such a prompt."""
-        return self._seconds(self._prompts(self.requests, self._work.prompt), 1) / (self._work.prompt * self.requests)
+        return self._seconds(self._prompts(self._work.prompt), 1) / (self._work.prompt * self.requests)
+
+    @abstractmethod
+    def answer(self, prompts: np.ndarray, tokens: int) -> None:
+        """Answers of so many tokens to ids int64 [B, L], computed together."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End its processes."""
+
+    def _seconds(self, prompts: np.ndarray, tokens: int) -> float:
+        began = time.perf_counter()
+        self.answer(prompts, tokens)
+        return time.perf_counter() - began
+
+    def _prompts(self, tokens: int) -> np.ndarray:
+        """Ids int64 [requests, tokens] of random text."""
+        return np.random.default_rng([self.requests, tokens]).integers(0, _TEXT_IDS, (self.requests, tokens))
+
+
+class Engine(Subject):
+    """Without a server. settings: of `EngineArgs`; as many requests for each stage of a pipeline."""
+
+    def __init__(self, folder: Path, work: Work, **settings: Any) -> None:
+        super().__init__(work, work.requests * settings.get("pp_size", 1))
+        self._llm = LLM(str(folder), **(_settings(work, self.requests) | settings))
+
+    def answer(self, prompts: np.ndarray, tokens: int) -> None:
+        """See `Subject`."""
+        wrapped = [TokensPrompt(ids=tuple(ids.tolist())) for ids in prompts]
+        self._llm.generate(wrapped, SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
 
     def exchanged(self) -> Exchanged:
         """In one round of decoding."""
@@ -82,7 +99,7 @@ class Engine:
         group = ranks.group
         assert group is not None
         steps, counts, sizes = self._llm.stats().forward_steps_total, Counter(group.counts), Counter(group.bytes)
-        self._seconds(self._prompts(self.requests, _SHORT), 1 + self._work.steps)
+        self.answer(self._prompts(_SHORT), 1 + self._work.steps)
         return Exchanged(
             steps=self._llm.stats().forward_steps_total - steps,
             tokens=self.requests * (_SHORT + self._work.steps),
@@ -91,19 +108,64 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End its processes."""
+        """See `Subject`."""
         self._llm.close()
 
-    def _seconds(self, prompts: np.ndarray, tokens: int) -> float:
-        began = time.perf_counter()
-        wrapped = [TokensPrompt(ids=tuple(ids.tolist())) for ids in prompts]
-        self._llm.generate(wrapped, SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
-        return time.perf_counter() - began
 
-    @staticmethod
-    def _prompts(requests: int, tokens: int) -> np.ndarray:
-        """Ids int64 [requests, tokens] of random text."""
-        return np.random.default_rng([requests, tokens]).integers(0, _TEXT_IDS, (requests, tokens))
+class Server(Subject):
+    """With so many replicas, and as many requests for each."""
+
+    def __init__(self, folder: Path, work: Work, replicas: int) -> None:
+        super().__init__(work, work.requests * replicas)
+        words = [str(folder)]
+        for name, value in _settings(work, work.requests).items():
+            words += [flag(name)] if value is True else [flag(name), str(value)]
+        words += ["--dp-size", str(replicas), "--served-model-name", "bench", "--log-level", "warning"]
+        self._server = OwnServer(words, startup_timeout_s=600.0)
+        self._threads = ThreadPoolExecutor(self.requests)
+
+    def answer(self, prompts: np.ndarray, tokens: int) -> None:
+        """See `Subject`."""
+
+        def ask(ids: np.ndarray) -> None:
+            body = {
+                "model": "bench",
+                "prompt": ids.tolist(),
+                "max_tokens": tokens,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            }
+            request = urllib.request.Request(
+                f"{self._server.base_url}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            urllib.request.urlopen(request, timeout=600).read()
+
+        list(self._threads.map(ask, prompts))
+
+    def close(self) -> None:
+        """See `Subject`."""
+        self._threads.shutdown()
+        self._server.close()
+
+
+def _settings(work: Work, requests: int) -> dict[str, Any]:
+    """Of an engine, or of a replica."""
+    longest = max(work.prompt, _SHORT) + work.steps + 64
+    return {
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "num_threads": 1,
+        "disable_radix_cache": True,
+        "max_running_requests": requests,
+        "max_model_len": longest,
+        "max_total_tokens": requests * longest,
+        "chunked_prefill_size": 256,
+        "max_decode_slowdown": 0,
+        "max_step_s": 0,
+    }
 
 
 def dense_folder(folder: Path, layers: int, **sizes: Any) -> Path:
