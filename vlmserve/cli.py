@@ -18,11 +18,12 @@ USAGE_ERROR = 2
 # Commands whose flags, --help too, are their own: words -> what --help says of it, and the module with a main(argv)
 # that returns the exit status.
 _BENCHES = {
-    "caption": ("captions from files beside the engine alone", "vlmserve.bench.caption"),
     "serve": ("throughput and latency of a served model", "vlmserve.bench.serve"),
     "peers": ("servers of any make side by side", "vlmserve.bench.peers"),
+    "caption": ("captions from files beside the engine alone", "vlmserve.bench.caption"),
     "processors": ("throughput of picture and video files", "vlmserve.bench.processors"),
     "vision": ("the vision encoder and its embedding cache", "vlmserve.bench.vision"),
+    "parallel": ("two processes that share a model beside one", "vlmserve.bench.parallel"),
     "sched": ("what the scheduler itself costs", "vlmserve.bench.sched"),
     "grammar": ("what a JSON schema costs", "vlmserve.bench.grammar"),
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.bench.api"),
@@ -116,10 +117,8 @@ def _main(words: list[str]) -> int:
     if args.command is None:
         parser.error("name a command; vlmserve --help lists them")
     if args.command == "bench":
-        parser.error(
-            "name a benchmark: serve, peers, caption, processors, vision, sched, grammar, api, soak, gpu, loading "
-            "or trace"
-        )
+        *names, last = _BENCHES
+        parser.error(f"name a benchmark: {', '.join(names)} or {last}")
     if args.command == "version":
         print(f"vlmserve {__version__}")
         return 0

@@ -6,6 +6,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from vlmserve_common.errors import EngineError, RankLostError
 from vlmserve_common.parallel.group import ProcessGroup
 from vlmserve_common.parallel.meeting import MeetingPlace, meet, split_address
+from vlmserve_common.parallel.presence import Presence
 from vlmserve_common.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -118,3 +120,28 @@ def test_whoever_is_gone_is_noticed_at_once(tmp_path: Path):
     _, error = both(run)
     assert isinstance(error, RankLostError)
     assert str(error).startswith("rank 1 of 2 lost another one while adding up: ")
+
+
+def test_a_rank_of_another_machine_that_goes_is_noticed_while_nothing_is_computed():
+    """A stranger who calls, too, does not count."""
+    there = place(f"127.0.0.1:{free_port()}")
+    strange: list[socket.socket] = []
+
+    def run(rank: int):
+        store = meet(there, rank, {})
+        if rank:
+            host, port, _ = store.get("presence").decode().split()
+            strange.append(socket.create_connection((host, int(port))))
+            strange[0].sendall(bytes(20))
+        presence = Presence(there, store, rank)
+        presence.check()
+        if rank:
+            presence.close()
+            return
+        with closing(presence):
+            assert wait(presence.handles, 30.0)
+            presence.check()
+
+    error, _ = both(run)
+    assert isinstance(error, RankLostError)
+    assert str(error) == "rank 1 of 2 is gone"

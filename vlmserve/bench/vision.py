@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from vlmserve.bench.vision_measures import PARTS, Measure, Plan
+from vlmserve.bench.measure import Measure, show
+from vlmserve.bench.vision_measures import PARTS, Plan
 from vlmserve.bench.vision_subject import Subject, use_threads, write_checkpoint
 from vlmserve.config.flags import CommandParser
 from vlmserve_common.compute.cpus import available_cpus
@@ -47,31 +47,15 @@ def main(argv: Sequence[str]) -> int:
         figures = {part: _measure(part, subject, plan) for part in args.parts}
     if args.json:
         settings = {"checkpoint": what, "dtype": args.dtype, "device": args.device, **asdict(plan)}
-        measures = {part: [_plain(one) for one in made] for part, made in figures.items()}
+        measures = {part: [one.plain() for one in made] for part, made in figures.items()}
         args.json.write_text(json.dumps({"settings": settings, "measures": measures}, indent=2) + "\n")
     return 0
 
 
 def _measure(part: str, subject: Subject, plan: Plan) -> list[Measure]:
     measures = PARTS[part](subject, plan)
-    for about in dict.fromkeys(one.about for one in measures):
-        print(f"\n{part}: {about}")
-    for one in measures:
-        print(_line(one))
+    show(part, measures)
     return measures
-
-
-def _plain(one: Measure) -> dict[str, Any]:
-    fields = asdict(one)
-    spread = fields.pop("spread")
-    return fields | {"value": spread["median"], "least": spread["least"], "most": spread["most"], "met": one.met}
-
-
-def _line(one: Measure) -> str:
-    aim = "no target"
-    if one.target is not None:
-        aim = f"target: {one.bound} {one.target:.3g} {one.unit}, {'met' if one.met else 'missed'}"
-    return f"  {one.name} {one.spread.shown('.3g', f' {one.unit}')}; {aim}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,10 +6,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from vision.towers.temporal_patch import TemporalPatch
 from vision.workers.backend import EncoderBackend
 from vision.workers.settings import WorkerSettings
 from vlmserve.bench.interleaved import Spread, Timing, ratios
+from vlmserve.bench.measure import Measure
 from vlmserve.bench.media import clip
 from vlmserve.bench.reference import ReferenceTower, check_rows, load_reference
 from vlmserve.bench.vision_subject import PLENTY, Subject, finish, grid_thw, settle, take_rows, turns_on, use_threads
@@ -44,28 +44,6 @@ class Plan:
     rounds: int
     threads: int
     max_patches: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measure:
-    """One figure, in `unit`. target: what is aimed at, as a bound of the median, None for none. about: what was done,
-    and what else there is to know."""
-
-    name: str
-    spread: Spread
-    unit: str = "x"
-    target: float | None = None
-    bound: Literal["at least", "at most"] = "at least"
-    about: str = ""
-    timings: dict[str, Timing] = field(default_factory=dict)
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
-        if self.target is None:
-            return None
-        value = self.spread.median
-        return value >= self.target if self.bound == "at least" else value <= self.target
 
 
 def measure_cold(subject: Subject, plan: Plan) -> list[Measure]:

@@ -96,6 +96,8 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     if device.type == "cpu":
         operators = activate(args.cpu_kernels, threads=threads)
         log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
+        if ranks is not None:
+            ranks.share_memory()
     else:
         torch.cuda.set_device(device)  # of this thread: Triton launches there, in its trial, too
     operators = fused.activate(args.gpu_kernels, device)

@@ -79,6 +79,8 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         before_end=partial(_finish, scheduler.encoder, ending, stores_kv=args.hicache_storage_dir is not None),
     )
     gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
+    presence = None if ranks is None else ranks.presence
+    elsewhere = [] if presence is None else presence.handles
     busy = False
     while not ending.has_come:
         if busy:
@@ -87,7 +89,9 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
             heartbeat.idle()
             # paused, the encoder's results wait with the requests
             handles = [] if control.paused else scheduler.wait_handles()
-            messages = receiver.drain(timeout_s=None, wake=[operators.socket, ending.fd, *handles])
+            messages = receiver.drain(timeout_s=None, wake=[operators.socket, ending.fd, *handles, *elsewhere])
+            if presence is not None:
+                presence.check()
         heartbeat.working()
         for message in messages:
             dispatch(message)

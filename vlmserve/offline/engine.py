@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from vlmserve.config.checks import check_engine_args
 from vlmserve.config.engine_args import EngineArgs
@@ -22,10 +23,14 @@ from vlmserve.scheduler.step import ModelWorker
 from vlmserve.tokenizer.stage import StageLimits, TokenizerStage, make_tokenizer_stage
 from vlmserve_common.errors import EngineError, RankLostError
 
+if TYPE_CHECKING:
+    from vlmserve_common.parallel.ranks import Ranks
+
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineEngine:
-    """args: with the model's folder. stack: closes the scheduler and its encoders; `stage.media` is closed before."""
+    """args: with the model's folder. stack: closes the scheduler and its encoders; `stage.media` is closed before.
+    ranks: who has the other parts of the model, if there are any."""
 
     args: EngineArgs
     runner: ModelRunner
@@ -33,6 +38,7 @@ class OfflineEngine:
     scheduler: Scheduler
     stage: TokenizerStage
     stack: ExitStack
+    ranks: Ranks | None = None
 
 
 def build_offline_engine(
@@ -50,7 +56,7 @@ def build_offline_engine(
         )
     args = replace(args, model=str(resolve_model(args.model)))
     with ExitStack() as stack:
-        args, runner, info, worker = _runner(args, stack, log_level)
+        args, runner, info, worker, ranks = _runner(args, stack, log_level)
         # for arrays that go to and from encoder and media processes, where there are any
         processes = args.num_encoders + args.media_processes
         shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
@@ -61,16 +67,22 @@ def build_offline_engine(
             args, limits, max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, start=start
         )
         return OfflineEngine(
-            args=args, runner=runner, info=info, scheduler=scheduler, stage=stage, stack=stack.pop_all()
+            args=args,
+            runner=runner,
+            info=info,
+            scheduler=scheduler,
+            stage=stage,
+            stack=stack.pop_all(),
+            ranks=ranks,
         )
 
 
 def _runner(
     args: EngineArgs, stack: ExitStack, log_level: str
-) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | None]:
+) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | None, Ranks | None]:
     """This process's part of the model, and what computes steps where others have theirs. stack: ends these."""
     if args.world_size == 1:
-        return args, *build_runner(args), None
+        return args, *build_runner(args), None, None
     # only who has such processes needs what they talk with
     from vlmserve.engine.rank_process import RankProcesses
     from vlmserve.engine.ranks import LAST_WORDS_S, join_ranks, meeting_place, rank_args
@@ -91,4 +103,4 @@ def _runner(
         processes.check(LAST_WORDS_S)
         raise
     processes.wait_ready()
-    return own, runner, info, LeadingWorker(runner, ranks, partial(processes.who_died, LAST_WORDS_S))
+    return own, runner, info, LeadingWorker(runner, ranks, partial(processes.who_died, LAST_WORDS_S)), ranks

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.number_words import above_zero, positive
+from vlmserve.config.settings import iter_settings
 from vlmserve.verify.cases import KINDS, Case, made_cases, own_case
 from vlmserve.verify.comparison import Finding, Verdict, compare
 from vlmserve.verify.ours import RunSettings, our_answers
@@ -29,7 +31,11 @@ def main(argv: Sequence[str]) -> int:
     folder = resolve_model(args.model)
     check_reference_can_load(folder)
     settings = RunSettings(
-        dtype=args.dtype, device=args.device, max_tokens=args.max_tokens, num_threads=args.num_threads
+        dtype=args.dtype,
+        device=args.device,
+        max_tokens=args.max_tokens,
+        num_threads=args.num_threads,
+        parallel={name: getattr(args, name) for name in parallel_sizes() if getattr(args, name) is not None},
     )
     tolerance = TOLERANCES[args.dtype] if args.tolerance is None else args.tolerance
     findings = run(folder, folder, _cases(args), settings, tolerance)
@@ -81,8 +87,16 @@ def _parser() -> argparse.ArgumentParser:
     text = f"largest difference of logprobs that is none [default: {default}]"
     parser.add_argument("--tolerance", type=above_zero, help=text)
     parser.add_argument("--num-threads", type=positive, help="CPU threads of both sides [default: all cores]")
+    for name, text in parallel_sizes().items():
+        parser.add_argument(flag(name), type=positive, help=f"of this engine: {text}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     return parser
+
+
+def parallel_sizes() -> dict[str, str]:
+    """The settings that say how many processes share a model, with their help."""
+    group = "several devices"
+    return {one.name: one.help for one in iter_settings() if one.group == group and one.name.endswith("_size")}
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ _CHUNK = 32  # tokens: every case is cut, most of them inside a picture
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """What both sides are told. dtype: "float32", "bfloat16" or "float16". num_threads: of a CPU, None for all."""
+    """What both sides are told. dtype: "float32", "bfloat16" or "float16". num_threads: of a CPU, None for all.
+    parallel: settings of this engine that have processes share the model (tp_size and its like)."""
 
     dtype: str
     device: str
     max_tokens: int
     num_threads: int | None = None
+    parallel: Mapping[str, Any] = field(default_factory=dict)
 
 
 def our_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
@@ -67,6 +69,7 @@ def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant:
         dtype=settings.dtype,
         device=settings.device,
         num_threads=settings.num_threads,
+        **settings.parallel,
         max_running_requests=len(cases),
         max_pixels="checkpoint",
         video_reference="transformers",

@@ -112,4 +112,9 @@ SIGNATURES = {
     "vs_experts": "nppiinpippppp",
     # decoder.cpp
     "vs_decoder_layers": "ppiipp",
+    # exchange.cpp
+    "vs_all_reduce": "ppin>i",
+    "vs_broadcast": "ppin>i",
+    "vs_gather": "ppip>i",
+    "vs_leave": "p",
 }

@@ -1,4 +1,5 @@
-"""What processes of a group exchange, by torch.distributed: gloo between CPUs, NCCL between GPUs.
+"""What processes of a group exchange, by torch.distributed: gloo between CPUs, NCCL between GPUs; or through
+shared memory, between processes that compute on the CPU of one machine.
 
 Process groups are made as objects, not as the one group that torch keeps for a process: several engines may live in a
 process, one after another or side by side.
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from vlmserve_common.errors import RankLostError
+from vlmserve_common.parallel.shared_memory import SharedMemory, open_shared_memory
 
 # A collective that takes longer has lost somebody, who neither works nor closes a connection. Orders may be long in
 # coming: who is idle is not lost.
@@ -53,20 +55,34 @@ class ProcessGroup:
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        self._device = device
+        self._device, self._timeout = device, timeout
+        self._store = dist.PrefixStore(name, store)
+        self._shared: SharedMemory | None = None
         with self._lost("meeting"):
-            self._group = _make_group(dist.PrefixStore(name, store), rank, size, device, host, timeout)
+            self._group = _make_group(self._store, rank, size, device, host, timeout)
+
+    def share_memory(self) -> None:
+        """Exchange through memory that all have, from now on, where that is possible; to be called by all."""
+        if self._device.type == "cpu":
+            with self._lost("sharing memory"):
+                self._shared = open_shared_memory(self._store, self.rank, self.size, self._timeout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
         self._count("all_reduce", x)
         with self._lost("adding up"):
-            self._group.allreduce([x]).wait()
+            if self._shared is not None and self._shared.can_add(x):
+                self._shared.all_reduce(x)
+            else:
+                self._group.allreduce([x]).wait()
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """See `Collectives`."""
         self._count("gather", x)
+        if self._shared is not None:
+            with self._lost("gathering"):
+                return self._shared.gather(x)
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
@@ -94,7 +110,10 @@ class ProcessGroup:
         """The first process's x at all of them, in x's memory; x is contiguous."""
         self._count("broadcast", x)
         with self._lost("handing on"):
-            self._group.broadcast(x, 0).wait()
+            if self._shared is not None:
+                self._shared.broadcast(x)
+            else:
+                self._group.broadcast(x, 0).wait()
         return x
 
     def send(self, x: torch.Tensor) -> None:
@@ -132,6 +151,8 @@ class ProcessGroup:
     def close(self) -> None:
         """Let go of the connections; others see that this process is gone."""
         self._group = None
+        if self._shared is not None:
+            self._shared.close()
 
     def _count(self, name: str, x: torch.Tensor) -> None:
         self.counts[name] += 1
@@ -141,7 +162,7 @@ class ProcessGroup:
     def _lost(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise RankLostError(

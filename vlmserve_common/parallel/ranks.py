@@ -11,6 +11,7 @@ from vlmserve_common.compute.stage import Stage
 from vlmserve_common.parallel.ahead import TakenAhead
 from vlmserve_common.parallel.group import IDLE_TIMEOUT, Orders, ProcessGroup
 from vlmserve_common.parallel.meeting import MeetingPlace, meet
+from vlmserve_common.parallel.presence import Presence
 
 _CPU = torch.device("cpu")
 
@@ -21,8 +22,8 @@ class Ranks:
     They are `stages` runs of equal length, each of which has some of the layers: rank = stage * tensor-parallel size +
     tensor-parallel rank. group: what the ranks of a stage exchange as they compute, None for one that is alone in it.
     orders: what the others are told to. shard: this rank's part of the model. results: from the last stage's first
-    rank, which samples, to the first rank of all; None at others, and where there is one stage. about, look, errors:
-    those of `meet`; RankLostError later on.
+    rank, which samples, to the first rank of all; None at others, and where there is one stage. presence: of ranks on
+    other machines. about, look, errors: those of `meet`; RankLostError later on.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Ranks:
         self._device, self._called = device, f"rank {rank} of {place.size}"
         self._store = meet(place, rank, about, look)  # which has to outlive the groups
         self._host = place.own_host()
+        # on one machine whoever starts them looks after them
+        self.presence = None if place.is_file else Presence(place, self._store, rank)
         self._groups: list[ProcessGroup] = []
         width = place.size // stages
         stage, within = divmod(rank, width)
@@ -59,6 +62,13 @@ class Ranks:
         """What waits for the next order, at ranks but the first. To be called once."""
         return self.orders.take if self.shard.stage.size == 1 else TakenAhead(self.orders).take
 
+    def share_memory(self) -> None:
+        """Exchange through memory that all have, from now on, where they compute on one machine's CPU. To be called by
+        all, once the operators are there."""
+        for group in (self.group, self._told):
+            if group is not None:
+                group.share_memory()
+
     def smallest(self, number: int) -> int:
         """The smallest of everybody's numbers."""
         return self._told.smallest(number)
@@ -67,6 +77,8 @@ class Ranks:
         """Let go of the others, who see that this rank is gone."""
         for group in self._groups:
             group.close()
+        if self.presence is not None:
+            self.presence.close()
 
     def _make(
         self, name: str, rank: int, size: int, *, device: torch.device | None = None, forever: bool = False

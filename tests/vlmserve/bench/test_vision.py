@@ -11,8 +11,9 @@ from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.bench import vision_measures, vision_subject
 from vlmserve.bench.interleaved import Spread
+from vlmserve.bench.measure import Measure
 from vlmserve.bench.reference import check_rows
-from vlmserve.bench.vision_measures import Measure, Plan
+from vlmserve.bench.vision_measures import Plan
 from vlmserve.bench.vision_subject import Subject, write_checkpoint
 
 PLAN = Plan(rounds=1, threads=1, max_patches=512)

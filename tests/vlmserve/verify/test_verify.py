@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.processors.clips import frame, make_clip, with_rotation
 from vlmserve import cli
+from vlmserve.engine import rank_process
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.verify import command, reference
 from vlmserve.verify.cases import Case, made_cases, own_case
@@ -73,6 +74,18 @@ def test_every_family_agrees(folder: Path) -> None:
     for finding in findings:
         assert (finding.cached_tokens > 0) == (finding.variant == "warm cache")
         assert finding.prompt_tokens > 32 or finding.case == "text, several turns"  # more than a chunk
+
+
+def test_processes_that_share_a_model_agree_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = []
+    join = rank_process.RankProcesses.wait_ready
+    monkeypatch.setattr(rank_process.RankProcesses, "wait_ready", lambda self: (ranks.append(self), join(self)))
+    folder = make_checkpoint("qwen3_vl", tmp_path)
+    assert cli.main(["verify", str(folder), "--cases", "text,image", "--tp-size", "2", *FEW]) == 0
+    assert "12 of 12 agree with transformers" in capsys.readouterr().out
+    assert len(ranks) == 2  # an engine for whole prompts, and one for chunks
 
 
 @pytest.mark.slow
