@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fake_graphs import Recorder
 from tests.rank_threads import at_all
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.expert_exchange import Slots, dispatch, moves_less_dispatched
@@ -113,6 +114,35 @@ def test_ranks_make_what_one_makes_also_after_a_move(size: int, ep_size: int, a2
     for found in at_all(size, work):
         for out in found:
             torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "placements",
+    [
+        ((0, 1, 2, 3, 0, 1, 4, 5), (5, 4, 3, 2, 1, 0, 5, 4), (0, 1, 2, 3, 4, 5, 0, 1)),
+        ((5, 1, 3, 2, 0, 4), (0, 1, 2, 3, 4, 5), (3, 4, 5, 0, 1, 2)),
+    ],
+)
+def test_a_captured_step_sees_that_experts_moved(placements: tuple[tuple[int, ...], ...]):
+    """Its tables and counts are where they were."""
+    redundant = len(placements[0]) - COUNT
+    shard = Shard(0, 2, experts=ExpertSharing(ep_size=2, redundant=redundant, counted=True))
+    slots, ids = Slots(COUNT, shard), torch.arange(COUNT).repeat(2, 1).t()[:, :CHOSEN].contiguous()
+    found = torch.empty_like(ids)
+
+    def step() -> None:
+        slots.note(ids)
+        found.copy_(slots.of(ids))
+
+    graph = Recorder().capture(step)
+    slots.take_counts()
+    for placement in placements:
+        slots.place(placement)
+        graph.replay()
+        assert torch.tensor(placement)[found].equal(ids)
+        assert found.equal(slots.of(ids))
+        assert slots.take_counts().equal(torch.full((COUNT,), CHOSEN))
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from vlmserve.messages import ExpertStats
@@ -18,6 +19,7 @@ class ExpertBalancer:
     """To be told of every step before it is computed, at all ranks. interval: steps between two placements. stats:
     of the last one; may be read by any thread."""
 
+    @torch.inference_mode()
     def __init__(self, model: nn.Module, shard: Shard, interval: int) -> None:
         self._mlps = [mlp for mlp in model.modules() if isinstance(mlp, SparseMLP) and mlp.slots is not None]
         self._slots = [mlp.slots for mlp in self._mlps if mlp.slots is not None]

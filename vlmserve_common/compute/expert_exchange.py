@@ -37,7 +37,8 @@ class Exchange(Protocol):
 class Slots:
     """Where experts are: their slots at all parties, counted through. `place` may change that between steps.
 
-    placement: the expert of each slot. counts int64 [count]: how often each was chosen, where this is `counted`.
+    placement: the expert of each slot. counts int64 [count]: how often each was chosen, where this is `counted`. Counts
+    and tables stay where they are in memory, as captured steps read and write them.
     """
 
     def __init__(self, count: int, shard: Shard) -> None:
@@ -46,13 +47,16 @@ class Slots:
         self.first = shard.rank // self.members * self.each
         self.counted = shard.experts.counted
         self.counts: torch.Tensor | None = None
-        self.placement: tuple[int, ...] = ()
-        self.place(first_placement(count, shard))
+        self.placement = first_placement(count, shard)
+        self._most_copies = shard.experts.ep_size  # no party has an expert twice
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def place(self, placement: tuple[int, ...]) -> None:
         """Experts are there from now on."""
         self.placement = placement
-        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+        if self._found is not None:
+            for table, new in zip(self._found, self._make_tables(), strict=True):
+                table.copy_(new)
 
     def note(self, ids: torch.Tensor) -> None:
         """Count the experts that tokens go through; on the device, which nobody waits for."""
@@ -63,14 +67,17 @@ class Slots:
             self.counts.scatter_add_(0, flat, torch.ones_like(flat))
 
     def take_counts(self) -> torch.Tensor | None:
-        """The counts so far, which begin anew; None: of no token."""
-        counts, self.counts = self.counts, None
-        return counts
+        """The counts so far, which begin anew; None: of no token ever."""
+        if self.counts is None:
+            return None
+        taken = self.counts.clone()
+        self.counts.zero_()
+        return taken
 
     def of(self, ids: torch.Tensor, first_token: int = 0) -> torch.Tensor:
         """Experts [n, chosen] of tokens from number `first_token` on -> their slots. Tokens take turns at the copies
         of an expert."""
-        if len(self.placement) == self.count and self.placement == tuple(range(self.count)):
+        if not self.counted and self.placement == tuple(range(self.count)):  # and so it stays
             return ids
         slots, copies = self._tables(ids.device)
         wanted = ids.long()
@@ -78,16 +85,18 @@ class Slots:
         return slots[wanted, turn].to(ids.dtype)
 
     def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots int64 [count, most copies] of each expert, and how many these are int64 [count]."""
+        """Slots int64 [count, parties] of each expert, and how many these are int64 [count]."""
         if self._found is None:
-            own: list[list[int]] = [[] for _ in range(self.count)]
-            for slot, expert in enumerate(self.placement):
-                own[expert].append(slot)
-            most = max(map(len, own))
-            rows = [slots + [slots[0]] * (most - len(slots)) for slots in own]
-            copies = torch.tensor([len(slots) for slots in own], device=device)
-            self._found = torch.tensor(rows, device=device), copies
+            slots, copies = self._make_tables()
+            self._found = slots.to(device), copies.to(device)
         return self._found
+
+    def _make_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        own: list[list[int]] = [[] for _ in range(self.count)]
+        for slot, expert in enumerate(self.placement):
+            own[expert].append(slot)
+        rows = [slots + [slots[0]] * (self._most_copies - len(slots)) for slots in own]
+        return torch.tensor(rows), torch.tensor([len(slots) for slots in own])
 
     def here(self, slots: torch.Tensor, party_first: int | None = None) -> torch.Tensor:
         """Slots of all -> those of one party, by default this process's; -1 for others."""
@@ -171,9 +180,12 @@ def moves_less_dispatched(chosen: int, shard: Shard) -> bool:
     return reached < parties / 2
 
 
-def make_exchange(slots: Slots, shard: Shard, chosen: int) -> Exchange:
-    """As `shard.experts.a2a` says."""
+def sends_rows(chosen: int, shard: Shard) -> bool:
+    """Whether tokens are `Dispatched`, as `shard.experts.a2a` says: then the host waits in the midst of a step."""
     a2a = shard.experts.a2a
-    if a2a == "torch" or (a2a == "auto" and moves_less_dispatched(chosen, shard)):
-        return Dispatched(slots, shard)
-    return Replicated(slots, shard)
+    return not shard.is_whole and (a2a == "torch" or (a2a == "auto" and moves_less_dispatched(chosen, shard)))
+
+
+def make_exchange(slots: Slots, shard: Shard, chosen: int) -> Exchange:
+    """See `sends_rows`."""
+    return Dispatched(slots, shard) if sends_rows(chosen, shard) else Replicated(slots, shard)
