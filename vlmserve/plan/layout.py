@@ -134,7 +134,8 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
     whole = make_model(hf_config, config, meta, dtype or config.dtype)
     outline = whole
     if layout.attention_tp > 1:
-        sharing = ExpertSharing(ep_size=math.gcd(layout.ep, layout.attention_tp))
+        # nothing is computed, and nobody is there to send rows to
+        sharing = ExpertSharing(ep_size=math.gcd(layout.ep, layout.attention_tp), a2a="none")
         own = replace(config, shard=Shard(0, layout.attention_tp, experts=sharing))
         outline = make_model(hf_config, own, meta, dtype or config.dtype)
     held = _part_held(scheme, outline.dtype)
