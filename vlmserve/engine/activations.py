@@ -93,11 +93,17 @@ def measure_activations(
         device = next(model.language_model.parameters()).device
         batch = _dummy_batch(model.config, model.dtype, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
-        info = dummy_sampling(limits.rows)
+        info, shard = dummy_sampling(limits.rows), model.config.shard
+
+        def logits() -> None:
+            whole_or_part = model.compute_logits(hidden)
+            if shard.samples:
+                sample(whole_or_part, info)
+
         return Activations(
             tower=meter(lambda: encode_nothing(model.visual, limits.patches, device)) if limits.patches else 0,
             step=meter(lambda: _decode(model, batch)),
-            logits=meter(lambda: sample(model.compute_logits(hidden), info)) if model.config.shard.stage.is_last else 0,
+            logits=meter(logits) if shard.stage.is_last else 0,
             beside=True,  # each on a stream of its own
         )
 

@@ -33,11 +33,14 @@ def warm_up(runner: ModelRunner, *, with_tower: bool) -> None:
         with torch.inference_mode():
             encode_nothing(runner.model.visual, _PATCHES, runner.device)
     for batch in _steps(runner):
-        forwarded = runner.forward(batch)
-        if not runner.model.config.shard.stage.is_last:
+        forwarded, shard = runner.forward(batch), runner.model.config.shard
+        if not shard.stage.is_last:
             continue
         for info in _ways(len(batch.req_pool_indices), batch, vocab=runner.model.config.vocab_size):
-            runner.sample(forwarded, info).result()
+            if shard.samples:
+                runner.sample(forwarded, info).result()
+            else:  # which has part of the logits
+                runner.take_part_in_sampling(forwarded, info.token_indices)
     log.info("warmed up in %.1f s", time.perf_counter() - began)
 
 

@@ -251,6 +251,15 @@ class ModelRunner:
             return LaunchedResult(forwarded, out, began, self._transfers)
 
     @torch.inference_mode()
+    def take_part_in_sampling(self, forwarded: Forwarded, token_indices: np.ndarray) -> None:
+        """Compute this process's part of the logits that `sample` needs, of tokens int64 [S] of a step, where another
+        process has the whole."""
+        upload = Upload(self._transfers)
+        tokens = upload.add(token_indices)
+        upload.send()
+        self.model.compute_logits(forwarded.hidden.index_select(0, tokens.tensor))
+
+    @torch.inference_mode()
     def recent_tokens(self, req_pool_indices: np.ndarray, places: np.ndarray) -> torch.Tensor:
         """Tokens int64 [S] of requests int64 [S] at places int64 [S], modulo `RECENT_TOKENS`; on the device."""
         rows, columns = self._table_places(req_pool_indices, places)

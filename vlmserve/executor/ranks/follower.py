@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from vlmserve.executor.forwarded import Forwarded
@@ -70,7 +69,7 @@ class Follower:
         forwarded = self._forwarded.pop(order.step)
         if not len(order.token_indices):
             return
-        self._logits(forwarded, order.token_indices)
+        self._runner.take_part_in_sampling(forwarded, order.token_indices)
         sampled = torch.empty(len(order.token_indices), dtype=torch.int64, device=self._runner.device)
         group = self._ranks.group
         assert group is not None, "only ranks of one stage take part in sampling"
@@ -81,11 +80,4 @@ class Follower:
         if results is not None:
             results.give(self._codec.encode(self._runner.sample(forwarded, order.info).result()))
         elif len(order.info.token_indices):
-            self._logits(forwarded, order.info.token_indices)
-
-    def _logits(self, forwarded: Forwarded, token_indices: np.ndarray) -> None:
-        """This rank's part of them."""
-        upload = Upload(transfers_for(self._runner.device))
-        tokens = upload.add(token_indices)
-        upload.send()
-        self._runner.model.compute_logits(forwarded.hidden.index_select(0, tokens.tensor))
+            self._runner.take_part_in_sampling(forwarded, order.info.token_indices)
