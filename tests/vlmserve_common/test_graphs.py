@@ -30,7 +30,8 @@ def test_warm_up_comes_before_the_capture_and_all_share_a_pool(monkeypatch: pyte
             current[0] = before
 
     @contextlib.contextmanager
-    def graph(_: object, *, pool: str, stream: Stream) -> Iterator[None]:
+    def graph(_: object, *, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
         before = current[0]
         current[0] = f"graph in {pool} on {stream.name}"
         yield  # and does not come back where that raises

@@ -23,7 +23,7 @@ from vlmserve.engine.activations import (
     measure_activations,
     step_limits,
 )
-from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, cuda_tools, wanted_sizes
+from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, cuda_tools, tools_of_ranks, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
@@ -146,10 +146,11 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         device=device,
     )
     shape = state_shape(config, model.dtype)
-    graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=cuda_tools(device))
+    graph_tools = cuda_tools(device) if ranks is None else tools_of_ranks(cuda_tools(device), ranks)
+    graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=graph_tools)
     graph_plan = GraphPlan()
-    sizes = wanted_sizes(args, attn_backend, device, alone=ranks is None)
-    if sizes:
+    sizes = wanted_sizes(args, attn_backend, device, config.experts, shard)
+    if graph_tools.smallest(len(sizes)):  # attention may differ from rank to rank
         graph_plan = graph_builder.plan(
             sizes,
             kv_cache=new_cache(num_slots=args.page_size),

@@ -3,6 +3,9 @@
 They hold the addresses of the KV cache, so they are captured when it is there; and what they take must be kept free
 when it is sized. So the largest two are captured before, over a cache of one page, which shows what all will take; the
 cache is sized by that, and the steps are captured for good.
+
+Ranks that share the model's layers capture the same steps in the same order, since each holds its part of the same
+exchanges. After each capture they agree whether it went well at all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -23,9 +27,18 @@ from vlmserve.executor.graphs.sizes import GraphCost, affordable, chosen_sizes, 
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.config import ExpertsConfig
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.compute.expert_exchange import sends_rows
 from vlmserve_common.compute.graphs import Capturer, CudaCapturer
 from vlmserve_common.compute.memory import free_memory, show_gib
+from vlmserve_common.compute.shard import Shard
+from vlmserve_common.parallel.captured import CountingCapturer
+
+if TYPE_CHECKING:
+    from vlmserve_common.parallel.ranks import Ranks
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +48,12 @@ _LEAST_MORE = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTools:
-    """A GPU's, or a test's. new_capturer: with memory of its own. free: bytes, with nothing that is only kept."""
+    """A GPU's, or a test's. new_capturer: with memory of its own. free: bytes, with nothing that is only kept.
+    smallest: of a number and those of the other ranks, who ask at the same time."""
 
     new_capturer: Callable[[], Capturer]
     free: Callable[[], int]
+    smallest: Callable[[int], int] = int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,43 +76,65 @@ def cuda_tools(device: torch.device) -> GraphTools:
     return GraphTools(new_capturer=partial(CudaCapturer, device), free=free)
 
 
+def tools_of_ranks(tools: GraphTools, ranks: Ranks) -> GraphTools:
+    """For one of several processes that share a model."""
+    group = ranks.group
+    if group is None:
+        return replace(tools, smallest=ranks.smallest)
+    return GraphTools(
+        new_capturer=lambda: CountingCapturer(tools.new_capturer(), group), free=tools.free, smallest=ranks.smallest
+    )
+
+
+def why_not_captured(args: EngineArgs, experts: ExpertsConfig | None, shard: Shard) -> str | None:
+    """What keeps decode steps from being captured at any rank, whatever the device; None: nothing does."""
+    if args.disable_cuda_graph:
+        return "--disable-cuda-graph"
+    if shard.stage.size > 1:
+        return "stages hand on rows behind each of them (--pp-size)"
+    if experts is not None and sends_rows(experts.chosen, shard):
+        return "ranks are told in their midst how many rows come to their experts (--moe-a2a-backend)"
+    return None
+
+
 def wanted_sizes(
-    args: EngineArgs, attn_backend: AttentionBackend, device: torch.device, *, alone: bool = True
+    args: EngineArgs, attn_backend: AttentionBackend, device: torch.device, experts: ExpertsConfig | None, shard: Shard
 ) -> tuple[int, ...]:
-    """Steps to capture if memory allows it; none on a CPU, and where a line in the log says why. alone: whether this
-    process has the whole model."""
+    """Steps to capture if memory allows it; none on a CPU, and where a line in the log says why. experts, shard: of the
+    model's part here."""
     if device.type != "cuda":
         return ()
-    if not alone:
-        log.info("decode steps are not captured as CUDA graphs: ranks exchange sums in the midst of them")
-        return ()
-    if args.disable_cuda_graph:
-        log.info("decode steps are not captured as CUDA graphs: --disable-cuda-graph")
-        return ()
-    if not attn_backend.can_capture:
-        log.info(
-            "decode steps are not captured as CUDA graphs: %s reads the table on the host (--attention-backend)",
-            type(attn_backend).__name__,
-        )
+    reason = why_not_captured(args, experts, shard)
+    if reason is None and not attn_backend.can_capture:
+        reason = f"{type(attn_backend).__name__} reads the table on the host (--attention-backend)"
+    if reason is not None:
+        log.info("decode steps are not captured as CUDA graphs: %s", reason)
         return ()
     return chosen_sizes(
         max_running_requests=args.max_running_requests, given=args.cuda_graph_sizes, most=args.cuda_graph_max_bs
     )
 
 
-def plan_graphs(sizes: tuple[int, ...], cost: GraphCost, room: int) -> GraphPlan:
-    """Which of them are to be captured in `room` bytes; a line in the log where these are not all."""
-    chosen = affordable(sizes, cost, room)
+def plan_graphs(sizes: tuple[int, ...], cost: GraphCost, room: int, smallest: Callable[[int], int] = int) -> GraphPlan:
+    """Which of them are to be captured in `room` bytes; a line in the log where these are not all. smallest: see
+    `GraphTools`."""
+    own = affordable(sizes, cost, room)
+    chosen = sizes[: smallest(len(own))]
     if len(chosen) < len(sizes):
         log.warning(
-            "capturing decode steps of %s requests takes %s, and there is room for %s: %s "
+            "capturing decode steps of %s requests takes %s, and there is room for %s%s: %s "
             "(settings: --cuda-graph-bs, --cuda-graph-max-bs, --max-total-tokens)",
             shown(sizes),
             show_gib(cost.of(len(sizes))),
             show_gib(room),
+            " here, and for less at another rank" if len(chosen) < len(own) else "",
             f"only those of {shown(chosen)} are captured" if chosen else "none is captured",
         )
     return GraphPlan(sizes=chosen, reserved=cost.of(len(chosen)))
+
+
+class _NotCapturedError(Exception):
+    """At all ranks; says what went wrong at this one, or that it was another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,21 +159,22 @@ class GraphBuilder:
         pool = ReqToTokenPool(0, max_context_len, kv_cache.layers[0].keys.device)
         try:
             cost = self._trial(sizes, kv_cache, pool, recurrent_cache)
-        except Exception as error:  # a compiler's, too: without graphs it is slower, and that is all
+        except _NotCapturedError as error:  # without graphs it is slower, and that is all
             _warn(sizes, error)
             return GraphPlan()
         finally:
             self.tools.free()  # what the trial took
-        return plan_graphs(sizes, cost, room)
+        return plan_graphs(sizes, cost, room, self.tools.smallest)
 
     def _trial(
         self, sizes: tuple[int, ...], kv_cache: KVCache, pool: ReqToTokenPool, recurrent_cache: RecurrentCache | None
     ) -> GraphCost:
         before = self.tools.free()
         graphs = self._graphs(sizes[-1], kv_cache, pool, recurrent_cache)
-        graphs.capture(sizes[-1:])
+        self._capture(graphs, sizes[-1])
         with_one = self.tools.free()
-        graphs.capture(sizes[-2:-1])
+        for size in sizes[-2:-1]:
+            self._capture(graphs, size)
         more = with_one - self.tools.free()
         return GraphCost(first=max(0, before - with_one), more=max(_LEAST_MORE, more))
 
@@ -155,8 +193,9 @@ class GraphBuilder:
         graphs = None
         try:
             graphs = self._graphs(plan.sizes[-1], kv_cache, req_to_token_pool, recurrent_cache)
-            graphs.capture(plan.sizes)
-        except Exception as error:
+            for size in reversed(plan.sizes):  # see `Capturer`
+                self._capture(graphs, size)
+        except _NotCapturedError as error:
             _warn(plan.sizes, error)
         if graphs is None or not graphs.sizes:
             return None
@@ -180,17 +219,40 @@ class GraphBuilder:
     def _graphs(
         self, max_batch_size: int, kv_cache: KVCache, pool: ReqToTokenPool, recurrent_cache: RecurrentCache | None
     ) -> DecodeGraphs:
-        return DecodeGraphs(
-            max_batch_size,
-            model=self.model,
-            kv_cache=kv_cache,
-            req_to_token_pool=pool,
-            attn_backend=self.attn_backend,
-            capturer=self.tools.new_capturer(),
-            recurrent_cache=recurrent_cache,
+        return self._together(
+            lambda: DecodeGraphs(
+                max_batch_size,
+                model=self.model,
+                kv_cache=kv_cache,
+                req_to_token_pool=pool,
+                attn_backend=self.attn_backend,
+                capturer=self.tools.new_capturer(),
+                recurrent_cache=recurrent_cache,
+            )
         )
 
+    def _capture(self, graphs: DecodeGraphs, size: int) -> None:
+        try:
+            self._together(lambda: graphs.capture((size,)))
+        except _NotCapturedError:
+            graphs.drop(size)
+            raise
 
-def _warn(sizes: tuple[int, ...], error: Exception) -> None:
-    what = str(error).split("\n")[0] or type(error).__name__
-    log.warning("decode steps of %s requests are not all captured as CUDA graphs: %s", shown(sizes), what)
+    def _together(self, run: Callable[[], T]) -> T:
+        """What `run` returns, where it ends well at all ranks. _NotCapturedError at all of them if it does not."""
+        error: Exception | None = None
+        try:
+            made = run()
+        except Exception as caught:  # a compiler's, too
+            error = caught
+        if self.tools.smallest(int(error is None)):
+            return made
+        raise _NotCapturedError(_first_line(error) if error is not None else "another rank could not") from error
+
+
+def _warn(sizes: tuple[int, ...], error: _NotCapturedError) -> None:
+    log.warning("decode steps of %s requests are not all captured as CUDA graphs: %s", shown(sizes), error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0] or type(error).__name__

@@ -9,12 +9,15 @@ import torch
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.activations import StepLimits, estimate_activations, step_limits
+from vlmserve.engine.decode_graphs import why_not_captured
 from vlmserve.engine.encoder import resolve_max_patches
 from vlmserve.engine.recurrent import num_states
 from vlmserve.memory.sizing import Activations, gpu_kv_bytes, most_for_graphs
 from vlmserve.plan.gpus import Gpu
 from vlmserve.plan.layout import Layout, Model, Stage
 from vlmserve_common.compute.memory import show_gib
+from vlmserve_common.compute.shard import ExpertSharing, Shard
+from vlmserve_common.compute.stage import Stage as PipelineStage
 from vlmserve_common.errors import EngineError
 
 
@@ -83,8 +86,11 @@ def _fit(
 
 
 def _has_graphs(model: Model, layout: Layout, args: EngineArgs) -> bool:
-    """Ranks and recurrent layers go without."""
-    return layout.tp * layout.pp == 1 and model.config.linear is None and not args.disable_cuda_graph
+    if layout.dp_attention:  # whose groups have steps of different sizes
+        return False
+    sharing = ExpertSharing(ep_size=layout.ep, a2a=args.moe_a2a_backend)
+    shard = Shard(0, layout.tp, experts=sharing, stage=PipelineStage(0, layout.pp))
+    return why_not_captured(args, model.config.experts, shard) is None
 
 
 def _complaint(worst: Fit, model: Model, layout: Layout, gpu: Gpu, args: EngineArgs, context: int) -> str:

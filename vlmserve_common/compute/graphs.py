@@ -25,9 +25,9 @@ class Capturer(Protocol):
     """
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Record what `run` launches, which is called a few times. It may read and write tensors that outlive the graph
-        and those it makes itself; it may not wait for the device, nor decide by values on it. RuntimeError if it does,
-        and where memory is short."""
+        """Record what `run` launches, which is called a few times, the last time to be recorded. It may read and write
+        tensors that outlive the graph and those it makes itself; it may not wait for the device, nor decide by values
+        on it. RuntimeError if it does, and where memory is short."""
         ...
 
 
@@ -50,7 +50,14 @@ class CudaCapturer:
             current = torch.cuda.current_stream()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
+            recording = torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                # what other threads do meanwhile is not in it, and may be done: NCCL has one that asks for events
+                capture_error_mode="thread_local",
+            )
             # twice, because a capture that fails does not come back from its stream by itself
-            with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with torch.cuda.stream(current), recording:
                 run()
         return graph

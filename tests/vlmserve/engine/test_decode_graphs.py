@@ -19,14 +19,19 @@ from vlmserve import LLM
 from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build
-from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, GraphTools, wanted_sizes
+from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, GraphTools, plan_graphs, wanted_sizes
+from vlmserve.executor.graphs.sizes import GraphCost
 from vlmserve.memory import sizing
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.config import ExpertsConfig
 from vlmserve.models.registry import load_model
+from vlmserve_common.compute.shard import WHOLE, ExpertSharing, Shard
+from vlmserve_common.compute.stage import Stage
 
 FOLDER = Path(vlmserve.__file__).parent / "default_model"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+EXPERTS = ExpertsConfig(count=8, chosen=2, intermediate_size=16, sparse_layers=frozenset({1}))
 MIB = 1 << 20
 
 
@@ -150,6 +155,19 @@ def test_more_than_was_kept_free_is_told(model, new_cache, caplog) -> None:
     assert line.startswith("the CUDA graphs take 50 MiB, and 40 MiB were kept free")
 
 
+def test_the_rank_with_the_least_room_decides_for_all(caplog) -> None:
+    cost, asked = GraphCost(first=100 * MIB, more=10 * MIB), []
+
+    def smallest(number: int) -> int:
+        asked.append(number)
+        return min(number, 2)
+
+    assert plan_graphs((1, 2, 4, 8), cost, 1000 * MIB, smallest) == GraphPlan(sizes=(1, 2), reserved=110 * MIB)
+    assert asked == [4]
+    [line] = warnings_of(caplog)
+    assert "room for 1000 MiB here, and for less at another rank: only those of 1, 2 are captured" in line
+
+
 @pytest.mark.parametrize("each", [0, MIB])
 def test_a_second_graph_that_seems_to_take_nothing(model, new_cache, each: int) -> None:
     plan, _ = made(model, new_cache, Machine(each=each), (1, 2, 4, 8))
@@ -159,21 +177,28 @@ def test_a_second_graph_that_seems_to_take_nothing(model, new_cache, each: int) 
 def test_where_nothing_is_captured(caplog) -> None:
     args = EngineArgs(model="m", max_running_requests=4)
     with caplog.at_level(logging.INFO):
-        assert wanted_sizes(args, PagedBackend(), CPU) == ()
+        assert wanted_sizes(args, PagedBackend(), CPU, EXPERTS, WHOLE) == ()
         assert caplog.messages == []
-        assert wanted_sizes(args, PagedBackend(), CUDA) == (1, 2, 4)
-        assert wanted_sizes(args, TorchAttentionBackend(), CUDA) == ()
+        assert wanted_sizes(args, PagedBackend(), CUDA, EXPERTS, WHOLE) == (1, 2, 4)
+        assert wanted_sizes(args, PagedBackend(), CUDA, EXPERTS, Shard(1, 2)) == (1, 2, 4)
+        sending = Shard(1, 2, experts=ExpertSharing(ep_size=2, a2a="torch"))
+        assert wanted_sizes(args, PagedBackend(), CUDA, None, sending) == (1, 2, 4)
+        assert caplog.messages == []
+        assert wanted_sizes(args, TorchAttentionBackend(), CUDA, None, WHOLE) == ()
         off = EngineArgs(model="m", disable_cuda_graph=True)
-        assert wanted_sizes(off, PagedBackend(), CUDA) == ()
-        assert wanted_sizes(args, PagedBackend(), CUDA, alone=False) == ()
+        assert wanted_sizes(off, PagedBackend(), CUDA, None, WHOLE) == ()
+        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(stage=Stage(1, 2))) == ()
+        assert wanted_sizes(args, PagedBackend(), CUDA, EXPERTS, sending) == ()
     assert caplog.messages == [
         "decode steps are not captured as CUDA graphs: TorchAttentionBackend reads the table on the host "
         "(--attention-backend)",
         "decode steps are not captured as CUDA graphs: --disable-cuda-graph",
-        "decode steps are not captured as CUDA graphs: ranks exchange sums in the midst of them",
+        "decode steps are not captured as CUDA graphs: stages hand on rows behind each of them (--pp-size)",
+        "decode steps are not captured as CUDA graphs: ranks are told in their midst how many rows come to their "
+        "experts (--moe-a2a-backend)",
     ]
     given = EngineArgs(model="m", cuda_graph_bs="4, 2,64", cuda_graph_max_bs=32)
-    assert wanted_sizes(given, PagedBackend(), CUDA) == (2, 4, 32)
+    assert wanted_sizes(given, PagedBackend(), CUDA, None, WHOLE) == (2, 4, 32)
 
 
 def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +226,7 @@ def test_an_engine_has_its_graphs(family: str, tmp_path: Path, monkeypatch: pyte
     """As on a GPU, but for the GPU."""
     folder = make_checkpoint(HYBRID, tmp_path) if family == HYBRID else FOLDER
     machine = Machine()
-    monkeypatch.setattr(build, "wanted_sizes", lambda args, attn_backend, device, alone: (1, 2))
+    monkeypatch.setattr(build, "wanted_sizes", lambda *about: (1, 2))
     monkeypatch.setattr(build, "cuda_tools", lambda device: machine.tools)
     monkeypatch.setattr(build, "choose_backend", lambda *args, **kwargs: PagedBackend())
     with LLM(folder, num_threads=1, cpu_kernels="off", max_running_requests=2, max_total_tokens=256) as llm:

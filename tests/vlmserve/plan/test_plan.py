@@ -211,6 +211,23 @@ def test_settings_are_the_engine_s(plan, folders, capsys):
         lay_out(folders["8b"], Layout(tp=2, ep=2), dtype=None, kv_cache_dtype="auto")
 
 
+@pytest.mark.parametrize(
+    ("words", "captured"),
+    [
+        ("--tp 2", True),
+        ("--tp 2 --ep 2", True),
+        ("--pp 2", False),
+        ("--tp 16 --ep 16", False),
+        ("--tp 2 --dp 2 --enable-dp-attention", False),
+        ("--tp 2 --disable-cuda-graph", False),
+    ],
+)
+def test_memory_for_captured_steps(plan, words: str, captured: bool):
+    """Of what weights and computing leave a tenth, at the most, where the engine captures them."""
+    stage = plan("30b", f"{words} --gpu h100")["stages"][0]
+    assert (stage["graphs"] > 0) == captured
+
+
 def test_the_documented_table_is_what_the_command_prints(folders, capsys):
     words = "--tp 8 --ep 8 --gpu h200 --context 4096"
     page = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text()

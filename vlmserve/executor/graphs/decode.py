@@ -62,6 +62,11 @@ class DecodeGraphs:
             self._graphs[size] = self._captured(size)
             self.sizes = tuple(sorted(self._graphs))
 
+    def drop(self, size: int) -> None:
+        """Have no graph of that size, if there is one."""
+        self._graphs.pop(size, None)
+        self.sizes = tuple(sorted(self._graphs))
+
     def _captured(self, size: int) -> tuple[ForwardBatch, Graph]:
         batch = self._buffers.padded(size)
         self._attn_backend.init_graph_metadata(batch)

@@ -1,0 +1,197 @@
+"""Ranks that share a model capture the same decode steps, and replay them together: as on GPUs, but for the GPUs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fake_graphs import Recorder
+from tests.recordable_group import make_recordable_groups
+from tests.tiny_checkpoints import HYBRID, MOE, make_checkpoint
+from tests.vlmserve.executor.paged_backend import PagedBackend
+from tests.vlmserve.parallel.test_tensor_parallel import GREEDY, LAYERS, SETTINGS
+from tests.vlmserve.reference import conversations
+from vlmserve import LLM
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine import build, rank_process, ranks
+from vlmserve.engine.build import EngineInfo
+from vlmserve.engine.decode_graphs import GraphTools
+from vlmserve.engine.warm_up import warm_up
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.executor.model_worker_batch import PendingResult
+from vlmserve.offline import engine
+from vlmserve_common.compute.experts import Experts, SparseMLP
+from vlmserve_common.compute.graphs import Graph
+from vlmserve_common.errors import RankLostError
+from vlmserve_common.parallel.meeting import MeetingPlace
+from vlmserve_common.parallel.ranks import Ranks
+
+OURS = {**SETTINGS, "cpu_kernels": "off", "max_running_requests": 4}
+SIZES = (1, 2, 4)
+ROOM = 1 << 30
+
+
+class RankThreads:
+    """Stands for `RankProcesses`: the second rank is a thread."""
+
+    def __init__(self, args: EngineArgs, place: MeetingPlace, log_level: str) -> None:
+        self._ready, self._error = threading.Event(), None
+        self._thread = threading.Thread(target=self._follow, args=(args, place), name="rank-1", daemon=True)
+        self._thread.start()
+
+    def _follow(self, args: EngineArgs, place: MeetingPlace) -> None:
+        try:
+            ranks.follow(args, 1, place, ready=self._ready.set)
+        except Exception as error:
+            self._error = error
+
+    def check(self, timeout_s: float = 0.0) -> None:
+        assert self._error is None, self._error
+
+    def wait_ready(self) -> None:
+        assert self._ready.wait(60)
+
+    def who_died(self, timeout_s: float = 0.0) -> str | None:
+        return None if self._error is None else str(self._error)
+
+    def stop(self) -> None:
+        self._thread.join(60)
+        assert isinstance(self._error, RankLostError)
+
+
+class RankRecorder(Recorder):
+    """Of one rank."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self.of_follower = threading.current_thread().name == "rank-1"
+        self._gpu = gpu
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        if self.of_follower:
+            self._gpu.good -= 1
+            if self._gpu.good < 0:
+                for _ in range(2):  # the other one is in the midst of it
+                    run()
+                raise RuntimeError("no more graphs\nhere")
+        return super().capture(run)
+
+
+class Gpu:
+    """What an engine takes for one. good: captures that go well at the second rank. recorders: of both."""
+
+    def __init__(self) -> None:
+        self.recorders: list[RankRecorder] = []
+        self.good = 100
+
+    def tools(self, device: torch.device) -> GraphTools:
+        def new() -> RankRecorder:
+            self.recorders.append(RankRecorder(self))
+            return self.recorders[-1]
+
+        return GraphTools(new_capturer=new, free=lambda: ROOM)
+
+    def replayed(self, *, by_follower: bool) -> int:
+        return sum(one.replayed for one in self.recorders if one.of_follower == by_follower)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr(build, "wanted_sizes", lambda *about: SIZES)
+    monkeypatch.setattr(build, "cuda_tools", made.tools)
+    monkeypatch.setattr(build, "choose_backend", lambda *args, **kwargs: PagedBackend())
+    monkeypatch.setattr(rank_process, "RankProcesses", RankThreads)
+    monkeypatch.setattr(ranks, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(Experts, "_one_by_one", every_expert)
+    make_recordable_groups(monkeypatch)
+    return made
+
+
+def every_expert(
+    self: Experts, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, workspace: object
+) -> torch.Tensor:
+    """As on a GPU nothing depends on which experts are hit, but for the numbers."""
+    total = torch.zeros(x.shape)
+    for slot in range(len(self.part.own)):
+        gate_up, down = self._weights_of(slot, x.dtype)
+        gates, rest = (x @ gate_up.t()).chunk(2, dim=-1)
+        total += ((self.act(gates) * rest) @ down.t()) * (scores * (ids == slot)).sum(1, keepdim=True)
+    return total
+
+
+def answers(llm: LLM) -> list[tuple[int, ...]]:
+    return [tuple(done.token_ids) for done in llm.chat_batch(conversations(), GREEDY)]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_vl", {}),
+        (HYBRID, {}),
+        (MOE, {"ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4, "eplb_rebalance_num_iterations": 5}),
+    ],
+)
+def test_the_same_answers_as_alone(family: str, settings: dict, tmp_path: Path, gpu: Gpu):
+    folder = str(make_checkpoint(family, tmp_path / "model"))
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(build, "wanted_sizes", lambda *about: ())
+        with LLM(folder, **OURS) as llm:
+            wanted = answers(llm)
+    with LLM(folder, tp_size=2, **settings, **OURS) as llm:
+        group = llm._scheduler._worker._ranks.group
+        before = group.counts["all_reduce"]
+        assert answers(llm) == wanted
+        replayed = gpu.replayed(by_follower=False)
+        assert gpu.replayed(by_follower=True) == replayed > GREEDY.max_new_tokens
+        stats = llm.stats()
+        sums = stats.forward_steps_total * (2 * LAYERS + 1)
+        assert group.counts["all_reduce"] - before == sums + stats.experts.rebalances_total
+        if settings:
+            assert stats.experts.rebalances_total > 3
+            first = next(mlp for mlp in llm._runner.model.modules() if isinstance(mlp, SparseMLP))
+            assert first.slots.placement != tuple(slot % 8 for slot in range(12))
+
+
+def test_only_who_has_the_logits_samples_to_warm_up(tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch):
+    sampling: list[str] = []
+    sample = ModelRunner.sample
+
+    def counted(runner: ModelRunner, *args: Any) -> PendingResult:
+        sampling.append(threading.current_thread().name)
+        return sample(runner, *args)
+
+    def warmed_up(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRunner, EngineInfo]:
+        runner, info = build.build_runner(args, ranks)
+        warm_up(runner, with_tower=False)
+        return runner, info
+
+    monkeypatch.setattr(ModelRunner, "sample", counted)
+    monkeypatch.setattr(ranks, "build_runner", warmed_up)
+    monkeypatch.setattr(engine, "build_runner", warmed_up)
+    folder = str(make_checkpoint("qwen3_vl", tmp_path / "model"))
+    with LLM(folder, tp_size=2, **OURS) as llm:
+        assert len(sampling) > 10
+        assert "rank-1" not in sampling
+        assert len(answers(llm)) == len(conversations())
+
+
+@pytest.mark.parametrize(("good", "sizes"), [(4, (2, 4)), (2, ()), (0, ())])
+def test_what_one_rank_cannot_capture_none_has(
+    good: int, sizes: tuple[int, ...], tmp_path: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture
+):
+    """Two are captured for a trial, and then all of them, the largest first."""
+    gpu.good = good
+    folder = str(make_checkpoint("qwen3_vl", tmp_path / "model"))
+    with caplog.at_level(logging.WARNING), LLM(folder, tp_size=2, **OURS) as llm:
+        graphs = llm._runner._graphs
+        assert (() if graphs is None else graphs.sizes) == sizes
+        assert len(answers(llm)) == len(conversations())
+    start = "decode steps of 1, 2, 4 requests are not all captured as CUDA graphs: "
+    assert {start + "no more graphs", start + "another rank could not"} <= set(caplog.messages)

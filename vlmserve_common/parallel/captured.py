@@ -1,0 +1,48 @@
+"""Graphs that hold collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vlmserve_common.compute.graphs import Capturer, Graph
+
+if TYPE_CHECKING:
+    from vlmserve_common.parallel.group import ProcessGroup
+
+
+class CountingCapturer:
+    """A `Capturer` of which each replay counts in the group as the collectives that were recorded: no line of Python
+    runs then that could count them."""
+
+    def __init__(self, capturer: Capturer, group: ProcessGroup) -> None:
+        self._capturer, self._group = capturer, group
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Capturer`."""
+        group = self._group
+        counts, sizes = Counter[str](), Counter[str]()
+
+        def counted() -> None:
+            nonlocal counts, sizes
+            before = group.counts.copy(), group.bytes.copy()
+            run()
+            counts, sizes = group.counts - before[0], group.bytes - before[1]
+
+        graph = self._capturer.capture(counted)
+        # the last ones were recorded, and not done
+        group.counts.subtract(counts)
+        group.bytes.subtract(sizes)
+        return _Counted(graph, group, counts, sizes)
+
+
+class _Counted:
+    def __init__(self, graph: Graph, group: ProcessGroup, counts: Counter[str], sizes: Counter[str]) -> None:
+        self._graph, self._group, self._counts, self._sizes = graph, group, counts, sizes
+
+    def replay(self) -> None:
+        """See `Graph`."""
+        self._graph.replay()
+        self._group.counts.update(self._counts)
+        self._group.bytes.update(self._sizes)
