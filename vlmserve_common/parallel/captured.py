@@ -34,15 +34,23 @@ class CountingCapturer:
         # the last ones were recorded, and not done
         group.counts.subtract(counts)
         group.bytes.subtract(sizes)
-        return _Counted(graph, group, counts, sizes)
+        counting = _Counted(graph, group, counts, sizes)
+        group.outlives(counting)
+        return counting
 
 
 class _Counted:
     def __init__(self, graph: Graph, group: ProcessGroup, counts: Counter[str], sizes: Counter[str]) -> None:
-        self._graph, self._group, self._counts, self._sizes = graph, group, counts, sizes
+        self._graph: Graph | None = graph
+        self._group, self._counts, self._sizes = group, counts, sizes
+
+    def drop(self) -> None:
+        """See `Captured`."""
+        self._graph = None
 
     def replay(self) -> None:
         """See `Graph`."""
+        assert self._graph is not None, "the group is closed"
         self._graph.replay()
         self._group.counts.update(self._counts)
         self._group.bytes.update(self._sizes)

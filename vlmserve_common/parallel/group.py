@@ -10,10 +10,11 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import socket
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,14 @@ IDLE_TIMEOUT = datetime.timedelta(days=365)
 _HEADER_BYTES, _FIRST_BYTES = 8, 4096
 _MOST_SENDING = 4
 """Tensors on their way to a process that has not asked for them yet; more wait until it does."""
+
+
+class Captured(Protocol):
+    """Something that holds recorded collectives."""
+
+    def drop(self) -> None:
+        """Hold them no more; they cannot be replayed then."""
+        ...
 
 
 class ProcessGroup:
@@ -53,6 +62,7 @@ class ProcessGroup:
         self.rank, self.size = rank, size
         self._called = called or f"rank {rank} of {size}"
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._captured: weakref.WeakSet[Captured] = weakref.WeakSet()
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._device, self._timeout = device, timeout
@@ -148,8 +158,14 @@ class ProcessGroup:
             self._group.allreduce([value], options).wait()
         return int(value.item())
 
+    def outlives(self, captured: Captured) -> None:
+        """Have it dropped before the connections are let go of: NCCL would wait until it is gone."""
+        self._captured.add(captured)
+
     def close(self) -> None:
         """Let go of the connections; others see that this process is gone."""
+        for captured in self._captured:
+            captured.drop()
         self._group = None
         if self._shared is not None:
             self._shared.close()
