@@ -92,6 +92,8 @@ def why_not_captured(args: EngineArgs, experts: ExpertsConfig | None, shard: Sha
         return "--disable-cuda-graph"
     if shard.stage.size > 1:
         return "stages hand on rows behind each of them (--pp-size)"
+    if shard.group is not None:
+        return "groups of ranks have steps of different sizes (--enable-dp-attention)"
     if experts is not None and sends_rows(experts.chosen, shard):
         return "ranks are told in their midst how many rows come to their experts (--moe-a2a-backend)"
     return None
