@@ -91,8 +91,11 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("--pipeline-parallel-size 2", "--pipeline-parallel-size is '2': several GPUs share one model's layers"),
-        ("-pp 2", "-pp is '2': several GPUs share one model's layers (--tp-size), and nothing else yet"),
+        (
+            "--distributed-executor-backend ray",
+            "--distributed-executor-backend is 'ray': the engine starts its processes itself",
+        ),
+        ("--cpu-offload-gb 4", "--cpu-offload-gb is '4': weights stay on one device; offloading is not supported yet"),
         ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8' or 'int4'"),
         ("--enable-lora", "--enable-lora: LoRA adapters are not supported yet"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype is 'fp8'; it must be 'auto', 'fp8_e4m3' or 'int8'"),
@@ -174,7 +177,7 @@ def test_files_and_variables_take_the_same_names(tmp_path: Path, monkeypatch: py
     ("content", "complaint"),
     [
         ("max-num-seqs: 5\nmax-running-requests: 6\n", "max_num_seqs and {file}: max_running_requests set the same"),
-        ("pipeline-parallel-size: 2\n", "{file}: pipeline_parallel_size is 2: several GPUs share one model's layers"),
+        ("cpu-offload-gb: 2\n", "{file}: cpu_offload_gb is 2: weights stay on one device"),
         ("enable-lora: true\n", "{file}: enable_lora: LoRA adapters"),
         ("enable-prefix-caching: perhaps\n", "{file}: enable_prefix_caching is 'perhaps'; it must be true or false"),
         ("max-num-seqs: many\n", "{file}: max_num_seqs is 'many'; it must be a whole number"),

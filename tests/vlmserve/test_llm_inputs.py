@@ -133,7 +133,7 @@ def test_sampling_together() -> None:
         ({"page_size": "16"}, "--page-size is '16'; it must be a whole number"),
         ({"page_size": True}, "--page-size is True; it must be a whole number"),
         ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be one of auto, float32"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2: several GPUs share one model's layers"),
+        ({"cpu_offload_gb": 2}, "cpu_offload_gb is 2: weights stay on one device"),
         ({"limit_mm_per_prompt": {"image": "many"}}, "--max-images-per-request is 'many'; it must be a whole number"),
         ({"enable_lora": True}, "enable_lora: LoRA adapters are not supported yet"),
     ],

@@ -142,7 +142,6 @@ def _twenty_at_the_most(value: Any) -> Mapping[str, Any]:
     raise SettingsError("a request may ask for 20 at the most")
 
 
-_ONE_GPU = "several GPUs share one model's layers (--tp-size, --pp-size), and nothing else yet"
 _NOT_COMPILED = "models are not compiled here; for CUDA graphs there are --cuda-graph-bs and --disable-cuda-graph"
 _ENCODERS = "--encoder-dp-size and --encoder-devices spread the vision encoder"
 _PROXY = "a reverse proxy in front of the server does that"
@@ -230,7 +229,11 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered(_PROXY, "ssl_keyfile ssl_certfile root_path", "ssl_keyfile ssl_certfile fastapi_root_path"),
     _answered("requests that decode take turns in as many groups as --pp-size", sglang="pp_max_micro_batch_size"),
     # not there yet
-    _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
+    _answered(
+        "the engine starts its processes itself, on each machine of --nnodes",
+        "distributed_executor_backend",
+        fine="mp uni none",
+    ),
     _answered(
         "with --enable-dp-attention all ranks share the head", sglang="enable_dp_lm_head", switch=True, fine="false"
     ),

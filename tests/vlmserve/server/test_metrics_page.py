@@ -37,7 +37,9 @@ def test_the_page_has_every_metric_with_its_type_and_labels(client: TestClient, 
     served.scheduler.encodes_pictures = True
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     assert client.post("/v1/chat/completions", json={}).status_code == 400
+    replicated = observed([0.0]).render(sum_stats([replace(stats(), replica=n) for n in range(2)]))
     shown = families(client.get("/metrics").text)
+    shown |= {name: own for name, own in families(replicated.decode()).items() if "replica" in own[1]}
     rows = re.findall(r"^\| `(vlmserve:\w+)` \| (\w+) \|([^|]*)\|", PAGE, re.MULTILINE)
     assert {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows} == shown
     assert len(rows) == len(shown)
