@@ -95,7 +95,7 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
             "--distributed-executor-backend ray",
             "--distributed-executor-backend is 'ray': the engine starts its processes itself",
         ),
-        ("--cpu-offload-gb 4", "--cpu-offload-gb is '4': weights stay on one device; offloading is not supported yet"),
+        ("--cpu-offload-gb 4", "--cpu-offload-gb is '4': weights stay on one device"),
         ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8' or 'int4'"),
         ("--enable-lora", "--enable-lora: LoRA adapters are not supported yet"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype is 'fp8'; it must be 'auto', 'fp8_e4m3' or 'int8'"),
