@@ -42,8 +42,8 @@ def test_the_same_answers_as_alone(family: str, tmp_path: Path):
         with LLM(str(folder), tp_size=size, **SETTINGS) as llm:
             together = llm.chat_batch(asked, GREEDY, num_logprobs=2)
             assert llm.stats().retracted_total
-            again = llm.chat_batch(asked, GREEDY, num_logprobs=2)
-            assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together)
+            again = llm.chat_batch(asked[:3], GREEDY, num_logprobs=2)
+            assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together[:3])
             answers.append([*together, *again])
             assert llm._scheduler.kv.states.held == 0
             cache = llm._runner.recurrent_cache
