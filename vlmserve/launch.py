@@ -138,7 +138,7 @@ def launch_server(
                     import torch  # noqa: F401  # not only when the first picture waits for it
             mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
             mains.extend(rank_mains(settings.engine))
-            engines = channels.replicas(settings.engine.dp_size)
+            engines = channels.replicas(settings.engine.num_replicas)
             children = [child for own in engines for child in start_children(mains, settings.engine, own, start, stack)]
             for child in children:  # all at once, for each may have something to finish
                 stack.callback(child.process.tell_to_stop)

@@ -55,6 +55,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path, monkeypatch: py
 
 _NEEDED = {
     "ep_size": {"tp_size": "4096"},
+    "enable_dp_attention": {"tp_size": "2", "dp_size": "2"},
     "enable_eplb": {"tp_size": "2", "ep_size": "2"},
     "ep_num_redundant_experts": {"tp_size": "2", "ep_size": "2", "enable_eplb": "true"},
     "nnodes": {"tp_size": "4096", "dist_init_addr": "host:1"},

@@ -63,8 +63,8 @@ class StepSpans(AbstractContextManager["StepSpans"]):
             self._spans.append(_Span(len(batch.seq_lens), self._mark()))
             return self._forward(batch)
 
-        def sample(forwarded: Any, info: SamplingBatchInfo) -> Any:
-            result = self._sample(forwarded, info)
+        def sample(forwarded: Any, info: SamplingBatchInfo, logits: Any = None) -> Any:
+            result = self._sample(forwarded, info, logits)
             self._spans[-1].ended = self._mark()
             return result
 

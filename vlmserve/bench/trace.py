@@ -21,6 +21,7 @@ from vlmserve.config.flags import CommandParser
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PendingResult, SamplingBatchInfo
 from vlmserve.offline.inputs import Conversation
 from vlmserve.offline.llm import LLM
+from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.step import ModelWorker
 from vlmserve_common.errors import EngineError
 
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     with closing(LLM(args.model, **settings)) as llm:
         print(f"{llm.args.model} on {llm.info.device} in {llm.info.dtype}, torch {torch.__version__}")
         _run(llm, args, seed=0)
+        assert isinstance(llm._scheduler, Scheduler), "of one group"
         llm._scheduler.wrap_worker(RecordedWorker)
         # a step is computed by the scheduler's thread or by the device's
         every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)

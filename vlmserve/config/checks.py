@@ -54,7 +54,12 @@ def engine_problems(args: EngineArgs) -> list[str]:
         nodes = f"a multiple of --nnodes, which is {args.nnodes}"
         stages = f"--tp-size {args.tp_size} times --pp-size {args.pp_size} is {args.world_size}; it must be {nodes}"
         problems.append(problem(args, "tp_size", nodes) if args.pp_size == 1 else stages)
-    if args.dp_size > 1 and args.nnodes > 1:
+    if args.enable_dp_attention and (args.dp_size < 2 or args.tp_size % args.dp_size):
+        allowed = f"2 or more with --enable-dp-attention, and divide --tp-size, which is {args.tp_size}"
+        problems.append(problem(args, "dp_size", allowed))
+    if args.enable_dp_attention and args.pp_size > 1:
+        problems.append(problem(args, "pp_size", "1 with --enable-dp-attention"))
+    if args.num_replicas > 1 and args.nnodes > 1:
         allowed = "1 where --nnodes is above 1: all replicas are on one machine; for more, start a server on each"
         problems.append(problem(args, "dp_size", allowed))
     if args.node_rank >= args.nnodes:

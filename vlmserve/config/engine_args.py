@@ -233,6 +233,11 @@ class EngineArgs:
         "from --device on, or a share of the CPU's cores",
         AT_LEAST_1,
     )
+    enable_dp_attention: bool = _parallel(
+        False,
+        "--dp-size groups among the --tp-size ranks have requests and KV of their own, and all ranks share all but "
+        "attention; for models of few key-value heads and many experts (--ep-size)",
+    )
     load_balance_method: Literal["affinity", "round_robin", "shortest_queue"] = _parallel(
         "affinity",
         "which replica gets a request: the one that has most of its prompt and pictures, unless that has much more to "
@@ -351,6 +356,16 @@ class EngineArgs:
     def world_size(self) -> int:
         """Processes that have the model together: rank = stage * tp_size + number within the stage."""
         return self.tp_size * self.pp_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Whole models behind one server."""
+        return 1 if self.enable_dp_attention else self.dp_size
+
+    @property
+    def attention_groups(self) -> int:
+        """Groups of ranks of one model that have requests of their own."""
+        return self.dp_size if self.enable_dp_attention else 1
 
     @property
     def own_ranks(self) -> range:

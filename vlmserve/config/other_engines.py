@@ -231,6 +231,10 @@ FOREIGN: tuple[ForeignSetting, ...] = (
     _answered("requests that decode take turns in as many groups as --pp-size", sglang="pp_max_micro_batch_size"),
     # not there yet
     _answered(_ONE_GPU, "distributed_executor_backend", fine="mp uni none"),
+    _answered(
+        "with --enable-dp-attention all ranks share the head", sglang="enable_dp_lm_head", switch=True, fine="false"
+    ),
+    _answered("with --enable-dp-attention all ranks share dense MLPs", sglang="moe_dense_tp_size"),
     _answered("--ep-size as large as --tp-size does that", "enable_expert_parallel", switch=True, fine="false"),
     _answered("--moe-a2a-backend says how rows get to experts", "all2all_backend"),
     _answered("--ep-num-redundant-experts and --eplb-rebalance-num-iterations say it", "eplb_config"),

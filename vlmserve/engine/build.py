@@ -6,18 +6,20 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from vision.encoder_pool import EncoderPool
 from vision.towers.graphs.capturing import capture_on_gpu
 from vlmserve.attention.choice import choose_backend
 from vlmserve.attention.spec import AttentionSpec
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.activations import (
+    StepLimits,
     cuda_meter,
     estimate_activations,
     measure_activations,
@@ -26,6 +28,7 @@ from vlmserve.engine.activations import (
 from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, cuda_tools, wanted_sizes
 from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
 from vlmserve.engine.kv_tiers import build_tiers
+from vlmserve.engine.lockstep import EngineScheduler, in_lockstep
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
 from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
 from vlmserve.engine.sharing import expert_sharing
@@ -50,6 +53,7 @@ from vlmserve.scheduler.drafts import NGramDrafter
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
+from vlmserve.scheduler.rounds import RoundWorker
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sessions import Sessions
 from vlmserve.scheduler.step import ModelWorker
@@ -134,9 +138,15 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     if device.type == "cuda":
         if encodes and not args.disable_vit_cuda_graph:
             capture_on_gpu(model.visual, device)
-        activations = measure_activations(model, attn_backend, limits, cuda_meter(device), kv_dtype)
+        activations = measure_activations(
+            model,
+            attn_backend,
+            replace(limits, rows=limits.rows * args.attention_groups),  # groups are as long as each other in it
+            cuda_meter(device),
+            kv_dtype,
+        )
     else:
-        activations = estimate_activations(model, limits)
+        activations = estimate_activations(model, _of_all_groups(limits, args))
     new_cache = partial(
         KVCache,
         num_layers=config.num_kv_layers,
@@ -186,6 +196,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         device=device,
         recurrent_cache=None if shape is None else RecurrentCache(states, shape, device, padded=padded),
         logits_processors=processors,
+        groups=1 if shard.rank else args.attention_groups,
     )
     graphs = graph_builder.capture(
         graph_plan,
@@ -272,8 +283,14 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
         device=device,
         weights_to_come=weights,
         state_bytes=state_bytes(args, outline.config, outline.dtype, max_model_len),
-        activations=estimate_activations(outline, limits),
+        activations=estimate_activations(outline, _of_all_groups(limits, args)),
     )
+
+
+def _of_all_groups(limits: StepLimits, args: EngineArgs) -> StepLimits:
+    """Where groups of ranks have tokens of their own, MLPs and sampling are for those of all."""
+    groups = args.attention_groups
+    return replace(limits, tokens=limits.tokens * groups, rows=limits.rows * groups)
 
 
 def _bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:
@@ -294,10 +311,50 @@ def build_scheduler(
 
     start: needed where `args` asks for encoder processes. worker: computes steps, where that is not the runner alone.
     """
+    threads = torch.get_num_threads()  # of this thread; each has its own
+    device, encoder = _device_queue(args, runner.device, threads), _encoder(args, runner, start)
+    return _scheduler(args, runner, info, encoder, worker=worker or runner, device=device, send=send)
+
+
+def build_engine_scheduler(
+    args: EngineArgs,
+    runner: ModelRunner,
+    info: EngineInfo,
+    send: Callable[[SchedulerOutput], None],
+    *,
+    start: StartSettings | None = None,
+    worker: ModelWorker | RoundWorker | None = None,
+) -> EngineScheduler:
+    """See `build_scheduler`; one for each where groups of ranks have requests of their own, which a `RoundWorker`
+    computes."""
+    if args.attention_groups == 1:
+        return build_scheduler(args, runner, info, send, start=start, worker=cast(ModelWorker | None, worker))
+    encoder = _encoder(args, runner, start)
+    make = partial(_scheduler, args, runner, info, encoder)
+    device = _device_queue(args, runner.device, torch.get_num_threads())
+    return in_lockstep(args, make, cast(RoundWorker, worker), device, encoder, send)
+
+
+def _encoder(args: EngineArgs, runner: ModelRunner, start: StartSettings | None) -> Callable[[], EncoderPool]:
+    """Made when it is asked for first, as its processes are to be ended by whoever has it."""
+    model = runner.model
+    return cache(partial(build_encoder_pool, args, model.visual, dtype=model.dtype, device=runner.device, start=start))
+
+
+def _scheduler(
+    args: EngineArgs,
+    runner: ModelRunner,
+    info: EngineInfo,
+    make_encoder: Callable[[], EncoderPool],
+    *,
+    worker: ModelWorker,
+    device: DeviceQueue,
+    send: Callable[[SchedulerOutput], None],
+) -> Scheduler:
     args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
     media_keys = MediaKeyTable()
-    cache, close_cache = build_tiers(
+    prefix_cache, close_cache = build_tiers(
         args,
         runner,
         allocator,
@@ -307,27 +364,24 @@ def build_scheduler(
     req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
     kv = KVCacheManager(
         allocator,
-        cache,
+        prefix_cache,
         req_pool,
         states=request_states(args, runner, info.max_total_tokens + args.page_size),
         close=close_cache,
     )
-    threads = torch.get_num_threads()  # of this thread; each has its own
     return Scheduler(
         args,
         max_req_len=info.max_req_len,
         eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
-        worker=runner if worker is None else worker,
-        device=_device_queue(args, runner.device, threads),
-        encoder=build_encoder_pool(
-            args, runner.model.visual, dtype=runner.model.dtype, device=runner.device, start=start
-        ),
+        worker=worker,
+        device=device,
+        encoder=make_encoder(),
         policy=make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
         media_keys=media_keys,
         sessions=Sessions(
-            cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=time.monotonic
+            prefix_cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=time.monotonic
         ),
         grammars=_grammars(args, runner),
         send=send,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.encoder_warmups import EncoderWarmups
+from vlmserve.engine.lockstep import EngineScheduler
 from vlmserve.messages import (
     AbortReq,
     EncodeOutput,
@@ -16,7 +17,6 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
 )
 from vlmserve.scheduler.batch_log import BatchLog
-from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import EngineError
 
 # An encoder in this process takes its time from requests: beside them, media that are encoded ahead of time come in at
@@ -32,7 +32,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: EngineScheduler,
         encoder: EncoderPool,
         send: Callable[[SchedulerOutput], None],
         *,
@@ -64,7 +64,7 @@ class EngineLoop:
         may_ask = not self._encoder.inline or alone or self._turns % _TURNS_PER_WARMUP == 0
         self._turns += 1
         # behind the requests that are there, and before those to come
-        busy |= self._warmups.advance(order=self.scheduler.intake.encoder_order.behind_all() if may_ask else None)
+        busy |= self._warmups.advance(order=self.scheduler.behind_all_media() if may_ask else None)
         self._batch_log.step(self.stats, idle=alone)
         if alone and not busy and len(self._warmups) and not self._encoder.busy:
             raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")

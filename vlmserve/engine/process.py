@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.engine.build import build_runner, build_scheduler
+from vlmserve.engine.build import build_engine_scheduler, build_runner
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.dispatcher import TypeDispatcher
 from vlmserve.engine.encoder import resolve_warmup_patches
@@ -35,10 +35,12 @@ from vlmserve.messages import (
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
+from vlmserve.routing.sums import replicas_of
 from vlmserve.scheduler.batch_log import BatchLog
 
 if TYPE_CHECKING:
     from vlmserve.executor.model_runner import ModelRunner
+    from vlmserve.scheduler.rounds import RoundWorker
     from vlmserve.scheduler.step import ModelWorker
     from vlmserve_common.parallel.ranks import Ranks
 
@@ -59,7 +61,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     runner, info = build_runner(args, ranks)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
     worker = None if ranks is None else _leading(runner, ranks)
-    scheduler = build_scheduler(args, runner, info, to_detokenizer.send, start=start, worker=worker)
+    scheduler = build_engine_scheduler(args, runner, info, to_detokenizer.send, start=start, worker=worker)
     loop = EngineLoop(
         scheduler,
         scheduler.encoder,
@@ -98,7 +100,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         operators.answer_all(control.handle)
         busy = control.step()
     scheduler.drain()
-    lost = scheduler.kv.close(ending.left_s)
+    lost = scheduler.close_kv(ending.left_s)
     if lost:
         log.warning("%d tokens of cached prefixes were not on disk %g s after the end, and are lost", lost, FINISH_S)
     ending.finish()
@@ -124,12 +126,11 @@ def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[E
     return args, join_ranks(args, 0, meeting_place(channels.runtime_dir, args, start))
 
 
-def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker:
-    from vlmserve.engine.ranks import LAST_WORDS_S
-    from vlmserve.executor.ranks.leader import LeadingWorker
+def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker | RoundWorker:
+    from vlmserve.engine.ranks import LAST_WORDS_S, leading_worker
 
     # the launcher sees which rank has ended, and says so
-    return LeadingWorker(runner, ranks, who_died=lambda: time.sleep(LAST_WORDS_S))
+    return leading_worker(runner, ranks, lambda: time.sleep(LAST_WORDS_S))
 
 
 def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None], replica: int = 0) -> TypeDispatcher:
@@ -138,6 +139,13 @@ def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None], replica: i
     def take_batch(batch: BatchTokenizedGenerateReqInput) -> None:
         for request in batch.requests:
             loop.handle(request)
+
+    def tell_stats(_: GetStatsReq) -> None:
+        stats = loop.stats()
+        for group in replicas_of(stats):
+            send(group)
+        if not replicas_of(stats):
+            send(replace(stats, replica=replica))
 
     def pass_on(lost: RequestsLost) -> None:
         send(lost)
@@ -150,7 +158,7 @@ def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None], replica: i
             BatchTokenizedGenerateReqInput: take_batch,
             EncodeReqInput: loop.handle,
             AbortReq: loop.handle,
-            GetStatsReq: lambda _: send(replace(loop.stats(), replica=replica)),
+            GetStatsReq: tell_stats,
             RequestsLost: pass_on,
         },
         covers=(*get_args(SchedulerInput), RequestsLost),

@@ -16,7 +16,12 @@ from vlmserve.config.fields import flag
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import build_runner
 from vlmserve.engine.sharing import expert_sharing
+from vlmserve.engine.token_groups import attention_group, join_groups, tokens_of
+from vlmserve.executor.groups.follower import RoundFollower
+from vlmserve.executor.groups.leader import RoundLeader
+from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.ranks.follower import Follower
+from vlmserve.executor.ranks.leader import LeadingWorker
 from vlmserve.models.registry import load_config
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.devices import resolve_device
@@ -36,7 +41,8 @@ _OWN_SETTINGS = frozenset({"model", "device", "num_threads", "node_rank"})
 def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
     """A rank's own settings: a GPU for each, from --device on, or a share of the CPU's cores. EngineError for more of
     them than there are GPUs, or a model that they cannot share."""
-    shard = Shard(rank % args.tp_size, args.tp_size, experts=expert_sharing(args))
+    group = attention_group(args, rank)
+    shard = Shard(rank % args.tp_size, args.tp_size, experts=expert_sharing(args), group=group)
     config = load_config(Path(args.model), shard)
     for stage in range(args.pp_size):  # any of which may be one that cannot be
         replace(config, shard=replace(shard, stage=Stage(stage, args.pp_size))).of_part()
@@ -62,7 +68,18 @@ def meeting_place(folder: Path | str, args: EngineArgs, start: StartSettings) ->
 
 def join_ranks(args: EngineArgs, rank: int, place: MeetingPlace, look: Callable[[], object] = lambda: None) -> Ranks:
     """Meet the others. args: of `rank_args`. look, errors: those of `meet`."""
-    return Ranks(place, rank, torch.device(args.device), _about(args), look, stages=args.pp_size)
+    ranks = Ranks(place, rank, torch.device(args.device), _about(args), look, stages=args.pp_size)
+    if args.enable_dp_attention:
+        join_groups(args, ranks)
+    return ranks
+
+
+def leading_worker(
+    runner: ModelRunner, ranks: Ranks, who_died: Callable[[], str | None]
+) -> LeadingWorker | RoundLeader:
+    """What computes steps at the first rank. who_died: see `LeadingWorker`."""
+    tokens = tokens_of(ranks)
+    return LeadingWorker(runner, ranks, who_died) if tokens is None else RoundLeader(runner, ranks, tokens, who_died)
 
 
 def follow(
@@ -79,7 +96,8 @@ def follow(
     args = rank_args(args, rank)
     ranks = join_ranks(args, rank, place)
     runner, _ = build_runner(args, ranks)
-    follower = Follower(runner, ranks)
+    tokens = tokens_of(ranks)
+    follower = Follower(runner, ranks) if tokens is None else RoundFollower(runner, ranks, tokens)
     ready()
     try:
         while True:

@@ -45,7 +45,9 @@ from vlmserve_common.compute.transfers import Transfers, Upload, to_device, tran
 class ModelRunner:
     """A worker's whole state: model, KV cache, request table, last sampled tokens.
 
-    recurrent_cache: for models with recurrent layers. transfers: to and from the device; None: the usual ones.
+    recurrent_cache: for models with recurrent layers. groups: of requests, whose last sampled tokens are known here,
+    those of one group behind those of the other: see `RoundLeader`. transfers: to and from the device; None: the usual
+    ones.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelRunner:
         device: torch.device,
         recurrent_cache: RecurrentCache | None = None,
         logits_processors: LogitsProcessors | None = None,
+        groups: int = 1,
         transfers: Transfers | None = None,
     ) -> None:
         self._kv_transfer: KVTransfer | None = None
@@ -72,7 +75,7 @@ class ModelRunner:
         self._transfers = transfers or transfers_for(device)
         self._logits_processors = logits_processors
         # the token at each place of a request, by that modulo RECENT_TOKENS
-        self._recent = torch.zeros((req_to_token_pool.size, RECENT_TOKENS), dtype=torch.int64, device=device)
+        self._recent = torch.zeros((groups * req_to_token_pool.size, RECENT_TOKENS), dtype=torch.int64, device=device)
 
     def attach_host_tier(self, transfer: KVTransfer) -> None:
         """From now on steps may bring copies between the tiers of the KV cache."""
@@ -122,6 +125,13 @@ class ModelRunner:
                 began=began,
                 ended=self._transfers.mark(),
             )
+
+    @torch.inference_mode()
+    def join(self) -> None:
+        """What others need of this process in a step in which it has no tokens: see `Decoder.join`."""
+        if self._balancer is not None:
+            self._balancer.step()
+        self.model.language_model.join()
 
     def _prepare(self, batch: ModelWorkerBatch) -> tuple[StepInputs, ForwardBatch]:
         """Everything the device needs of the message, and where the step's tokens are written."""
@@ -242,12 +252,14 @@ class ModelRunner:
         return hidden
 
     @torch.inference_mode()
-    def sample(self, forwarded: Forwarded, info: SamplingBatchInfo) -> PendingResult:
-        """The tokens of a step; they become the last ones of their requests. Raises as `device_errors` does, here or
-        where the result is waited for."""
+    def sample(
+        self, forwarded: Forwarded, info: SamplingBatchInfo, logits: torch.Tensor | None = None
+    ) -> PendingResult:
+        """The tokens of a step; they become the last ones of their requests. logits: float32 [S, vocab], where they are
+        computed already. Raises as `device_errors` does, here or where the result is waited for."""
         with device_errors(f"sampling {len(info.batch_indices)} tokens of step {forwarded.step}"):
             began = self._transfers.mark()
-            out = self._sample(forwarded, info) if len(info.batch_indices) else None
+            out = self._sample(forwarded, info, logits) if len(info.batch_indices) else None
             return LaunchedResult(forwarded, out, began, self._transfers)
 
     @torch.inference_mode()
@@ -268,7 +280,7 @@ class ModelRunner:
         upload.send()
         return parts[0].tensor, parts[1].tensor
 
-    def _sample(self, forwarded: Forwarded, info: SamplingBatchInfo) -> SamplerOutput:
+    def _sample(self, forwarded: Forwarded, info: SamplingBatchInfo, logits: torch.Tensor | None) -> SamplerOutput:
         upload = Upload(self._transfers)
         inputs = SamplerInputs(info, self.model.config.vocab_size, upload)
         hidden = forwarded.hidden
@@ -279,8 +291,10 @@ class ModelRunner:
         if len(info.in_flight_rows):
             unknown = upload.add(rows[info.in_flight_rows]), upload.add(info.in_flight_places % RECENT_TOKENS)
         upload.send()
+        if logits is None:
+            logits = self.model.compute_logits(hidden if some is None else hidden.index_select(0, some.tensor))
         out = sample(
-            self.model.compute_logits(hidden if some is None else hidden.index_select(0, some.tensor)),
+            logits,
             info,
             self._logits_processors,
             inputs=inputs,

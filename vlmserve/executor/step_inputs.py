@@ -22,9 +22,7 @@ class StepInputs:
         self.extend_lens = batch.seq_lens - batch.prefix_lens
         ends = self.extend_lens.cumsum()
         owners = np.repeat(batch.req_pool_indices, self.extend_lens)
-        self.places = np.arange(len(owners)) + np.repeat(
-            batch.prefix_lens - (ends - self.extend_lens), self.extend_lens
-        )
+        self.places = places_of(batch)
 
         add = upload.add
         self.input_ids, self.positions = add(batch.input_ids), add(batch.positions)
@@ -52,6 +50,13 @@ class StepInputs:
         self.hidden_tokens = add(batch.hidden_tokens) if len(batch.hidden_tokens) else None
         asked = batch.prompt_logprobs
         self.prompt_tiles = prompt_tiles(asked, vocab, upload) if asked is not None else []
+
+
+def places_of(batch: ModelWorkerBatch) -> np.ndarray:
+    """int64 [N], the number of each token of a step among those of its request."""
+    lengths = batch.seq_lens - batch.prefix_lens
+    before = lengths.cumsum() - lengths
+    return np.arange(len(batch.input_ids)) + np.repeat(batch.prefix_lens - before, lengths)
 
 
 def _tokens(parts: tuple[MMEmbeds, ...]) -> np.ndarray:

@@ -143,9 +143,9 @@ class ModelConfig:
         return replace(
             self,
             num_layers=len(own),
-            linear=None if linear is None else linear.of_part(self.shard),
-            num_heads=self.shard.part(self.num_heads, "num_attention_heads"),
-            num_kv_heads=self.shard.kv_heads(self.num_kv_heads),
+            linear=None if linear is None else linear.of_part(self.shard.attention),
+            num_heads=self.shard.attention.part(self.num_heads, "num_attention_heads"),
+            num_kv_heads=self.shard.attention.kv_heads(self.num_kv_heads),
             intermediate_size=self.shard.part(self.intermediate_size, "intermediate_size"),
             experts=None if self.experts is None else self.experts.of_part(self.shard),
         )

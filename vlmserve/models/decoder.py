@@ -29,7 +29,7 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, *, qkv_bias: bool, out_bias: bool) -> None:
         super().__init__()
-        self.head_dim, shard, own = config.head_dim, config.shard, config.of_part()
+        self.head_dim, shard, own = config.head_dim, config.shard.attention, config.of_part()
         q_size, what = config.num_heads * config.head_dim, "num_attention_heads * head_dim"
         q, kv = shard.cut(q_size, what), shard.cut_kv(config.num_kv_heads, config.head_dim)
         parts: dict[str, int | Cut] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -198,6 +198,13 @@ class Decoder(nn.Module):
                 done += 1
         x = run(x, done, len(self.layers))
         return x if self.norm is None else self.norm(x)
+
+    def join(self) -> None:
+        """What the others need of this process in a step in which it has no tokens, and they have."""
+        assert self.embed_tokens is not None, "groups of ranks have all layers"
+        x = self.embed_tokens(torch.empty(0, dtype=torch.int64, device=self.embed_tokens.weight.device))
+        for layer in self.layers:
+            cast(DecoderLayer, layer).mlp(x)
 
     def _run_layers(self, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
         """Layers in one call where the weights and the attention backend allow it, otherwise one by one."""

@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: ModelConfig, linear: LinearAttentionConfig, index: int) -> None:
         super().__init__()
-        hidden, shard = config.hidden_size, config.shard
+        hidden, shard = config.hidden_size, config.shard.attention
         keys = shard.cut_heads(linear.num_key_heads, linear.key_dim, "linear_num_key_heads")
         values = shard.cut_heads(linear.num_value_heads, linear.value_dim, "linear_num_value_heads")
         channels, heads = stacked((keys, keys, values)), shard.cut(linear.num_value_heads, "linear_num_value_heads")

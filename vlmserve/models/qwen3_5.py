@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class GatedAttention(DecoderAttention):
 
     def __init__(self, config: ModelConfig, layer_id: int) -> None:
         super().__init__(config, layer_id, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-        own, shard = config.of_part(), config.shard
+        own, shard = config.of_part(), config.shard.attention
         self._heads, self._kv_heads = own.num_heads, own.num_kv_heads
         # a head's queries, and then its gates
         q = shard.cut_heads(config.num_heads, 2 * config.head_dim, "num_attention_heads")
@@ -98,12 +99,11 @@ class SharedExpertMLP(SparseMLP):
         )
         self.shared_expert_gate = _Gate(size, 1, bias=False)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, beside: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `SparseMLP.forward`."""
-        assert beside is None
-        return super().forward(x, residual, self.shared_expert(x).mul_(self.shared_expert_gate(x).sigmoid()))
+    def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+        """See `SparseMLP.beside`."""
+        if self._exchange is not None:
+            x = self._exchange.all_tokens(x, routed)
+        return self.shared_expert(x).mul_(self.shared_expert_gate(x).sigmoid())
 
 
 class HybridLayer(nn.Module):
@@ -158,6 +158,13 @@ class Qwen3_5Decoder(nn.Module):
         is_last = config.shard.stage.is_last
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps) if is_last else None
         self._rotary = MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
+
+    def join(self) -> None:
+        """See `Decoder.join`."""
+        assert self.embed_tokens is not None, "groups of ranks have all layers"
+        x = self.embed_tokens(torch.empty(0, dtype=torch.int64, device=self.embed_tokens.weight.device))
+        for layer in self.layers:
+            cast(HybridLayer, layer).mlp(x)
 
     def pack(self, mode: Mode | None = None) -> None:
         """Lay all weights of the layers out for this process's operators; see `Linear.pack`."""

@@ -14,11 +14,12 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.engine.build import EngineInfo, build_runner, build_scheduler
+from vlmserve.engine.build import EngineInfo, build_engine_scheduler, build_runner
+from vlmserve.engine.lockstep import EngineScheduler
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve.messages import SchedulerOutput
-from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.rounds import RoundWorker
 from vlmserve.scheduler.step import ModelWorker
 from vlmserve.tokenizer.stage import StageLimits, TokenizerStage, make_tokenizer_stage
 from vlmserve_common.errors import EngineError, RankLostError
@@ -35,7 +36,7 @@ class OfflineEngine:
     args: EngineArgs
     runner: ModelRunner
     info: EngineInfo
-    scheduler: Scheduler
+    scheduler: EngineScheduler
     stage: TokenizerStage
     stack: ExitStack
     ranks: Ranks | None = None
@@ -49,7 +50,7 @@ def build_offline_engine(
     Raises CheckpointError, EngineError or SettingsError.
     """
     check_engine_args(args)
-    if args.dp_size > 1:
+    if args.num_replicas > 1:
         raise EngineError(
             f"{flag('dp_size')} is {args.dp_size}: only a server has several replicas; start `vlmserve serve` with it "
             "and send it requests, or make one engine on each device"
@@ -61,7 +62,7 @@ def build_offline_engine(
         processes = args.num_encoders + args.media_processes
         shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
         start = None if shared is None else StartSettings(shared_dir=shared.path, log_level=log_level)
-        scheduler = build_scheduler(args, runner, info, send, start=start, worker=worker)
+        scheduler = build_engine_scheduler(args, runner, info, send, start=start, worker=worker)
         stack.callback(scheduler.close)
         stage = make_tokenizer_stage(
             args, limits, max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, start=start
@@ -79,14 +80,13 @@ def build_offline_engine(
 
 def _runner(
     args: EngineArgs, stack: ExitStack, log_level: str
-) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | None, Ranks | None]:
+) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | RoundWorker | None, Ranks | None]:
     """This process's part of the model, and what computes steps where others have theirs. stack: ends these."""
     if args.world_size == 1:
         return args, *build_runner(args), None, None
     # only who has such processes needs what they talk with
     from vlmserve.engine.rank_process import RankProcesses
-    from vlmserve.engine.ranks import LAST_WORDS_S, join_ranks, meeting_place, rank_args
-    from vlmserve.executor.ranks.leader import LeadingWorker
+    from vlmserve.engine.ranks import LAST_WORDS_S, join_ranks, leading_worker, meeting_place, rank_args
 
     own = rank_args(args, 0)
     folder = stack.enter_context(PrivateDirectory(socket_base())).path
@@ -103,4 +103,4 @@ def _runner(
         processes.check(LAST_WORDS_S)
         raise
     processes.wait_ready()
-    return own, runner, info, LeadingWorker(runner, ranks, partial(processes.who_died, LAST_WORDS_S)), ranks
+    return own, runner, info, leading_worker(runner, ranks, partial(processes.who_died, LAST_WORDS_S)), ranks

@@ -253,7 +253,7 @@ class LLM(AbstractContextManager["LLM"]):
                     choices.append([message.rid for message in messages])
                     for message in messages:
                         # only so many wait at a time, pictures and all
-                        while len(self._scheduler.waiting_queue) >= self._max_waiting:
+                        while self._scheduler.num_waiting >= self._max_waiting:
                             self._scheduler.step_or_wait()
                         reports[message.rid], warnings[message.rid] = media, said
                         self._answers[message.rid] = None

@@ -20,7 +20,7 @@ from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.quantized import Scheme
-from vlmserve_common.compute.shard import ExpertSharing, Shard
+from vlmserve_common.compute.shard import AttentionGroup, ExpertSharing, Shard
 from vlmserve_common.compute.stage import Stage as PipelineStage
 from vlmserve_common.errors import EngineError
 
@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def attention_tp(self) -> int:
-        """Ranks that share attention and all that is no expert."""
+        """Ranks that share attention."""
         return self.tp // self.dp if self.dp_attention else self.tp
 
     @property
@@ -133,9 +133,10 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
     meta = torch.device("meta")
     whole = make_model(hf_config, config, meta, dtype or config.dtype)
     outline = whole
-    if layout.attention_tp > 1:
-        sharing = ExpertSharing(ep_size=math.gcd(layout.ep, layout.attention_tp))
-        own = replace(config, shard=Shard(0, layout.attention_tp, experts=sharing))
+    if layout.tp > 1:
+        group = AttentionGroup(size=layout.attention_tp) if layout.dp_attention else None
+        shard = Shard(0, layout.tp, experts=ExpertSharing(ep_size=layout.ep, a2a="none"), group=group)
+        own = replace(config, shard=shard)
         outline = make_model(hf_config, own, meta, dtype or config.dtype)
     held = _part_held(scheme, outline.dtype)
     experts = [expert_bytes(layer) // layout.tp for layer in whole.language_model.layers]

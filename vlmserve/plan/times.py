@@ -95,24 +95,24 @@ class Times:
         experts = self._model.config.experts
         used = 0.0 if experts is None else experts.chosen / experts.count
         products = stage.dense_numbers * step.tokens + stage.expert_numbers * used * step.all_tokens
-        computing = 2 * products / self._rate + (2 * stage.head_numbers * step.rows + step.attention) / self._gpu.flops
+        computing = (
+            2 * products / self._rate
+            + (2 * stage.head_numbers * step.rows * self._layout.groups + step.attention) / self._gpu.flops
+        )
         return max(step.read / self._gpu.bandwidth, computing)
 
     def _exchange(self, stage: Stage, step: _Step) -> float:
-        """Two sums a layer over all that share it, one of embeddings, and the logits for the first of them. Experts
-        that groups share get the tokens of all (an all-gather), and these their sums (a reduce-scatter)."""
+        """Two sums a layer over all that share it, one of embeddings, and the logits for the first of them. What groups
+        share, all but attention, gets the tokens of all (an all-gather), and these their sums (a reduce-scatter)."""
         if not self._gpu.link:
             return 0.0
         layout, config = self._layout, self._model.config
         row = config.hidden_size * self._model.outline.dtype.itemsize
-        sparse = 0
-        if config.experts is not None and layout.dp_attention:
-            sparse = sum(stage.first <= layer < stage.last for layer in config.experts.sparse_layers)
-        sums = 2 * (stage.last - stage.first) - sparse + (stage.first == 0)
-        moved = sums * _all_reduce(layout.attention_tp) * step.tokens * row
-        moved += sparse * _all_reduce(layout.tp) * step.all_tokens * row
+        layers = stage.last - stage.first
+        moved = layers * _all_reduce(layout.attention_tp) * step.tokens * row
+        moved += (layers + (stage.first == 0)) * _all_reduce(layout.tp) * step.all_tokens * row
         if stage.head_numbers:
-            moved += (1 - 1 / layout.attention_tp) * step.rows * config.vocab_size * 4
+            moved += (1 - 1 / layout.tp) * step.rows * layout.groups * config.vocab_size * 4
         if stage.first:
             moved += step.tokens * row
         return moved / self._gpu.link

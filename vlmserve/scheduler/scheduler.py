@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -63,12 +64,22 @@ _OUTPUT_COST = 2.0
 """What a generated token counts in a flow's turns, where a prompt token counts 1 (as in the paper; see there)."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """What the first half of a turn did: whether it launched a step, and whether anything else changed."""
+
+    step: bool
+    other: bool
+
+
 class Scheduler:
     """Owns every request from arrival to its last token. Single-threaded: call `handle` and `step` in turn.
 
     max_req_len: tokens of prompt and answer of one request together, at most. device: where steps and slices of
     encoding are computed, and how many are in flight. drafter: guesses tokens of those who decode. expert_stats:
     how evenly experts are spread.
+
+    urgent: a key of the encoder's that nobody gets on without, if there is one.
     """
 
     def __init__(
@@ -136,7 +147,7 @@ class Scheduler:
         self._steps = 0
         self._decode_is_due = False
         self._slice_is_due = False
-        self._urgent: bytes | None = None
+        self.urgent: bytes | None = None
         self._prompt_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
 
@@ -214,7 +225,16 @@ class Scheduler:
 
         encoder_is_shared: others hold embeddings, too, so that those held say nothing of requests.
         """
-        encoded = self._advance_encoder()
+        encoded = self.encoder.advance(urgent=self.urgent)
+        launched = self.launch(encoded=encoded, failures=self.encoder.take_failures())
+        return self.finish(launched, encoder_is_shared=encoder_is_shared)
+
+    def launch(self, *, encoded: bool, failures: dict[bytes, str], may_encode: bool = True) -> Launched:
+        """The first half of a turn, which waits for nothing. encoded, failures: what the encoder's `advance` and
+        `take_failures` said. may_encode: whether a slice of encoding may be launched."""
+        if encoded:
+            self.meter.encoder_moved()
+        encoded = self._fail_unencodable(failures) or encoded
         self.sessions.expire()
         self.intake.take_fetched()
         for req, failure in self.intake.take_grammars():
@@ -222,12 +242,16 @@ class Scheduler:
         self.waiting_queue.unblock(may_be_tried)
         batch = self.get_next_batch_to_run()
         if batch is not None:
-            self._urgent = None
+            self.urgent = None
             self._in_flight.append(self.run_batch(batch))
-        sliced = self._encode_slice(batch)
-        if self._in_flight and (batch is None or len(self._steps_in_flight) >= self._depth):
+        sliced = self._encode_slice(batch, may_encode=may_encode)
+        return Launched(step=batch is not None, other=encoded or sliced)
+
+    def finish(self, launched: Launched, *, encoder_is_shared: bool = False) -> bool:
+        """The second half: take the oldest step, if it is time. Arguments and result: those of `step`."""
+        if self._in_flight and (not launched.step or len(self._steps_in_flight) >= self._depth):
             self._take_oldest()
-        elif batch is None and not encoded and not sliced:
+        elif not launched.step and not launched.other:
             return self._nothing_to_do(encoder_is_shared)
         return True
 
@@ -273,7 +297,7 @@ class Scheduler:
     def _nothing_to_do(self, encoder_is_shared: bool) -> bool:
         if not self.is_idle():
             return self._resolve_stall()
-        self._urgent = None
+        self.urgent = None
         self._ratio.reset()
         if self._args.check_pools_when_idle:
             self.check_pools(encoder_is_shared=encoder_is_shared)
@@ -290,6 +314,11 @@ class Scheduler:
         if not self.step() and not self.is_idle():
             wait(self.wait_handles())
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not computed yet."""
+        return len(self.waiting_queue)
+
     def is_idle(self) -> bool:
         """Whether no request is waiting, being computed or decoding, and no step in flight."""
         return not self._reqs and not self._in_flight
@@ -298,6 +327,14 @@ class Scheduler:
         """Take what is in flight, and launch nothing."""
         while self._in_flight:
             self._take_oldest()
+
+    def behind_all_media(self) -> int:
+        """An order for the encoder behind that of all requests so far."""
+        return self.intake.encoder_order.behind_all()
+
+    def close_kv(self, timeout_s: float) -> int:
+        """See `KVCacheManager.close`."""
+        return self.kv.close(timeout_s)
 
     def close(self) -> None:
         """End the device's thread, the encoder's workers, and the disk's."""
@@ -411,35 +448,27 @@ class Scheduler:
     def _resolve_stall(self) -> bool:
         """When no request can be computed: the encoder is to wait for, or requests block each other. Whether another
         step may get on."""
-        tried, self._urgent = self._urgent, None
+        tried, self.urgent = self.urgent, None
         if self.encoder.working or self.intake.is_fetching:
             return False
         # With nothing running, the first in line lacks either embeddings, for which there is no room, or KV slots.
         in_progress = self.waiting_queue.in_progress
         first = in_progress[0] if in_progress else self.waiting_queue.first()
-        self._urgent = first.media.first_unready()
-        if self._urgent is None and in_progress:
+        self.urgent = first.media.first_unready()
+        if self.urgent is None and in_progress:
             self._retract(in_progress[-1])
-        elif self._urgent is None or tried is not None:
+        elif self.urgent is None or tried is not None:
             raise EngineError(f"{len(self.waiting_queue)} requests wait, and none can be computed")
         return True
 
     # ------------------------------------------------------------ the encoder
 
-    def _advance_encoder(self) -> bool:
-        """Take what has been encoded, and start what there is room for; whether anything changed."""
-        changed = self.encoder.advance(urgent=self._urgent)
-        if changed:
-            self.meter.encoder_moved()
-        failures = self.encoder.take_failures()
-        return self._fail_unencodable(failures) or changed
-
-    def _encode_slice(self, batch: ScheduleBatch | None) -> bool:
+    def _encode_slice(self, batch: ScheduleBatch | None, *, may_encode: bool) -> bool:
         """Launch a slice of encoding where it is done in this process, but for beside a step of prompts and decoding:
         then it is due after the next one."""
         decoding = len(self.running_batch) > 0
         self._slice_is_due = False
-        if not self.encoder.has_work:
+        if not may_encode or not self.encoder.has_work:
             return False
         if batch is not None and batch.prompt_tokens and decoding:
             self._slice_is_due = True

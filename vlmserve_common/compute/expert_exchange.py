@@ -26,8 +26,16 @@ Compute: TypeAlias = Callable[[torch.Tensor, Choice], torch.Tensor]
 
 
 class Exchange(Protocol):
-    """x [N, size] and the choice of each token, both the same at all processes -> the sum of its experts [N, size] at
-    all of them. beside: this process's part of another sum [N, size], to be added; may be overwritten."""
+    """x [N, size] and the choice of each token -> the sum of its experts [n, size], of the n tokens that this process
+    has: all N where all have the same. beside: this process's part of another sum [N, size], to be added; may be
+    overwritten.
+
+    tokens: what x is, and a choice is made for, of what this process has. all_tokens: N tokens, of these two.
+    """
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor: ...
 
     def __call__(
         self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
@@ -100,13 +108,18 @@ class Replicated:
 
     def __init__(self, slots: Slots, shard: Shard) -> None:
         self._slots, self._shard = slots, shard
+        self.tokens = shard.all_tokens
+
+    def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+        """See `Exchange`."""
+        return routed
 
     def __call__(
         self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `Exchange`."""
         ids, scores = choice
-        self._slots.note(ids)
+        self._slots.note(self._shard.own_tokens(ids))
         out = compute(x, (self._slots.here(self._slots.of(ids)), scores))
         return self._shard.all_reduce(out if beside is None else out.add_(beside))
 
@@ -117,20 +130,33 @@ class Dispatched:
     def __init__(self, slots: Slots, shard: Shard) -> None:
         assert shard.collectives is not None
         self._slots, self._shard, self._together = slots, shard, shard.collectives
+        self._same = shard.attention  # those who have the same tokens
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Exchange`."""
+        return x
+
+    def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+        """See `Exchange`."""
+        return self._shard.all_tokens(x)
 
     def __call__(
         self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Exchange`. Each process takes a stretch of the tokens; the last ones may have fewer, or none."""
+        """See `Exchange`. Each of the processes that have the same tokens takes a stretch of these; the last ones may
+        have fewer, or none."""
         ids, scores = choice
         self._slots.note(ids)
-        rows = -(-len(x) // self._shard.size)
-        own = slice(min(len(x), self._shard.rank * rows), min(len(x), (self._shard.rank + 1) * rows))
+        same = self._same
+        rows = -(-len(x) // same.size)
+        own = slice(min(len(x), same.rank * rows), min(len(x), (same.rank + 1) * rows))
         slots = self._slots.of(ids[own], own.start)
         made = dispatch(x[own], (slots, scores[own]), compute, self._slots, self._shard.size, self._together)
-        padded = x.new_zeros((rows, x.shape[1]))
-        padded[: len(made)] = made
-        out = self._together.all_gather(padded)[: len(x)]
+        out = made
+        if same.collectives is not None and rows:
+            padded = x.new_zeros((rows, x.shape[1]))
+            padded[: len(made)] = made
+            out = same.collectives.all_gather(padded)[: len(x)]
         return out if beside is None else out.add_(self._shard.all_reduce(beside))
 
 
@@ -165,8 +191,11 @@ def dispatch(
 
 
 def moves_less_dispatched(chosen: int, shard: Shard) -> bool:
-    """Whether tokens that choose evenly reach less than half of the ranks; see the module docstring."""
+    """Whether tokens that choose evenly reach less than half of the ranks; see the module docstring. Where processes
+    have tokens of their own, rows have to get to where others are in any case."""
     parties = shard.experts.ep_size
+    if shard.group is not None:
+        return parties > 1
     reached = parties * (1 - (1 - 1 / parties) ** chosen)
     return reached < parties / 2
 

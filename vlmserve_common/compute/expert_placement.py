@@ -114,5 +114,6 @@ def loads_of(slots: Sequence[Slots], shard: Shard) -> list[list[int]]:
     if known is None:
         return [[0] * one.count for one in slots]
     stacked = torch.stack([torch.zeros_like(known) if one is None else one for one in counts])
-    found: list[list[int]] = shard.all_reduce(stacked).tolist()
+    assert shard.collectives is not None
+    found: list[list[int]] = shard.collectives.all_reduce(stacked).tolist()
     return found

@@ -263,11 +263,15 @@ class SparseMLP(nn.Module):
         self.slots = None if shard.is_whole else Slots(num_experts, shard)
         self._exchange = None if self.slots is None else make_exchange(self.slots, shard, chosen)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, beside: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x [N, size] -> [N, size], added to `residual`. beside: this process's part of a sum [N, size] that is to be
-        added; may be overwritten."""
+    def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor | None:
+        """This process's part of a sum [N, size] that is to be added, of all tokens; None: there is none. x: what the
+        MLP is given; routed: what is routed of it, or from elsewhere."""
+        return None
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [N, size] -> [N, size], added to `residual`."""
+        routed = x if self._exchange is None else self._exchange.tokens(x)
+        beside, x = self.beside(x, routed), routed
         choice = self.gate.choose(x)
         if self._exchange is None:
             out = self.experts(x, choice, residual if beside is None else beside, self.gate.workspace)

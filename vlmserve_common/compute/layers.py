@@ -89,7 +89,7 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [N] -> [N, size]."""
-        own = ids - self.cut.start
+        own = self._shard.all_tokens(ids) - self.cut.start
         elsewhere = (own < 0) | (own >= self.cut.size)
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
         return self._shard.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
@@ -105,7 +105,8 @@ class VocabEmbedding(nn.Module):
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020). shard: this process's part of the inner elements; summed: see
-    `compute.linear.RowLinear`. what: the name of intermediate_size, for errors."""
+    `compute.linear.RowLinear`; where it is not, x is of all tokens already. what: the name of intermediate_size, for
+    errors."""
 
     def __init__(
         self,
@@ -124,7 +125,8 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedLinear(size, {"gate_proj": part, "up_proj": part}, bias=bias, gated=True)
         self.down_proj = row_linear(intermediate_size, size, bias=bias, shard=shard, what=what, summed=summed)
         self.act = act
+        self._shard = shard if summed else WHOLE
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [N, size] -> [N, size], added to `residual`."""
-        return self.down_proj(self.gate_up_proj(x, self.act), residual=residual)
+        return self.down_proj(self.gate_up_proj(self._shard.all_tokens(x), self.act), residual=residual)

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import torch
 
 from vlmserve_common.compute.stage import ALL_LAYERS, Stage
+from vlmserve_common.compute.token_exchange import TokenExchange
 from vlmserve_common.errors import EngineError
 
 
@@ -30,6 +31,10 @@ class Collectives(Protocol):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, ...] of everybody, who all have as many rows, in order: [size * n, ...]; x is contiguous."""
+        ...
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """x [size * n, ...] -> this process's n rows, in order, of the sum over all; x is contiguous."""
         ...
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
@@ -109,16 +114,41 @@ class ExpertSharing:
     counted: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionGroup:
+    """Of processes that have the same tokens, where others of the model have others: member number `rank` of `size`.
+
+    collectives: of its members; None where it is one. tokens: how those of all groups are exchanged; None for a
+    configuration that is only looked at.
+    """
+
+    rank: int = 0
+    size: int = 1
+    collectives: Collectives | None = None
+    tokens: TokenExchange | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Part number `rank` of `size`, of the layers of `stage`. collectives: how the processes that have the parts talk;
-    None where it is one."""
+    None where it is one. group: where these have tokens of their own (see `compute.token_exchange`); None: all have the
+    same. setting: what made the parts, for errors.
+    """
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = None
     experts: ExpertSharing = ExpertSharing()
     stage: Stage = ALL_LAYERS
+    group: AttentionGroup | None = None
+    setting: str = "--tp-size"
+
+    @property
+    def attention(self) -> Shard:
+        """The part of attention that this process has: of the heads of those who have the same tokens."""
+        if self.group is None:
+            return self
+        return Shard(self.group.rank, self.group.size, self.group.collectives, setting="--tp-size / --dp-size")
 
     @property
     def is_whole(self) -> bool:
@@ -143,7 +173,7 @@ class Shard:
     def part(self, count: int, what: str) -> int:
         """How many of `count` each has. EngineError if they cannot be shared evenly. what: their name, for errors."""
         if count % self.size:
-            raise EngineError(f"--tp-size is {self.size}: {what} is {count}, which it does not divide")
+            raise EngineError(f"{self.setting} is {self.size}: {what} is {count}, which it does not divide")
         return count // self.size
 
     def cut(self, count: int, what: str, *, dim: int = 0) -> Cut:
@@ -177,8 +207,19 @@ class Shard:
         start = self.rank * rows
         return Cut(0, start, min(rows, count - start), count), rows
 
+    def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, ...] of the tokens that this process has -> of those that it computes its part for."""
+        return x if self.group is None or self.group.tokens is None else self.group.tokens.gather(x)
+
+    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, ...] of all tokens -> of those that this process has."""
+        return x if self.group is None or self.group.tokens is None else self.group.tokens.own(x)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives`; x itself where this process has all."""
+        """x [N, ...], this process's part of a sum over all, of all tokens -> the sum, of its own tokens. In x's memory
+        where all have the same tokens; x itself where this process has everything."""
+        if self.group is not None and self.group.tokens is not None:
+            return self.group.tokens.scatter(x)
         return x if self.collectives is None else self.collectives.all_reduce(x)
 
 

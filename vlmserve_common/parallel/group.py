@@ -98,6 +98,14 @@ class ProcessGroup:
             self._group._allgather_base(out, x).wait()
         return out
 
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`."""
+        self._count("reduce_scatter", x)
+        out = x.new_empty((len(x) // self.size, *x.shape[1:]))
+        with self._lost("adding up"):
+            self._group._reduce_scatter_base(out, x).wait()
+        return out
+
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """See `Collectives`."""
         self._count("all_to_all", x)

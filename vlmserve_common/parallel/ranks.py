@@ -43,6 +43,7 @@ class Ranks:
         # on one machine whoever starts them looks after them
         self.presence = None if place.is_file else Presence(place, self._store, rank)
         self._groups: list[ProcessGroup] = []
+        self._more: list[ProcessGroup] = []
         width = place.size // stages
         stage, within = divmod(rank, width)
         # in an order in which nobody waits for who waits for him: from the first stage on
@@ -65,9 +66,15 @@ class Ranks:
     def share_memory(self) -> None:
         """Exchange through memory that all have, from now on, where they compute on one machine's CPU. To be called by
         all, once the operators are there."""
-        for group in (self.group, self._told):
+        for group in (self.group, self._told, *self._more):
             if group is not None:
                 group.share_memory()
+
+    def make_group(self, name: str, rank: int, size: int) -> ProcessGroup:
+        """Some of the ranks, of which this is number `rank`; all of them call it."""
+        group = self._make(name, rank, size)
+        self._more.append(group)
+        return group
 
     def smallest(self, number: int) -> int:
         """The smallest of everybody's numbers."""

@@ -14,6 +14,7 @@ from tests.vlmserve.scheduler import fake_worker as fake
 from tests.vlmserve.scheduler.fake_grammars import BAD, ENDS, LENGTH, FakeGrammars, spec
 from tests.vlmserve.scheduler.lazy_queue import LazyQueue
 from tests.vlmserve.scheduler.prompts import Foresight, expected, request
+from vision.encoder_pool import EncoderPool
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
@@ -27,6 +28,7 @@ from vlmserve.messages import AbortReq
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
+from vlmserve.scheduler.rounds import Lane
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sessions import Sessions
 from vlmserve_common.errors import EngineError
@@ -55,8 +57,17 @@ class Knobs:
     disk: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What schedulers that compute together have in common; lane: one's own."""
+
+    backend: FakeBackend
+    pool: EncoderPool
+    lane: Lane
+
+
 class Rig:
-    def __init__(self, knobs: Knobs, *, has_grammars: bool = True) -> None:
+    def __init__(self, knobs: Knobs, *, has_grammars: bool = True, shared: Shared | None = None) -> None:
         allocator = TokenToKVPoolAllocator(knobs.pool, knobs.page)
         if knobs.host_pages and knobs.radix:
             cache = HiRadixCache(allocator, TokenToKVPoolAllocator(knobs.host_pages * knobs.page, knobs.page))
@@ -66,9 +77,13 @@ class Rig:
         req_pool = ReqPoolAllocator(knobs.rows, max_req_len + knobs.page)
         self.kv = KVCacheManager(allocator, cache, req_pool)
         self.worker = fake.FakeWorker(knobs.pool + knobs.page, knobs.rows, max_req_len + knobs.page)
-        self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
         self.disk = FakeDisk() if knobs.disk else None
-        self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows, disk=self.disk)
+        if shared is None:
+            self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
+            self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows, disk=self.disk)
+        else:
+            self.backend, self.pool = shared.backend, shared.pool
+        queue = LazyQueue(knobs.depth) if knobs.depth > 1 else InlineQueue()
         self.now = 0.0
         self.messages = {}
         self.tokens = defaultdict(list)
@@ -91,9 +106,9 @@ class Rig:
             max_req_len=max_req_len,
             eos_token_ids=frozenset({fake.VOCAB + 1}),
             kv=self.kv,
-            worker=self.worker,
+            worker=self.worker if shared is None else shared.lane.worker,
             encoder=self.pool,
-            device=LazyQueue(knobs.depth) if knobs.depth > 1 else InlineQueue(),
+            device=queue if shared is None else shared.lane,
             policy=make_policy(knobs.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(knobs.conservativeness),
             media_keys=MediaKeyTable(),

@@ -1,0 +1,155 @@
+"""Groups that have tokens of their own, brought together and taken apart again, by processes that are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmserve_common.compute.shard import AttentionGroup, Shard
+from vlmserve_common.compute.token_exchange import TokenExchange, TokenLayout, layout_of, rows_moved
+
+WIDTH = 3
+
+
+class Together:
+    """Collectives of threads. moved: rows that each sends, by algorithms that send no more than they must."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._given: list[torch.Tensor] = [torch.empty(0)] * size
+        self.moved = 0.0
+
+    def of(self, rank: int) -> Member:
+        return Member(self, rank)
+
+    def exchange(self, rank: int, x: torch.Tensor, moved: float) -> list[torch.Tensor]:
+        self._given[rank] = x.clone()
+        if rank == 0:
+            self.moved += moved
+        self._barrier.wait()
+        found = list(self._given)
+        assert len({part.shape for part in found}) == 1, "all must exchange as much"
+        self._barrier.wait()
+        return found
+
+
+class Member:
+    def __init__(self, group: Together, rank: int) -> None:
+        self._group, self._rank, self._size = group, rank, group.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        each = (self._size - 1) / self._size
+        return torch.stack(self._group.exchange(self._rank, x, 2 * each * len(x))).sum(0).to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._group.exchange(self._rank, x, (self._size - 1) * len(x)))
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._group.exchange(self._rank, x, (self._size - 1) / self._size * len(x))
+        return torch.stack(parts).sum(0).chunk(self._size)[self._rank]
+
+
+class World:
+    """All processes of some groups. rows moved: by the first one."""
+
+    def __init__(self, groups: int, members: int) -> None:
+        self.groups, self.members = groups, members
+        self._everybody = Together(groups * members)
+        self._peers = [Together(groups) for _ in range(members)]
+        self._own = [Together(members) for _ in range(groups)]
+
+    def shard(self, rank: int) -> Shard:
+        group, member = divmod(rank, self.members)
+        own = self._own[group].of(member) if self.members > 1 else None
+        everybody = self._everybody.of(rank)
+        tokens = TokenExchange(
+            group,
+            self.groups,
+            peers=self._peers[member].of(group),
+            members=own,
+            num_members=self.members,
+            everybody=everybody,
+        )
+        attention = AttentionGroup(rank=member, size=self.members, collectives=own, tokens=tokens)
+        return Shard(rank, self.groups * self.members, everybody, group=attention)
+
+    @property
+    def moved(self) -> float:
+        return self._everybody.moved + self._peers[0].moved + self._own[0].moved
+
+    def run(self, work) -> list:
+        size = self.groups * self.members
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(work, range(size)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    members=st.integers(1, 2),
+    sizes=st.lists(st.integers(0, 9), min_size=2, max_size=4).filter(any),
+    seed=st.integers(0, 99),
+)
+def test_a_shared_mlp_of_all_tokens_is_that_of_each_group_alone(members: int, sizes: list[int], seed: int):
+    """Each process has some columns of a product, as an MLP's part: its own tokens' sums come back, and no more is
+    moved than is said."""
+    world, size = World(len(sizes), members), len(sizes) * members
+    made = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(-9, 9, (count, WIDTH), generator=made).double() for count in sizes]
+    weights = torch.randint(-9, 9, (size, WIDTH, WIDTH), generator=made).double()
+
+    def work(rank: int) -> torch.Tensor:
+        shard = world.shard(rank)
+        assert shard.group is not None
+        assert shard.group.tokens is not None
+        with shard.group.tokens.among(sizes):
+            together = shard.all_tokens(tokens[rank // members])
+            return shard.all_reduce(together @ weights[rank])
+
+    for rank, found in enumerate(world.run(work)):
+        assert torch.equal(found, tokens[rank // members] @ weights.sum(0))
+    assert world.moved == pytest.approx(rows_moved(layout_of(sizes, members), members))
+
+
+@given(members=st.integers(1, 8), sizes=st.lists(st.integers(0, 5000), min_size=2, max_size=16).filter(any))
+def test_the_layout_is_the_one_that_moves_less(members: int, sizes: list[int]):
+    chosen = layout_of(sizes, members)
+    other = TokenLayout(tuple(sizes), not chosen.padded)
+    assert rows_moved(chosen, members) <= rows_moved(other, members)
+    spans = [chosen.of_group(group) for group in range(len(sizes))]
+    assert [span.stop - span.start for span in spans] == sizes
+    covered = Counter(row for span in spans for row in range(span.start, span.stop)) if sum(sizes) < 500 else {}
+    assert all(count == 1 for count in covered.values())
+    assert all(span.stop <= chosen.rows for span in spans)
+
+
+def test_alike_groups_are_padded_and_one_alone_is_not():
+    assert layout_of([8, 8, 8, 8]).padded
+    assert layout_of([7, 8, 6, 8]).padded
+    assert not layout_of([8, 0, 0, 0]).padded
+    assert layout_of([8, 0, 0, 0]).rows == 8
+    assert not layout_of([8, 0]).padded, "both move as much, and 8 rows are fewer than 16"
+    assert rows_moved(TokenLayout((8, 8, 8, 8), True), 1) == 2 * 3 * 8
+    assert rows_moved(TokenLayout((8, 0, 0, 0), False), 1) == 2 * 2 * 3 / 4 * 8
+
+
+def test_without_a_word_all_groups_have_as_many():
+    world = World(3, 1)
+
+    def work(rank: int) -> torch.Tensor:
+        shard = world.shard(rank)
+        return shard.all_reduce(shard.all_tokens(torch.full((2, 1), float(rank))))
+
+    assert [found.tolist() for found in world.run(work)] == [[[3.0 * rank]] * 2 for rank in range(3)]
+
+
+def test_attention_is_cut_among_those_who_have_the_same_tokens():
+    world = World(2, 2)
+    assert [world.shard(rank).attention.cut(8, "heads").start for rank in range(4)] == [0, 4, 0, 4]
+    assert World(2, 1).shard(1).attention.is_whole
