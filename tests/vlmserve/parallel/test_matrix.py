@@ -24,6 +24,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tp 2 x pp 2": ({"tp_size": 2, "pp_size": 2}, EVERY),
     "ep 2, sums": ({"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "none"}, SPARSE),
     "ep 2, rows": ({"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "torch"}, SPARSE),
+    "groups with attention of their own": ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, EVERY),
     "ep 2 x pp 2": ({"tp_size": 2, "pp_size": 2, "ep_size": 2, "moe_a2a_backend": "torch"}, SPARSE),
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
