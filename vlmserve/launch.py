@@ -142,8 +142,9 @@ def launch_server(
             children = [child for own in engines for child in start_children(mains, settings.engine, own, start, stack)]
             for child in children:  # all at once, for each may have something to finish
                 stack.callback(child.process.tell_to_stop)
-            # an encoder process that is not ready in time is what its starter has to tell, rather than the scheduler
-            grace_s = LAST_WORDS_S if settings.engine.num_encoders else 0.0
+            # an encoder process, or a rank, that does not come is what those who wait for it have to tell
+            args = settings.engine
+            grace_s = LAST_WORDS_S if args.num_encoders or args.world_size > 1 else 0.0
             reports = wait_until_ready([child.process for child in children], start, grace_s=grace_s)
             serving = _Serving(
                 settings=settings,

@@ -13,7 +13,7 @@ from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import ChildMain, wait_until_ready
+from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, wait_until_ready
 from vlmserve.ipc.ready import Ready
 from vlmserve.launch_children import make_directories, prepare_children, start_children
 from vlmserve_common.logs import configure_logging
@@ -46,7 +46,7 @@ def serve_node(settings: ServerSettings) -> int:
             prepare_children()
             started = start_children(rank_mains(args), args, channels, start, stack)
             children = [child.process for child in started]
-            wait_until_ready(children, start)
+            wait_until_ready(children, start, grace_s=LAST_WORDS_S)
             logger.info("ready: ranks %s work for %s", ", ".join(map(str, args.own_ranks)), args.dist_init_addr)
             ended = wait([child.sentinel for child in children])
             died = next(child for child in children if child.sentinel in ended)

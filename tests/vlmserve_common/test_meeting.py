@@ -96,8 +96,16 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_an_address_where_nobody_listens_is_named():
-    with pytest.raises(EngineError, match=r"rank 1 of 2 found nobody there in 0.5 s"):
-        meet(place(f"127.0.0.1:{free_port()}", seconds=0.5), 1, {})
+    with pytest.raises(EngineError, match=r"rank 1 of 2 found nobody there in 0.2 s .*refused"):
+        meet(place(f"127.0.0.1:{free_port()}", seconds=0.2), 1, {})
+
+
+def test_where_nobody_listens_a_rank_looks_whether_waiting_is_hopeless():
+    def look():
+        raise EngineError("rank 0 cannot read the checkpoint")
+
+    with pytest.raises(EngineError, match="cannot read the checkpoint"):
+        meet(place(f"127.0.0.1:{free_port()}"), 1, {}, look)
 
 
 @pytest.mark.parametrize("address", ["somewhere", "host:0", "host:70000", ":1", "host:x"])

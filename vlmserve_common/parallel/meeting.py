@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def meet(
 
     EngineError if somebody does not come in time, differs, or the address cannot be used.
     """
-    store = _open(place, rank)
+    store = _open(place, rank, look)
     try:
         store.set(_key(rank), json.dumps(dict(about)))
         if rank:
@@ -74,10 +75,12 @@ def meet(
     return store
 
 
-def _open(place: MeetingPlace, rank: int) -> dist.Store:
+def _open(place: MeetingPlace, rank: int, look: Callable[[], object]) -> dist.Store:
     if place.is_file:
         return dist.FileStore(place.address, place.size)
     host, port = split_address(place.address)
+    if rank:
+        _await_listener(place, rank, look)
     left = max(0.1, place.ready_by - time.monotonic())
     try:
         return dist.TCPStore(
@@ -89,10 +92,27 @@ def _open(place: MeetingPlace, rank: int) -> dist.Store:
             wait_for_workers=False,
         )
     except RuntimeError as error:
-        what = "cannot listen there" if rank == 0 else f"found nobody there in {place.timeout_s:g} s"
+        what = "cannot listen there" if rank == 0 else "cannot work with who is there"
         raise EngineError(
             f"--dist-init-addr is {place.address}: rank {rank} of {place.size} {what}: {_first_line(error)}"
         ) from error
+
+
+def _await_listener(place: MeetingPlace, rank: int, look: Callable[[], object]) -> None:
+    """torch's store could wait, too, but it writes its stack when nobody comes."""
+    while True:
+        try:
+            left = max(0.1, place.ready_by - time.monotonic())
+            socket.create_connection(split_address(place.address), timeout=left).close()
+            return
+        except OSError as error:
+            look()
+            if time.monotonic() > place.ready_by:
+                raise EngineError(
+                    f"--dist-init-addr is {place.address}: rank {rank} of {place.size} found nobody there in "
+                    f"{place.timeout_s:g} s ({error}); --startup-timeout-s allows more"
+                ) from error
+            time.sleep(_LOOK_S)
 
 
 def _compare(store: dist.Store, place: MeetingPlace, about: Mapping[str, str], look: Callable[[], object]) -> str:

@@ -19,7 +19,7 @@ from vlmserve_common.checkpoint.reader import CheckpointReader
 from vlmserve_common.checkpoint.weights import match_weights
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.expert_part import part_of_experts
-from vlmserve_common.compute.experts import Experts, choose_layouts
+from vlmserve_common.compute.experts import ExpertLayout, Experts, choose_layouts
 from vlmserve_common.compute.shard import ExpertSharing, Shard
 from vlmserve_common.errors import CheckpointError
 
@@ -29,9 +29,12 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(scope="module", params=["inputs_first", "outputs_first", "each"])
 def folders(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint whose experts have 8 bits, and the same dequantised."""
-    base = tmp_path_factory.mktemp(request.param)
-    plain = make_checkpoint(MOE, base / "a", experts=request.param)
+    return make_fp8_experts(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def make_fp8_experts(base: Path, experts: ExpertLayout) -> tuple[Path, Path]:
+    """A checkpoint whose experts have 8 bits, and the same dequantised: base/a, base/b."""
+    plain = make_checkpoint(MOE, base / "a", experts=experts)
     same = base / "b"
     shutil.copytree(plain, same)
     tensors, wide = load_file(plain / "model.safetensors"), load_file(plain / "model.safetensors")

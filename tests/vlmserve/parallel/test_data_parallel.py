@@ -19,7 +19,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.default_model import copy_default_model
-from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
+from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
 from vlmserve import LLM
 from vlmserve.bench.processes import children_of
@@ -77,8 +77,12 @@ def answer(client: openai.OpenAI, messages: list[dict[str, Any]], **options: Any
 
 def figures(server: ServerProcess, name: str) -> list[float]:
     """Of each replica."""
+    return metric(server, f"replica_{name}")
+
+
+def metric(server: ServerProcess, name: str) -> list[float]:
     families = {family.name: family for family in text_string_to_metric_families(server.get("metrics")[1])}
-    return [sample.value for sample in families[f"vlmserve:replica_{name}"].samples]
+    return [sample.value for sample in families[f"vlmserve:{name}"].samples]
 
 
 def cached(reply: Any) -> int:
@@ -193,27 +197,12 @@ def answers_of(server: ServerProcess) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, HYBRIDS[0]])
-def test_the_same_answers_as_alone(family: str, tmp_path: Path):
-    folder = make_checkpoint(family, tmp_path / family)
-    answers = []
-    for size in ("1", "2"):
-        server = serve(folder, tmp_path / size, "--dp-size", size)
-        try:
-            answers.append(answers_of(server))
-        finally:
-            server.end()
-    for one, other in zip(*answers, strict=True):
-        assert [token for token, _ in one] == [token for token, _ in other]
-        assert [logprob for _, logprob in one] == pytest.approx([logprob for _, logprob in other], abs=1e-4)
-
-
-@pytest.mark.slow
-def test_replicas_of_several_ranks(tmp_path: Path):
+@pytest.mark.parametrize("sizes", ["--tp-size 2", "--pp-size 2"])
+def test_replicas_of_several_ranks(sizes: str, tmp_path: Path):
     """Two of two: each meets in a place of its own."""
     model = make_checkpoint("qwen2_5_vl", tmp_path / "model")
     alone, both = (
-        serve(model, tmp_path / name, *flags.split()) for name, flags in (("a", ""), ("b", "--dp-size 2 --tp-size 2"))
+        serve(model, tmp_path / name, *flags.split()) for name, flags in (("a", ""), ("b", f"--dp-size 2 {sizes}"))
     )
     try:
         ours, theirs = answers_of(both), answers_of(alone)
@@ -224,6 +213,27 @@ def test_replicas_of_several_ranks(tmp_path: Path):
     finally:
         alone.end()
         both.end()
+
+
+@pytest.mark.slow
+def test_what_one_encoded_another_finds_on_disk(model: Path, tmp_path: Path):
+    """And answers the same."""
+    kept = tmp_path / "kept"
+    server = serve(model, tmp_path / "run", "--dp-size", "2", "--embedding-cache-dir", str(kept))
+    try:
+        with server.client() as client:
+            asked = question("What is in this picture?", "shapes.png")
+            first = answer(client, asked, data_parallel_rank=0)
+            deadline = time.monotonic() + PATIENCE_S
+            while not list(kept.rglob("*.safetensors")):  # it is written beside the answer
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            second = answer(client, asked, data_parallel_rank=1)
+        assert first.choices[0].message.content == second.choices[0].message.content
+        assert all(prompt > 0 for prompt in figures(server, "prompt_tokens")), "each has computed one"
+        assert metric(server, "temporal_patches_encoded") == [1]
+    finally:
+        server.end()
 
 
 def test_each_replica_has_its_share_of_a_cpu(monkeypatch: pytest.MonkeyPatch):

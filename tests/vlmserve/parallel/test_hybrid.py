@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,14 @@ from vlmserve_common.errors import EngineError
 
 WORDS = "How many red circles are there on the left side of the blue square? " * 5
 # an end may come at any time, as far as anybody knows
-GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=80)
+GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=50)
 # Prompts go in chunks, and there is not room for all of them to end: some are taken back
 SETTINGS = {
     "num_threads": 1,
     "page_size": 16,
     "chunked_prefill_size": 112,
     "mamba_track_interval": 64,
-    "max_total_tokens": 320,
+    "max_total_tokens": 288,
     "schedule_conservativeness": 0.01,
 }
 
@@ -35,15 +36,15 @@ def test_the_same_answers_as_alone(family: str, tmp_path: Path):
     asked = [
         ask(WORDS, picture(1, 256, 256)),
         ask(WORDS + "Count.", picture(1, 256, 256)),
-        *(ask(WORDS[: 8 + seed]) for seed in range(5)),
+        *(ask(WORDS[: 8 + seed]) for seed in range(3)),
     ]
     answers, states = [], []
     for size in (1, 2):
         with LLM(str(folder), tp_size=size, **SETTINGS) as llm:
             together = llm.chat_batch(asked, GREEDY, num_logprobs=2)
             assert llm.stats().retracted_total
-            again = llm.chat_batch(asked, GREEDY, num_logprobs=2)
-            assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together)
+            again = llm.chat_batch(asked[:2], replace(GREEDY, max_new_tokens=16), num_logprobs=2)
+            assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together[:2])
             answers.append([*together, *again])
             assert llm._scheduler.kv.states.held == 0
             cache = llm._runner.recurrent_cache

@@ -149,7 +149,8 @@ def test_a_server_whose_rank_is_killed_ends_and_says_why(server: ServerProcess):
         time.sleep(0.02)
 
 
-def test_two_nodes_have_a_server_together(tmp_path: Path):
+@pytest.mark.parametrize("stages", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_nodes_have_a_server_together(stages: bool, tmp_path: Path):
     """The second one starts first, and has a checkpoint folder of its own. It ends after the first one."""
     folders = [folder_of("qwen2_vl", tmp_path / str(node)) for node in range(2)]
     with LLM(str(folders[0]), **SETTINGS) as llm:
@@ -157,6 +158,7 @@ def test_two_nodes_have_a_server_together(tmp_path: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         words = ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{probe.getsockname()[1]}"]
+    words += ["--tp-size", "1", "--pp-size", "2"] if stages else []
     nodes = [
         serving(folders[node], tmp_path / f"run{node}", *words, "--node-rank", str(node)) for node in reversed(range(2))
     ][::-1]
