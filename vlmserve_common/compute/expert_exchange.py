@@ -49,6 +49,11 @@ class Slots:
         self.placement: tuple[int, ...] = ()
         self.place(first_placement(count, shard))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are where their numbers say, for good, and nobody counts them."""
+        return not self.counted and self.placement == tuple(range(self.count))
+
     def place(self, placement: tuple[int, ...]) -> None:
         """Experts are there from now on."""
         self.placement = placement

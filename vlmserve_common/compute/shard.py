@@ -15,6 +15,7 @@ import torch
 
 from vlmserve_common.compute.stage import ALL_LAYERS, Stage
 from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels.decoder import Sums
 
 
 class Collectives(Protocol):
@@ -22,6 +23,10 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in x's memory; x is contiguous."""
+        ...
+
+    def in_operators(self) -> Sums | None:
+        """What operators add up by that compute several layers in a call; None where they cannot."""
         ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
