@@ -57,7 +57,15 @@ def measure_pipeline(plan: Plan) -> list[Measure]:
     with ExitStack() as stack:
         pair = _engine(_dense(plan), plan.work, stack, pp_size=2)
         found = _beside_one(plan, _engine(_dense(plan), plan.work, stack), pair)
-    return _gains(found, "a pipeline of two processes over one, with as many requests a micro-batch", target=0.85)
+        exchanged = pair.exchanged()
+    about = "a pipeline of two processes over one, with as many requests a micro-batch"
+    counted = "counted, beside what there has to be: one tensor a step, of a row a token"
+    row = TEXT_SIZES["hidden_size"] * _BYTES
+    return [
+        *_gains(found, about, target=0.85),
+        _exact("tensors sent in a step", exchanged.counts["send"] / exchanged.steps, counted),
+        _exact("bytes sent for a token, over a row", exchanged.bytes["send"] / exchanged.tokens / row, counted),
+    ]
 
 
 def measure_data_parallel(plan: Plan) -> list[Measure]:
@@ -76,7 +84,11 @@ def measure_experts(plan: Plan) -> list[Measure]:
     with ExitStack() as stack:
         sparse = _engine(moe_folder(plan.folder / "moe", plan.moe_layers), work, stack)
         dense = dense_folder(
-            plan.folder / "beside", plan.moe_layers, intermediate_size=wide, num_key_value_heads=kv_heads
+            plan.folder / "beside",
+            plan.moe_layers,
+            intermediate_size=wide,
+            num_key_value_heads=kv_heads,
+            vocab_size=MOE_SIZES["vocab_size"],
         )
         even = _engine(dense, work, stack)
         found = in_rounds({"sparse": sparse.decode_seconds, "dense": even.decode_seconds}, plan.rounds)
