@@ -13,23 +13,26 @@ from vlmserve.bench.interleaved import Spread, ratios
 from vlmserve.bench.measure import Measure
 from vlmserve.bench.parallel_machine import Machine
 from vlmserve.bench.parallel_subject import MOE_SIZES, Engine, Server, Subject, Work, dense_folder, moe_folder
+from vlmserve.bench.quiet import CpuWatch, wait_until_quiet
 from vlmserve.bench.random_checkpoint import TEXT_SIZES
 from vlmserve.config.engine_args import EngineArgs
 
 _BYTES = 2  # of an element in bfloat16
+OTHERS = "cores that others took meanwhile"
 _MACHINE = "what the machine gives two processes of one thread over one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """layers: of the dense model; moe_layers: of the mixture of experts and the dense model beside it. rounds: in which
-    alternatives take turns."""
+    alternatives take turns. wait_s: that each waits for a quiet machine, at the most."""
 
     folder: Path
     layers: int
     moe_layers: int
     rounds: int
     work: Work
+    wait_s: float = 0.0
 
 
 def measure_tensor_parallel(plan: Plan) -> list[Measure]:
@@ -91,7 +94,7 @@ def measure_experts(plan: Plan) -> list[Measure]:
             vocab_size=MOE_SIZES["vocab_size"],
         )
         even = _engine(dense, work, stack)
-        found = in_rounds({"sparse": sparse.decode_seconds, "dense": even.decode_seconds}, plan.rounds)
+        found = in_rounds({"sparse": sparse.decode_seconds, "dense": even.decode_seconds}, plan.rounds, plan.wait_s)
     return [
         Measure(
             name="decode step of one request",
@@ -100,7 +103,8 @@ def measure_experts(plan: Plan) -> list[Measure]:
             bound="at most",
             about=f"128 experts of which a token goes through 8, {plan.moe_layers} layers, beside a dense model with "
             "as many weights for a token",
-        )
+        ),
+        Measure(name=OTHERS, spread=Spread.of(found[OTHERS]), unit="cores", about="in all rounds"),
     ]
 
 
@@ -118,13 +122,20 @@ def parts_here() -> list[str]:
     return [part for part in PARTS if part == "moe" or f"{part}_size" in settings]
 
 
-def in_rounds(alternatives: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each returns, in each round; all once before, to warm up."""
-    found: dict[str, list[float]] = {name: [] for name in alternatives}
+def in_rounds(
+    alternatives: Mapping[str, Callable[[], float]], rounds: int, wait_s: float = 0.0
+) -> dict[str, list[float]]:
+    """What each returns, in each round; all once before, to warm up. OTHERS: cores that others took meanwhile. wait_s:
+    see `Plan`."""
+    found: dict[str, list[float]] = {name: [] for name in (*alternatives, OTHERS)}
     for number in range(rounds + 1):
-        for name, function in alternatives.items():
-            value = function()
-            if number:
+        if number:
+            wait_until_quiet((), wait_s)
+        watch = CpuWatch(())
+        values = {name: function() for name, function in alternatives.items()}
+        values[OTHERS] = watch.cores()[1]
+        if number:
+            for name, value in values.items():
                 found[name].append(value)
     return found
 
@@ -147,7 +158,7 @@ def _beside_one(plan: Plan, alone: Subject, pair: Subject) -> dict[str, list[flo
             "prefill of one": alone.prefill_seconds,
             "prefill of two": pair.prefill_seconds,
         }
-        return in_rounds(alternatives, plan.rounds)
+        return in_rounds(alternatives, plan.rounds, plan.wait_s)
 
 
 def _engine(folder: Path, work: Work, stack: ExitStack, **settings: Any) -> Engine:
@@ -158,7 +169,7 @@ def _engine(folder: Path, work: Work, stack: ExitStack, **settings: Any) -> Engi
 
 
 def _gains(found: dict[str, list[float]], about: str, target: float) -> list[Measure]:
-    measures = []
+    measures = [Measure(name=OTHERS, spread=Spread.of(found[OTHERS]), unit="cores", about="in all rounds")]
     for done, of in (("decode", "reads"), ("prefill", "products")):
         gained = [one / two for one, two in zip(found[f"{done} of one"], found[f"{done} of two"], strict=True)]
         possible = [one / two for one, two in zip(found[f"{of} of one"], found[f"{of} of two"], strict=True)]
