@@ -9,7 +9,7 @@ import time
 import urllib.request
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,24 +86,28 @@ class Subject(ABC):
 class _Watched(LLM):
     """times: when tokens came, by request."""
 
-    def __init__(self, folder: str, **settings: Any) -> None:
+    def __init__(self, folder: str, clock: Callable[[], float], **settings: Any) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
+        self._clock = clock
         super().__init__(folder, **settings)
 
     def _take(self, batch: SchedulerOutput) -> None:
         assert isinstance(batch, BatchTokenOutput)
-        now = time.perf_counter()
+        now = self._clock()
         for output in batch.outputs:
             self.times[output.rid].append(now)
         super()._take(batch)
 
 
 class Engine(Subject):
-    """Without a server. settings: of `EngineArgs`; as many requests for each stage of a pipeline."""
+    """Without a server. settings: of `EngineArgs`; as many requests for each stage of a pipeline. clock: that steps are
+    timed by, in seconds."""
 
-    def __init__(self, folder: Path, work: Work, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, work: Work, clock: Callable[[], float] = time.perf_counter, **settings: Any
+    ) -> None:
         super().__init__(work, work.requests * settings.get("pp_size", 1))
-        self._llm = _Watched(str(folder), **(_settings(work, self.requests) | settings))
+        self._llm = _Watched(str(folder), clock, **(_settings(work, self.requests) | settings))
 
     def decode_seconds(self) -> float:
         """See `Subject`: the median time between two tokens of a request."""

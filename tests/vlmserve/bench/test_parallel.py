@@ -57,5 +57,5 @@ def test_collectives_are_counted_and_figures_written(
     assert [one["value"] for one in counted] == [1.0, 1.0]
     sent = [one for one in measures["pp"] if one["target"] == 1.0]
     assert [one["value"] for one in sent] == [1.0, 1.0]
-    assert [one["name"] for one in measures["moe"]] == ["decode step of one request", OTHERS]
-    assert "decode step of one request" in capsys.readouterr().out
+    assert [one["name"] for one in measures["moe"]] == ["CPU time of a decode step of one request", OTHERS]
+    assert "CPU time of a decode step of one request" in capsys.readouterr().out
