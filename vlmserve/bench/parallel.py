@@ -17,7 +17,7 @@ from vlmserve.bench.measure import show
 from vlmserve.bench.parallel_measures import PARTS, Plan, parts_here
 from vlmserve.bench.parallel_subject import Work
 from vlmserve.config.flags import CommandParser
-from vlmserve.config.number_words import positive
+from vlmserve.config.number_words import not_negative, positive
 
 _LAYERS, _QUICK_LAYERS = 28, 4
 _MOE_LAYERS, _QUICK_MOE_LAYERS = 6, 1
@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
             moe_layers=args.moe_layers or (_QUICK_MOE_LAYERS if args.quick else _MOE_LAYERS),
             rounds=args.rounds or (_QUICK_ROUNDS if args.quick else _ROUNDS),
             work=Work(requests=args.requests, steps=args.steps, prompt=args.prompt),
+            wait_s=args.wait_s,
         )
         print(
             f"random bfloat16 weights in the shape of Qwen3-0.6B, {plan.layers} of its {_LAYERS} layers; one thread a "
@@ -72,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=positive, default=256, help="tokens of each prompt whose prefill is timed")
     text = f"times each alternative runs, in turns ({_ROUNDS}, with --quick {_QUICK_ROUNDS})"
     parser.add_argument("--rounds", type=positive, help=text)
+    text = "seconds that each round waits for others to leave the machine alone, at the most"
+    parser.add_argument("--wait-s", type=not_negative, default=10, help=text)
     parser.add_argument("--quick", action="store_true", help="fewer layers and rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     return parser

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import statistics
 import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -18,7 +21,9 @@ Load = Literal["reads", "products"]
 # Like the MLP of Qwen3-0.6B; together far larger than a cache.
 _INNER, _OUTER, _WEIGHTS = 1024, 6144, 24
 _ROWS: dict[Load, int] = {"reads": 1, "products": 256}
-_TIMES: dict[Load, int] = {"reads": 8, "products": 1}
+# A sample takes about as long as a decode step; whoever is interrupted in one of them still has the others.
+_OF_A_SAMPLE: dict[Load, int] = {"reads": _WEIGHTS, "products": 2}
+_SAMPLES = 12
 
 
 class Machine:
@@ -36,15 +41,12 @@ class Machine:
             child.take_report()
 
     def seconds(self, load: Load, processes: int) -> float:
-        """That so many of them take, each for the same work, at the same time."""
+        """That so many of them take, each for the same work, at the same time: medians over samples, their mean over
+        processes."""
         pipes: list[Connection] = [child.pipe for child in self._children[:processes]]
         for pipe in pipes:
             pipe.send_bytes(load.encode())
-        spans = []
-        for pipe in pipes:
-            began, ended = pipe.recv_bytes().decode().split()
-            spans.append((float(began), float(ended)))
-        return max(ended for _, ended in spans) - min(began for began, _ in spans)
+        return statistics.mean(statistics.median(json.loads(pipe.recv_bytes())) for pipe in pipes)
 
     def close(self) -> None:
         """End the processes."""
@@ -62,13 +64,16 @@ def _run(parent: Parent) -> None:
             parameter.normal_(generator=generator)
         weight.pack()
         weights.append(weight)
-    loads: dict[str, torch.Tensor] = {load: torch.ones(rows, _INNER).bfloat16() for load, rows in _ROWS.items()}
+    loads = {load: (torch.ones(rows, _INNER).bfloat16(), _OF_A_SAMPLE[load]) for load, rows in _ROWS.items()}
+    turns = itertools.cycle(weights)
     parent.ready({})
     while True:
-        load = parent.receive().decode()
+        x, count = loads["reads" if parent.receive() == b"reads" else "products"]
+        samples = []
         with torch.inference_mode():
-            began = time.monotonic()
-            for _ in range(_TIMES["reads" if load == "reads" else "products"]):
-                for weight in weights:
-                    weight(loads[load])
-        parent.send(f"{began} {time.monotonic()}".encode())
+            for _ in range(_SAMPLES):
+                began = time.perf_counter()
+                for weight in itertools.islice(turns, count):
+                    weight(x)
+                samples.append(time.perf_counter() - began)
+        parent.send(json.dumps(samples).encode())

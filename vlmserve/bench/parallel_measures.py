@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
@@ -13,23 +14,26 @@ from vlmserve.bench.interleaved import Spread, ratios
 from vlmserve.bench.measure import Measure
 from vlmserve.bench.parallel_machine import Machine
 from vlmserve.bench.parallel_subject import MOE_SIZES, Engine, Server, Subject, Work, dense_folder, moe_folder
+from vlmserve.bench.quiet import CpuWatch, wait_until_quiet
 from vlmserve.bench.random_checkpoint import TEXT_SIZES
 from vlmserve.config.engine_args import EngineArgs
 
 _BYTES = 2  # of an element in bfloat16
+OTHERS = "cores that others took meanwhile"
 _MACHINE = "what the machine gives two processes of one thread over one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """layers: of the dense model; moe_layers: of the mixture of experts and the dense model beside it. rounds: in which
-    alternatives take turns."""
+    alternatives take turns. wait_s: that each waits for a quiet machine, at the most."""
 
     folder: Path
     layers: int
     moe_layers: int
     rounds: int
     work: Work
+    wait_s: float = 0.0
 
 
 def measure_tensor_parallel(plan: Plan) -> list[Measure]:
@@ -57,7 +61,15 @@ def measure_pipeline(plan: Plan) -> list[Measure]:
     with ExitStack() as stack:
         pair = _engine(_dense(plan), plan.work, stack, pp_size=2)
         found = _beside_one(plan, _engine(_dense(plan), plan.work, stack), pair)
-    return _gains(found, "a pipeline of two processes over one, with as many requests a micro-batch", target=0.85)
+        exchanged = pair.exchanged()
+    about = "a pipeline of two processes over one, with as many requests a micro-batch"
+    counted = "counted, beside what there has to be: one tensor a step, of a row a token"
+    row = TEXT_SIZES["hidden_size"] * _BYTES
+    return [
+        *_gains(found, about, target=0.85),
+        _exact("tensors sent in a step", exchanged.counts["send"] / exchanged.steps, counted),
+        _exact("bytes sent for a token, over a row", exchanged.bytes["send"] / exchanged.tokens / row, counted),
+    ]
 
 
 def measure_data_parallel(plan: Plan) -> list[Measure]:
@@ -69,26 +81,32 @@ def measure_data_parallel(plan: Plan) -> list[Measure]:
 
 
 def measure_experts(plan: Plan) -> list[Measure]:
-    """A mixture of experts at batch 1 beside a dense model with as many weights for a token, in one process."""
+    """A mixture of experts at batch 1 beside a dense model with as many weights for a token, in one process: in CPU
+    time, which others on the machine lengthen less."""
     work = Work(requests=1, steps=plan.work.steps, prompt=plan.work.prompt)
     wide = MOE_SIZES["num_experts_per_tok"] * MOE_SIZES["moe_intermediate_size"]
     kv_heads = MOE_SIZES["num_key_value_heads"]
     with ExitStack() as stack:
-        sparse = _engine(moe_folder(plan.folder / "moe", plan.moe_layers), work, stack)
+        sparse = _engine(moe_folder(plan.folder / "moe", plan.moe_layers), work, stack, clock=time.process_time)
         dense = dense_folder(
-            plan.folder / "beside", plan.moe_layers, intermediate_size=wide, num_key_value_heads=kv_heads
+            plan.folder / "beside",
+            plan.moe_layers,
+            intermediate_size=wide,
+            num_key_value_heads=kv_heads,
+            vocab_size=MOE_SIZES["vocab_size"],
         )
-        even = _engine(dense, work, stack)
-        found = in_rounds({"sparse": sparse.decode_seconds, "dense": even.decode_seconds}, plan.rounds)
+        even = _engine(dense, work, stack, clock=time.process_time)
+        found = in_rounds({"sparse": sparse.decode_seconds, "dense": even.decode_seconds}, plan.rounds, plan.wait_s)
     return [
         Measure(
-            name="decode step of one request",
+            name="CPU time of a decode step of one request",
             spread=ratios(found["sparse"], found["dense"]),
             target=1.3,
             bound="at most",
             about=f"128 experts of which a token goes through 8, {plan.moe_layers} layers, beside a dense model with "
             "as many weights for a token",
-        )
+        ),
+        Measure(name=OTHERS, spread=Spread.of(found[OTHERS]), unit="cores", about="in all rounds"),
     ]
 
 
@@ -106,13 +124,20 @@ def parts_here() -> list[str]:
     return [part for part in PARTS if part == "moe" or f"{part}_size" in settings]
 
 
-def in_rounds(alternatives: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each returns, in each round; all once before, to warm up."""
-    found: dict[str, list[float]] = {name: [] for name in alternatives}
+def in_rounds(
+    alternatives: Mapping[str, Callable[[], float]], rounds: int, wait_s: float = 0.0
+) -> dict[str, list[float]]:
+    """What each returns, in each round; all once before, to warm up. OTHERS: cores that others took meanwhile. wait_s:
+    see `Plan`."""
+    found: dict[str, list[float]] = {name: [] for name in (*alternatives, OTHERS)}
     for number in range(rounds + 1):
-        for name, function in alternatives.items():
-            value = function()
-            if number:
+        if number:
+            wait_until_quiet((), wait_s)
+        watch = CpuWatch(())
+        values = {name: function() for name, function in alternatives.items()}
+        values[OTHERS] = watch.cores()[1]
+        if number:
+            for name, value in values.items():
                 found[name].append(value)
     return found
 
@@ -135,7 +160,7 @@ def _beside_one(plan: Plan, alone: Subject, pair: Subject) -> dict[str, list[flo
             "prefill of one": alone.prefill_seconds,
             "prefill of two": pair.prefill_seconds,
         }
-        return in_rounds(alternatives, plan.rounds)
+        return in_rounds(alternatives, plan.rounds, plan.wait_s)
 
 
 def _engine(folder: Path, work: Work, stack: ExitStack, **settings: Any) -> Engine:
@@ -146,7 +171,7 @@ def _engine(folder: Path, work: Work, stack: ExitStack, **settings: Any) -> Engi
 
 
 def _gains(found: dict[str, list[float]], about: str, target: float) -> list[Measure]:
-    measures = []
+    measures = [Measure(name=OTHERS, spread=Spread.of(found[OTHERS]), unit="cores", about="in all rounds")]
     for done, of in (("decode", "reads"), ("prefill", "products")):
         gained = [one / two for one, two in zip(found[f"{done} of one"], found[f"{done} of two"], strict=True)]
         possible = [one / two for one, two in zip(found[f"{of} of one"], found[f"{of} of two"], strict=True)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +20,12 @@ import numpy as np
 from vlmserve.bench.random_checkpoint import TEXT_SIZES, copy_built_in_settings
 from vlmserve.client.own_server import OwnServer
 from vlmserve.config.fields import flag
+from vlmserve.messages import BatchTokenOutput, SchedulerOutput
 from vlmserve.offline.llm import LLM
 from vlmserve.tokenizer.request_builder import TokensPrompt
 from vlmserve.tokenizer.sampling import SamplingOverrides
 from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.parallel.group import ProcessGroup
 
 _TEXT_IDS = 1600  # of the built-in model's tokenizer, without special ones
 _SHORT = 8  # tokens of prompts that are there to be continued
@@ -38,8 +42,8 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged:
-    """Between the ranks of a tensor-parallel group while so many steps computed so many tokens: collectives, and the
-    bytes of the tensors in them, by name."""
+    """Between the ranks of a stage, or from one stage to the next, while so many steps computed so many tokens:
+    exchanges, and the bytes of the tensors in them, by name."""
 
     steps: int
     tokens: int
@@ -53,10 +57,9 @@ class Subject(ABC):
     def __init__(self, work: Work, requests: int) -> None:
         self._work, self.requests = work, requests
 
+    @abstractmethod
     def decode_seconds(self) -> float:
-        """Of a step in which all requests get a token: what answers take beyond their first one, by their length."""
-        prompts = self._prompts(_SHORT)
-        return (self._seconds(prompts, 1 + self._work.steps) - self._seconds(prompts, 1)) / self._work.steps
+        """Of a step in which all requests get a token."""
 
     def prefill_seconds(self) -> float:
         """Of a prompt's token, where every request has such a prompt."""
@@ -80,12 +83,39 @@ class Subject(ABC):
         return np.random.default_rng([self.requests, tokens]).integers(0, _TEXT_IDS, (self.requests, tokens))
 
 
-class Engine(Subject):
-    """Without a server. settings: of `EngineArgs`; as many requests for each stage of a pipeline."""
+class _Watched(LLM):
+    """times: when tokens came, by request."""
 
-    def __init__(self, folder: Path, work: Work, **settings: Any) -> None:
+    def __init__(self, folder: str, clock: Callable[[], float], **settings: Any) -> None:
+        self.times: defaultdict[str, list[float]] = defaultdict(list)
+        self._clock = clock
+        super().__init__(folder, **settings)
+
+    def _take(self, batch: SchedulerOutput) -> None:
+        assert isinstance(batch, BatchTokenOutput)
+        now = self._clock()
+        for output in batch.outputs:
+            self.times[output.rid].append(now)
+        super()._take(batch)
+
+
+class Engine(Subject):
+    """Without a server. settings: of `EngineArgs`; as many requests for each stage of a pipeline. clock: that steps are
+    timed by, in seconds."""
+
+    def __init__(
+        self, folder: Path, work: Work, clock: Callable[[], float] = time.perf_counter, **settings: Any
+    ) -> None:
         super().__init__(work, work.requests * settings.get("pp_size", 1))
-        self._llm = LLM(str(folder), **(_settings(work, self.requests) | settings))
+        self._llm = _Watched(str(folder), clock, **(_settings(work, self.requests) | settings))
+
+    def decode_seconds(self) -> float:
+        """See `Subject`: the median time between two tokens of a request."""
+        self._llm.times.clear()
+        self.answer(self._prompts(_SHORT), 1 + self._work.steps)
+        return statistics.median(
+            behind - before for times in self._llm.times.values() for before, behind in itertools.pairwise(times)
+        )
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
         """See `Subject`."""
@@ -93,11 +123,11 @@ class Engine(Subject):
         self._llm.generate(wrapped, SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
 
     def exchanged(self) -> Exchanged:
-        """In one round of decoding."""
+        """In one round of decoding, by the first rank."""
         ranks = self._llm.engine.ranks
         assert ranks is not None
-        group = ranks.group
-        assert group is not None
+        group = ranks.group or ranks.shard.stage.behind
+        assert isinstance(group, ProcessGroup)
         steps, counts, sizes = self._llm.stats().forward_steps_total, Counter(group.counts), Counter(group.bytes)
         self.answer(self._prompts(_SHORT), 1 + self._work.steps)
         return Exchanged(
@@ -123,6 +153,10 @@ class Server(Subject):
         words += ["--dp-size", str(replicas), "--served-model-name", "bench", "--log-level", "warning"]
         self._server = OwnServer(words, startup_timeout_s=600.0)
         self._threads = ThreadPoolExecutor(self.requests)
+
+    def decode_seconds(self) -> float:
+        """See `Subject`: of whole answers, their short prompts included."""
+        return self._seconds(self._prompts(_SHORT), 1 + self._work.steps) / (1 + self._work.steps)
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
         """See `Subject`."""
@@ -187,6 +221,7 @@ MOE_SIZES: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
     "num_key_value_heads": 2,
+    "vocab_size": 16384,  # a head that is a small part of the whole, as there
 }
 
 

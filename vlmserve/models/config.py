@@ -128,7 +128,18 @@ class ModelConfig:
     @property
     def own_layers(self) -> range:
         """The layers that this process has, or a part of each. EngineError for more stages than layers."""
-        return self.shard.stage.layers(self.num_layers)
+        return self.shard.stage.layers(self.num_layers, self._head_in_layers())
+
+    def _head_in_layers(self) -> float:
+        """What the head is worth, by weights that a token goes through: half of them, for decoding takes all of it and
+        a prompt next to nothing. None of a hybrid model, whose stages must have layers of both kinds."""
+        if self.linear is not None:
+            return 0.0
+        inner, experts = self.intermediate_size, self.experts
+        if experts is not None and experts.sparse_layers:
+            inner = experts.chosen * experts.intermediate_size + experts.shared_size
+        of_layer = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * inner  # times hidden_size
+        return self.vocab_size / of_layer / 2
 
     def of_part(self) -> ModelConfig:
         """With the layers, heads and inner elements that this process has. EngineError if they cannot be shared."""

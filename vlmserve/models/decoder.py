@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
         """Its weights for the operators that compute whole layers; None unless all of them are packed."""
         attention, mlp = self.self_attn, _packed_mlp(self.mlp)
         qkv, out = attention.qkv_proj.packed, attention.o_proj.packed
-        if qkv is None or out is None or mlp is None:
+        if qkv is None or out is None or mlp is None or getattr(attention.o_proj, "sum_bias", None) is not None:
             return None
         return LayerWeights(
             attention_norm=self.input_layernorm.weight,
@@ -110,8 +110,11 @@ def _packed_mlp(mlp: GatedMLP | SparseMLP) -> MLPWeights | None:
     if isinstance(mlp, SparseMLP):
         if mlp.gate.packed is None or mlp.experts.packed is None:
             return None
+        first = mlp.first_expert
+        if first is None:
+            return None
         gate_up, down = mlp.experts.packed
-        return MLPWeights(gate_up=gate_up, down=down, router=mlp.gate.packed, chosen=mlp.gate.chosen)
+        return MLPWeights(gate_up=gate_up, down=down, router=mlp.gate.packed, chosen=mlp.gate.chosen, first=first)
     if mlp.gate_up_proj.packed is None or mlp.down_proj.packed is None:
         return None
     return MLPWeights(gate_up=mlp.gate_up_proj.packed, down=mlp.down_proj.packed)
@@ -144,7 +147,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, make_attention: Callable[[int], DecoderAttention], rotary: MRotary) -> None:
         super().__init__()
-        own, stage = config.own_layers, config.shard.stage
+        own, stage, part = config.own_layers, config.shard.stage, config.of_part()
         self.embed_tokens = make_embedding(config)
         self.layers = StageLayers(
             (DecoderLayer(config, make_attention(i - own.start), make_mlp(config, i)) for i in own),
@@ -153,11 +156,11 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if stage.is_last else None
         self._rotary = rotary
-        self._is_whole = config.shard.is_whole
+        self._shard = config.shard
         self._packed: DecoderLayers | None = None
         self._shape = DecoderShape(
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
+            heads=part.num_heads,
+            kv_heads=part.num_kv_heads,
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
@@ -170,9 +173,11 @@ class Decoder(nn.Module):
         pack_experts(self, mode)
         packed = [cast(DecoderLayer, layer).packed() for layer in self.layers]
         layers = [layer for layer in packed if layer is not None]
-        # a part's layers exchange sums half-way
-        whole = self._is_whole and len(layers) == len(packed)
-        self._packed = DecoderLayers(layers, self._shape) if whole else None
+        shard = self._shard
+        sums = None if shard.collectives is None else shard.collectives.in_operators()
+        # operators add up what all have, and exchange no tokens
+        adds_up = shard.group is None and (shard.collectives is None or sums is not None)
+        self._packed = DecoderLayers(layers, self._shape, sums) if adds_up and len(layers) == len(packed) else None
 
     def forward(
         self,

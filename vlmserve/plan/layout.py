@@ -152,7 +152,7 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
     itemsize = outline.dtype.itemsize
     stages = []
     for stage in range(layout.pp):
-        own_layers = PipelineStage(stage, layout.pp).layers(config.num_layers)
+        own_layers = replace(config, shard=Shard(stage=PipelineStage(stage, layout.pp))).own_layers
         first, last = own_layers.start, own_layers.stop
         begins, ends = first == 0, last == config.num_layers
         kv_layers = last - first - sum(first <= layer < last for layer in recurrent)

@@ -59,6 +59,11 @@ class Slots:
         self._most_copies = shard.experts.ep_size  # no party has an expert twice
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are where their numbers say, for good, and nobody counts them."""
+        return not self.counted and self.placement == tuple(range(self.count))
+
     def place(self, placement: tuple[int, ...]) -> None:
         """Experts are there from now on."""
         self.placement = placement
@@ -85,7 +90,7 @@ class Slots:
     def of(self, ids: torch.Tensor, first_token: int = 0) -> torch.Tensor:
         """Experts [n, chosen] of tokens from number `first_token` on -> their slots. Tokens take turns at the copies
         of an expert."""
-        if not self.counted and self.placement == tuple(range(self.count)):  # and so it stays
+        if self.is_plain:
             return ids
         slots, copies = self._tables(ids.device)
         wanted = ids.long()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vlmserve_common.compute.activations import Activation
-from vlmserve_common.compute.expert_exchange import Choice, Slots, make_exchange
+from vlmserve_common.compute.expert_exchange import Choice, Replicated, Slots, make_exchange
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
 from vlmserve_common.compute.fp8 import FP8
 from vlmserve_common.compute.fp8_experts import ExpertScales
@@ -262,6 +262,14 @@ class SparseMLP(nn.Module):
         self.experts = Experts(part_of_experts(num_experts, intermediate_size, shard), size, act)
         self.slots = None if shard.is_whole else Slots(num_experts, shard)
         self._exchange = None if self.slots is None else make_exchange(self.slots, shard, chosen)
+
+    @property
+    def first_expert(self) -> int | None:
+        """Of the experts here, where these are a stretch of all that stays as it is, and every process has all tokens;
+        None elsewhere."""
+        if self.slots is None:
+            return 0
+        return self.slots.first if isinstance(self._exchange, Replicated) and self.slots.is_plain else None
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor | None:
         """This process's part of a sum [N, size] that is to be added, of all tokens; None: there is none. x: what the

@@ -16,6 +16,7 @@ import torch
 from vlmserve_common.compute.stage import ALL_LAYERS, Stage
 from vlmserve_common.compute.token_exchange import TokenExchange
 from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels.decoder import Sums
 
 
 class Collectives(Protocol):
@@ -23,6 +24,10 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in x's memory; x is contiguous."""
+        ...
+
+    def in_operators(self) -> Sums | None:
+        """What operators add up by that compute several layers in a call; None where they cannot."""
         ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:

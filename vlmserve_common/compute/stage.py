@@ -4,6 +4,7 @@ arXiv:1811.06965). What comes of a stage's last layer is sent to the next stage;
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,12 +45,17 @@ class Stage:
         """Whether it ends with the final norm and the head."""
         return self.rank == self.size - 1
 
-    def layers(self, count: int) -> range:
-        """Which of `count` layers it has: as many as others, or one more among the first stages (the last one has the
-        head). EngineError for more stages than layers."""
+    def layers(self, count: int, head: float = 0.0) -> range:
+        """Which of `count` layers it has: as many as others, or one more among the first stages. head: how many layers
+        what the last stage has behind its own is worth; it has fewer for that. EngineError for more stages than
+        layers."""
         if count < self.size:
             raise EngineError(f"--pp-size is {self.size}: num_hidden_layers is {count}, too few for so many stages")
-        each, more = divmod(count, self.size)
+        fair = (count + head) / self.size - head
+        last = max(1, min(count // self.size, math.ceil(fair - 0.5)))
+        if self.is_last:
+            return range(count - last if self.size > 1 else 0, count)
+        each, more = divmod(count - last, self.size - 1)
         first = self.rank * each + min(self.rank, more)
         return range(first, first + each + (self.rank < more))
 

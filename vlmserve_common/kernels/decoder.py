@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,13 +18,14 @@ from vlmserve_common.kernels.linear import ACTS, PackedWeight, WeightStruct, wei
 
 @dataclass(frozen=True, kw_only=True)
 class MLPWeights:
-    """Two products, the first gated; or of a sparse MLP those of all its experts, of which its router gives each token
-    `chosen`."""
+    """Two products, the first gated; or of a sparse MLP those of its experts from number `first` on, as many as are
+    here, of which its router gives each token `chosen`."""
 
     gate_up: PackedWeight
     down: PackedWeight
     router: PackedWeight | None = None
     chosen: int = 0
+    first: int = 0
 
     @property
     def scratch(self) -> int:
@@ -57,6 +59,20 @@ class DecoderShape:
     act: str
 
 
+class Sums(Protocol):
+    """What processes that have each a part of every layer add up in shared memory; see `cpp/exchange.cpp`."""
+
+    @property
+    def address(self) -> int:
+        """Of the library's `Group`."""
+        ...
+
+    def noted(self, lost: int, sums: int, nbytes: int) -> None:
+        """Once the library has added up so many tensors of so many bytes. lost: what it returned; RankLostError unless
+        that is 0."""
+        ...
+
+
 class CacheTable:
     """Where the caches of all layers lie, for the library. The tensors stay as long as this does."""
 
@@ -85,10 +101,11 @@ class DecoderStep:
 
 
 class DecoderLayers:
-    """The layers of a decoder whose weights are all packed. The tensors stay as long as this does."""
+    """The layers of a decoder whose weights are all packed. The tensors stay as long as this does. sums: of a part of
+    each layer."""
 
-    def __init__(self, layers: Sequence[LayerWeights], shape: DecoderShape) -> None:
-        self._layers = tuple(layers)
+    def __init__(self, layers: Sequence[LayerWeights], shape: DecoderShape, sums: Sums | None = None) -> None:
+        self._layers, self._sums = tuple(layers), sums
         first = layers[0]
         self._dtype, self._hidden = first.qkv.dtype, first.qkv.inner
         # of a token, see decoder.cpp
@@ -106,10 +123,12 @@ class DecoderLayers:
             shape.scale,
             int(self._dtype == torch.bfloat16),
             ACTS[shape.act],
+            None if sums is None else sums.address,
         )
 
     def run(self, x: torch.Tensor, first: int, last: int, step: DecoderStep) -> None:
-        """Layers first .. last - 1 of x [N, hidden], contiguous and of the weights' dtype, in place."""
+        """Layers first .. last - 1 of x [N, hidden], contiguous and of the weights' dtype, in place. RankLostError
+        where others have parts, too, and one is gone."""
         lib = active()
         assert lib is not None
         assert x.shape == (len(step.slots), self._hidden)
@@ -129,9 +148,11 @@ class DecoderLayers:
             int(step.cos.dtype == torch.bfloat16),
             step.caches.kind,
         )
-        lib.vs_decoder_layers(
+        lost = lib.vs_decoder_layers(
             ctypes.byref(self._decoder), ctypes.byref(passed), first, last, x.data_ptr(), scratch.data_ptr()
         )
+        if self._sums is not None:
+            self._sums.noted(lost, 2 * (last - first), x.nbytes)
 
 
 class _Layer(ctypes.Structure):
@@ -147,6 +168,8 @@ class _Layer(ctypes.Structure):
         ("router", WeightStruct),
         ("experts", c_int64),
         ("chosen", c_int64),
+        ("first", c_int64),
+        ("here", c_int64),
     ]
 
 
@@ -165,6 +188,7 @@ class _Decoder(ctypes.Structure):
         ("scale", c_float),
         ("narrow", c_int32),
         ("act", c_int32),
+        ("group", c_void_p),
     ]
 
 
@@ -198,4 +222,6 @@ def _layer(layer: LayerWeights) -> _Layer:
         WeightStruct() if mlp.router is None else weight_struct(mlp.router),
         0 if mlp.router is None else mlp.router.outputs,
         mlp.chosen,
+        mlp.first,
+        mlp.gate_up.count,
     )

@@ -111,9 +111,9 @@ SIGNATURES = {
     "vs_route": "npiiipp",
     "vs_experts": "nppiinpippppp",
     # decoder.cpp
-    "vs_decoder_layers": "ppiipp",
+    "vs_decoder_layers": "ppiipp>i",
     # exchange.cpp
-    "vs_all_reduce": "ppin>i",
+    "vs_all_reduce": "ppinpp>i",
     "vs_broadcast": "ppin>i",
     "vs_gather": "ppip>i",
     "vs_leave": "p",

@@ -77,6 +77,23 @@ class ProcessGroup:
             with self._lost("sharing memory"):
                 self._shared = open_shared_memory(self._store, self.rank, self.size, self._timeout)
 
+    def in_operators(self) -> ProcessGroup | None:
+        """See `Collectives`."""
+        return None if self._shared is None else self
+
+    @property
+    def address(self) -> int:
+        """See `Sums`; once memory is shared."""
+        assert self._shared is not None
+        return self._shared.address
+
+    def noted(self, lost: int, sums: int, nbytes: int) -> None:
+        """See `Sums`."""
+        self.counts["all_reduce"] += sums
+        self.bytes["all_reduce"] += sums * nbytes
+        with self._lost("adding up"):
+            SharedMemory.check(lost)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
         self._count("all_reduce", x)

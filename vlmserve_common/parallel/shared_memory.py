@@ -44,23 +44,29 @@ class SharedMemory:
         self._closed = False
         self._lib = active()
 
+    @property
+    def address(self) -> int:
+        """Of the library's `Group`; as long as this lives."""
+        return ctypes.addressof(self._group)
+
     def can_add(self, x: torch.Tensor) -> bool:
         """Whether `all_reduce` takes such a tensor."""
         return x.dtype in (torch.float32, torch.bfloat16)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """See `Collectives`; added in float32, in the order of the processes, and rounded once."""
-        self._check(self._call("vs_all_reduce", x.data_ptr(), x.numel(), int(x.dtype == torch.float32)))
+        own, narrow = x.data_ptr(), int(x.dtype == torch.bfloat16)
+        self.check(self._call("vs_all_reduce", own, x.numel(), narrow, None, own))
 
     def broadcast(self, x: torch.Tensor) -> None:
         """The first process's x at all of them, in x's memory; x is contiguous."""
-        self._check(self._call("vs_broadcast", x.data_ptr(), x.nbytes, 0))
+        self.check(self._call("vs_broadcast", x.data_ptr(), x.nbytes, 0))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """See `Collectives`."""
         x = x.contiguous()
         parts = x.new_empty((self.size, *x.shape)) if self.rank == 0 else None
-        self._check(self._call("vs_gather", x.data_ptr(), x.nbytes, None if parts is None else parts.data_ptr()))
+        self.check(self._call("vs_gather", x.data_ptr(), x.nbytes, None if parts is None else parts.data_ptr()))
         return [] if parts is None else list(parts)
 
     def close(self) -> None:
@@ -77,7 +83,8 @@ class SharedMemory:
         return result
 
     @staticmethod
-    def _check(lost: int) -> None:
+    def check(lost: int) -> None:
+        """What the library returned: ConnectionError unless it is 0."""
         if lost > 0:
             raise ConnectionError(f"number {lost - 1} of them is gone")
         if lost < 0:

@@ -9,9 +9,10 @@ import pytest
 
 from vlmserve.bench import parallel_measures, parallel_subject
 from vlmserve.bench.parallel import main
-from vlmserve.bench.parallel_measures import in_rounds, parts_here
+from vlmserve.bench.parallel_measures import OTHERS, in_rounds, parts_here
 
 FOUND = {
+    OTHERS: [0.0, 0.1],
     "reads of one": [2.0, 2.0],
     "reads of two": [1.25, 1.25],  # the machine reads 1.6 times as quickly
     "decode of one": [1.0, 1.0],
@@ -35,6 +36,7 @@ def test_what_is_gained_is_part_of_what_is_possible():
 def test_the_first_of_all_rounds_warms_up():
     turns = iter(range(6))
     found = in_rounds({"a": lambda: next(turns), "b": lambda: next(turns)}, 2)
+    assert len(found.pop(OTHERS)) == 2
     assert found == {"a": [2, 4], "b": [3, 5]}
 
 
@@ -48,10 +50,12 @@ def test_collectives_are_counted_and_figures_written(
 ):
     monkeypatch.setitem(parallel_subject.TEXT_SIZES, "vocab_size", 4096)
     file = tmp_path / "figures.json"
-    work = ["--requests", "2", "--steps", "8", "--prompt", "32", "--rounds", "1"]
-    assert main(["--parts", "tp", "moe", "--layers", "2", "--moe-layers", "1", *work, "--json", str(file)]) == 0
+    work = ["--requests", "2", "--steps", "8", "--prompt", "32", "--rounds", "1", "--wait-s", "0"]
+    assert main(["--parts", "tp", "pp", "moe", "--layers", "2", "--moe-layers", "1", *work, "--json", str(file)]) == 0
     measures = json.loads(file.read_text())["measures"]
     counted = [one for one in measures["tp"] if one["target"] == 1.0]
     assert [one["value"] for one in counted] == [1.0, 1.0]
-    assert [one["name"] for one in measures["moe"]] == ["decode step of one request"]
-    assert "decode step of one request" in capsys.readouterr().out
+    sent = [one for one in measures["pp"] if one["target"] == 1.0]
+    assert [one["value"] for one in sent] == [1.0, 1.0]
+    assert [one["name"] for one in measures["moe"]] == ["CPU time of a decode step of one request", OTHERS]
+    assert "CPU time of a decode step of one request" in capsys.readouterr().out

@@ -76,5 +76,12 @@ def test_stages_compute_what_the_whole_does(form: str, size: int, operators: str
 
 def test_layers_are_shared_out_evenly():
     assert [Stage(rank, 4).layers(94) for rank in range(4)] == [range(24), range(24, 48), range(48, 71), range(71, 94)]
+    assert [Stage(rank, 3).layers(5) for rank in range(3)] == [range(2), range(2, 4), range(4, 5)]
     with pytest.raises(EngineError, match="--pp-size is 4: num_hidden_layers is 3, too few for so many stages"):
         Stage(0, 4).layers(3)
+
+
+def test_the_last_stage_has_fewer_layers_for_its_head():
+    assert [len(Stage(rank, 2).layers(28, 4.9)) for rank in range(2)] == [16, 12]
+    assert [Stage(rank, 3).layers(9, 100.0) for rank in range(3)] == [range(4), range(4, 8), range(8, 9)]
+    assert Stage().layers(28, 4.9) == range(28)

@@ -67,6 +67,7 @@ def test_the_same_answers_as_alone(family: str, tmp_path: Path):
                 group = llm._scheduler._worker._ranks.group
                 assert group.counts["all_reduce"] == stats.forward_steps_total * (2 * LAYERS + 1)
                 assert llm._runner.kv_cache.layers[0].keys.shape[1] == 1
+                assert llm._runner.model.language_model._packed is not None, "layers one by one"
     assert_alike(*answers)
     alone, shared = (one[-1] for one in answers)
     assert shared.hidden_states == pytest.approx(alone.hidden_states, abs=1e-4)

@@ -112,7 +112,7 @@ def test_a_prompt_is_bound_by_operations(plan):
 def test_stages_have_all_layers_between_them(plan):
     one, two = plan("235b", "--tp 8"), plan("235b", "--tp 4 --pp 2")
     first, second = two["stages"]
-    assert (first["layers"], second["layers"]) == ([0, 46], [47, 93])
+    assert (first["layers"], second["layers"]) == ([0, 47], [48, 93])  # and the head
     assert first["experts"] + second["experts"] == 2 * one["stages"][0]["experts"]
     assert (first["head"], second["embedding"], second["tower"]) == (0, 0, 0)
     assert first["embedding"] == second["head"] == 2 * _VOCAB // 4

@@ -13,6 +13,7 @@ struct Layer {
   Weight qkv, out, gate_up, down;
   Weight router;            // of a sparse MLP, whose gate_up and down are those of all experts
   int64_t experts, chosen;  // 0 experts: a dense MLP
+  int64_t first, here;      // which of them are here
 };
 
 struct Cache {
@@ -25,6 +26,7 @@ struct Decoder {
   int64_t hidden, heads, kv_heads, dim;
   float eps, scale;  // of all norms; of scores
   int32_t narrow, act;
+  const void* group;  // whose processes have a part of each layer, to be added up; or null
 };
 
 struct Step {
@@ -47,28 +49,38 @@ void normalise(const Decoder& d, int64_t rows, const void* x, const void* weight
   vs_rms_norm(d.narrow, x, weight, rows, d.hidden, d.eps, out);
 }
 
-void dense_mlp(const Decoder& d, const Layer& l, int64_t n, const void* normed, void* x, void* scratch) {
-  multiply(d, n, normed, l.gate_up, scratch, nullptr, true);
-  multiply(d, n, scratch, l.down, x, x);
+// x += what all processes of the group have in `part`: 0, or see exchange.cpp.
+int64_t add_parts(const Decoder& d, int64_t rows, const void* part, void* x) {
+  return vs_all_reduce(d.group, part, rows * d.hidden, d.narrow, x, x);
 }
 
-void sparse_mlp(const Decoder& d, const Layer& l, int64_t n, const void* normed, void* x, void* scratch) {
+// out = residual + the MLP of `normed`; residual may be null, or out.
+void dense_mlp(const Decoder& d, const Layer& l, int64_t n, const void* normed, const void* residual, void* out,
+               void* scratch) {
+  multiply(d, n, normed, l.gate_up, scratch, nullptr, true);
+  multiply(d, n, scratch, l.down, out, residual);
+}
+
+void sparse_mlp(const Decoder& d, const Layer& l, int64_t n, const void* normed, const void* residual, void* out,
+                void* scratch) {
   const int64_t element = d.narrow ? 2 : 4;
   std::vector<int64_t> ids(n * l.chosen);
   char* scores = (char*)scratch + n * l.experts * element;
   multiply(d, n, normed, l.router, scratch);
   vs_route(d.narrow, scratch, n, l.experts, l.chosen, ids.data(), scores);
-  vs_experts(d.narrow, &l.gate_up, &l.down, l.experts, l.chosen, d.act, normed, n, ids.data(), scores, x, x,
+  for (int64_t& id : ids) id = id < l.first || id >= l.first + l.here ? -1 : id - l.first;
+  vs_experts(d.narrow, &l.gate_up, &l.down, l.here, l.chosen, d.act, normed, n, ids.data(), scores, residual, out,
              scores + n * l.chosen * element);
 }
 
 }  // namespace
 
 // Layers first .. last - 1 of x [tokens, hidden], in place. scratch: for each token hidden + max(qkv + heads * dim,
-// gates, experts + chosen * (1 + hidden + gates)) elements of x's type. A product may add to the memory that it reads its residual from: each element is read by
-// who writes it, just before.
-extern "C" void vs_decoder_layers(const void* decoder, const void* step, int64_t first, int64_t last, void* x,
-                                  void* scratch) {
+// gates, experts + chosen * (1 + hidden + gates)) elements of x's type. A product may add to the memory that it reads
+// its residual from: each element is read by who writes it, just before. What a part of a layer makes takes the place
+// of what it was made of. Returns 0, or what the group's exchange says of who is gone.
+extern "C" int64_t vs_decoder_layers(const void* decoder, const void* step, int64_t first, int64_t last, void* x,
+                                     void* scratch) {
   const auto& d = *(const Decoder*)decoder;
   const auto& s = *(const Step*)step;
   const int64_t n = s.tokens, element = d.narrow ? 2 : 4, all_heads = d.heads + 2 * d.kv_heads;
@@ -76,6 +88,8 @@ extern "C" void vs_decoder_layers(const void* decoder, const void* step, int64_t
   char* qkv = (char*)scratch + n * d.hidden * element;
   void* attended = qkv + n * all_heads * d.dim * element;
   void* inside = qkv;  // of the MLP: attention is over by then
+  const void* residual = d.group ? nullptr : x;
+  void* made = d.group ? normed : x;
   for (int64_t i = first; i < last; ++i) {
     const Layer& l = d.layers[i];
     const Cache& c = s.caches[i];
@@ -85,8 +99,13 @@ extern "C" void vs_decoder_layers(const void* decoder, const void* step, int64_t
            s.sin, s.slots, c.keys, c.values, c.key_scales, c.value_scales);
     vs_attention(d.narrow, s.cache_kind, qkv, all_heads * d.dim, attended, c.keys, c.values, c.key_scales,
                  c.value_scales, d.heads, d.kv_heads, d.dim, d.scale, s.table, s.table_stride, s.plan, s.requests);
-    multiply(d, n, attended, l.out, x, x);
+    multiply(d, n, attended, l.out, made, residual);
+    if (d.group)
+      if (int64_t lost = add_parts(d, n, made, x)) return lost;
     normalise(d, n, x, l.mlp_norm, normed);
-    (l.experts ? sparse_mlp : dense_mlp)(d, l, n, normed, x, inside);
+    (l.experts ? sparse_mlp : dense_mlp)(d, l, n, normed, residual, made, inside);
+    if (d.group)
+      if (int64_t lost = add_parts(d, n, made, x)) return lost;
   }
+  return 0;
 }

@@ -18,6 +18,7 @@
 #include <immintrin.h>
 #endif
 
+#include "operators.h"
 #include "simd.h"
 
 namespace {
@@ -107,31 +108,33 @@ int64_t enter(const Group& group, const void* own, int64_t bytes, uint32_t& numb
   return 0;
 }
 
-// In the order of the processes, so that all have the same bits; rounded once.
+// In the order of the processes, so that all have the same bits; rounded once. residual: added, too; or null.
 template <class T>
-void add_up(const Group& group, uint32_t number, T* out, int64_t count) {
+void add_up(const Group& group, uint32_t number, const T* residual, T* out, int64_t count) {
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) {
     f32x16 total = load_floats((const T*)group.slot(0, number) + i);
     for (int of = 1; of < group.size; ++of) total += load_floats((const T*)group.slot(of, number) + i);
+    if (residual) total += load_floats(residual + i);
     store_floats(out + i, total);
   }
   for (; i < count; ++i) {
     float total = to_float(((const T*)group.slot(0, number))[i]);
     for (int of = 1; of < group.size; ++of) total += to_float(((const T*)group.slot(of, number))[i]);
+    if (residual) total += to_float(residual[i]);
     from_float(out + i, total);
   }
 }
 
 template <class T>
-int64_t all_reduce(const Group& group, T* x, int64_t count) {
+int64_t all_reduce(const Group& group, const T* x, int64_t count, const T* residual, T* out) {
   const int64_t most = group.slot_bytes / int64_t(sizeof(T));
   for (int64_t first = 0; first < count; first += most) {
     int64_t part = std::min(most, count - first);
     uint32_t number;
     if (int64_t lost = enter(group, x + first, part * sizeof(T), number)) return lost;
     if (int64_t lost = await_all(group, number)) return lost;
-    add_up(group, number, x + first, part);
+    add_up(group, number, residual ? residual + first : nullptr, out + first, part);
   }
   return 0;
 }
@@ -140,9 +143,12 @@ int64_t all_reduce(const Group& group, T* x, int64_t count) {
 
 // All return 0, 1 + the number of a process that is gone, or -1 when the time is over.
 
-// x [count] becomes the sum over all processes.
-extern "C" int64_t vs_all_reduce(const Group* group, void* x, int64_t count, int32_t wide) {
-  return wide ? all_reduce(*group, (float*)x, count) : all_reduce(*group, (bf16*)x, count);
+// out [count] = residual + the sum of x over all processes. residual may be null; x and residual may be out.
+extern "C" int64_t vs_all_reduce(const void* of, const void* x, int64_t count, int32_t narrow, const void* residual,
+                                 void* out) {
+  const auto& group = *(const Group*)of;
+  if (narrow) return all_reduce(group, (const bf16*)x, count, (const bf16*)residual, (bf16*)out);
+  return all_reduce(group, (const float*)x, count, (const float*)residual, (float*)out);
 }
 
 // x of `from` becomes everybody's.

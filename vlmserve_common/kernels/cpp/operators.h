@@ -30,4 +30,5 @@ void vs_route(int32_t narrow, const void* logits, int64_t rows, int64_t experts,
 void vs_experts(int32_t narrow, const void* gate_up, const void* down, int64_t experts, int64_t chosen, int32_t act,
                 const void* x, int64_t rows, const int64_t* ids, const void* scores, const void* residual, void* out,
                 void* scratch);
+int64_t vs_all_reduce(const void* group, const void* x, int64_t count, int32_t narrow, const void* residual, void* out);
 }
