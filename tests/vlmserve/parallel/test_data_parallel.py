@@ -124,6 +124,12 @@ def test_a_session_goes_on_where_it_began(client, server):
     assert [b > a for a, b in zip(before, figures(server, "prompt_tokens_cached"), strict=True)] == [False, True]
 
 
+def await_running(server, expected: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while figures(server, "requests_running") != expected:
+        assert time.monotonic() < deadline
+
+
 def test_streams_are_aborted_where_they_run(client, server):
     streams = [
         answer(client, question("Go on and on."), stream=True, max_tokens=3000, ignore_eos=True, data_parallel_rank=n)
@@ -131,14 +137,11 @@ def test_streams_are_aborted_where_they_run(client, server):
     ]
     for stream in streams:
         next(iter(stream))
-    assert figures(server, "requests_running") == [1, 1]
+    await_running(server, [1, 1])
     streams[1].close()
-    deadline = time.monotonic() + PATIENCE_S
-    while figures(server, "requests_running") != [1, 0]:
-        assert time.monotonic() < deadline
+    await_running(server, [1, 0])
     streams[0].close()
-    while figures(server, "requests_running") != [0, 0]:
-        assert time.monotonic() < deadline
+    await_running(server, [0, 0])
 
 
 def test_stop_strings_and_several_answers(client):
