@@ -14,6 +14,7 @@ import torch
 
 from vision.encoder_pool import EncoderPool
 from vision.towers.graphs.capturing import capture_on_gpu
+from vlmserve.attention.base import AttentionBackend
 from vlmserve.attention.choice import choose_backend
 from vlmserve.attention.spec import AttentionSpec
 from vlmserve.config.engine_args import AUTO, EngineArgs
@@ -44,7 +45,14 @@ from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import check_weights_fit, graph_room, kv_cache_size, quantised_part, weight_bytes
+from vlmserve.memory.sizing import (
+    Activations,
+    check_weights_fit,
+    graph_room,
+    kv_cache_size,
+    quantised_part,
+    weight_bytes,
+)
 from vlmserve.messages import SchedulerOutput
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
@@ -94,59 +102,17 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     shard = WHOLE if ranks is None else replace(ranks.shard, experts=expert_sharing(args))
     encodes = not args.num_encoders and shard.is_entry
     processors = load_logits_processors(args.logits_processors)
-    threads = usable_threads(args.num_threads, "--num-threads")
-    torch.set_num_threads(threads)
-    device = resolve_device(args.device)
-    if device.type == "cpu":
-        operators = activate(args.cpu_kernels, threads=threads)
-        log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
-        if ranks is not None:
-            ranks.share_memory()
-    else:
-        torch.cuda.set_device(device)  # of this thread: Triton launches there, in its trial, too
-    operators = fused.activate(args.gpu_kernels, device)
-    if device.type == "cuda":
-        log.info("%s: %s", device, operators)
-    mode = _quantization(args, device)
-    _check_sizes(args, device, mode, shard)
-    # encoder processes have the tower, and no copy of it is needed here
-    model = _model(args, device, shard, with_tower=encodes)
-    model.pack(mode)
-    if device.type == "cpu":
-        torch.set_num_threads(torch_threads(threads, model.dtype))
+    device, threads = _take_device(args, ranks)
+    model = _load(args, device, shard, threads, with_tower=encodes)
     config = model.config
     kv_dtype = cache_dtype(args.kv_cache_dtype, model.dtype)
     per_token = _bytes_per_token(model, kv_dtype)
     max_model_len = args.max_model_len or config.max_position_embeddings
-    attn_backend = choose_backend(
-        args.attention_backend,
-        AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scaling=config.head_dim**-0.5,
-            dtype=model.dtype,
-            cache_dtype=kv_dtype,
-            page_size=args.page_size,
-            device=device,
-        ),
-    )
+    attn_backend = _attention(args, model, kv_dtype, device)
     attn_backend.reserve(args.max_running_requests, max_model_len + args.page_size)
     auto_pixels = None if not shard.is_entry else auto_max_pixels(args, dtype=model.dtype, device=device)
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
-    limits = limits if encodes else replace(limits, patches=0)
-    if device.type == "cuda":
-        if encodes and not args.disable_vit_cuda_graph:
-            capture_on_gpu(model.visual, device)
-        activations = measure_activations(
-            model,
-            attn_backend,
-            replace(limits, rows=limits.rows * args.attention_groups),  # groups are as long as each other in it
-            cuda_meter(device),
-            kv_dtype,
-        )
-    else:
-        activations = estimate_activations(model, _of_all_groups(limits, args))
+    activations = _activations(args, model, attn_backend, limits, device, encodes=encodes)
     new_cache = partial(
         KVCache,
         num_layers=config.num_kv_layers,
@@ -223,6 +189,81 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         activations,
     )
     return runner, info
+
+
+def _take_device(args: EngineArgs, ranks: Ranks | None) -> tuple[torch.device, int]:
+    """The device, made ready for this thread, and the threads that compute on a CPU."""
+    threads = usable_threads(args.num_threads, "--num-threads")
+    torch.set_num_threads(threads)
+    device = resolve_device(args.device)
+    if device.type == "cpu":
+        operators = activate(args.cpu_kernels, threads=threads)
+        log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
+        if ranks is not None:
+            ranks.share_memory()
+    else:
+        torch.cuda.set_device(device)  # of this thread: Triton launches there, in its trial, too
+    operators = fused.activate(args.gpu_kernels, device)
+    if device.type == "cuda":
+        log.info("%s: %s", device, operators)
+    return device, threads
+
+
+def _load(
+    args: EngineArgs, device: torch.device, shard: Shard, threads: int, *, with_tower: bool
+) -> VisionLanguageModel:
+    """This process's part of the model, packed, if it has room. with_tower: encoder processes have it otherwise, and no
+    copy of it is needed here."""
+    mode = _quantization(args, device)
+    _check_sizes(args, device, mode, shard)
+    model = _model(args, device, shard, with_tower=with_tower)
+    model.pack(mode)
+    if device.type == "cpu":
+        torch.set_num_threads(torch_threads(threads, model.dtype))
+    return model
+
+
+def _attention(
+    args: EngineArgs, model: VisionLanguageModel, kv_dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    config = model.config
+    return choose_backend(
+        args.attention_backend,
+        AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scaling=config.head_dim**-0.5,
+            dtype=model.dtype,
+            cache_dtype=kv_dtype,
+            page_size=args.page_size,
+            device=device,
+        ),
+    )
+
+
+def _activations(
+    args: EngineArgs,
+    model: VisionLanguageModel,
+    attn_backend: AttentionBackend,
+    limits: StepLimits,
+    device: torch.device,
+    *,
+    encodes: bool,
+) -> Activations:
+    """What computing takes, measured on a GPU."""
+    limits = limits if encodes else replace(limits, patches=0)
+    if device.type != "cuda":
+        return estimate_activations(model, _of_all_groups(limits, args))
+    if encodes and not args.disable_vit_cuda_graph:
+        capture_on_gpu(model.visual, device)
+    return measure_activations(
+        model,
+        attn_backend,
+        replace(limits, rows=limits.rows * args.attention_groups),  # groups are as long as each other in it
+        cuda_meter(device),
+        cache_dtype(args.kv_cache_dtype, model.dtype),
+    )
 
 
 def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLanguageModel:
