@@ -43,6 +43,9 @@ class _Rank:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(torch.stack(self._together.exchange(self._rank, x)).sum(0))
 
+    def in_operators(self) -> None:
+        return None
+
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         given = self._together.exchange(self._rank, x)
         return given if self._rank == 0 else []
