@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -71,6 +73,22 @@ def test_those_who_differ_are_all_told_how(tmp_path: Path):
     for error in errors:
         assert isinstance(error, EngineError)
         assert str(error) == "rank 1 differs from rank 0: vlmserve's version is '1.1' there, and '1.0' here"
+
+
+def test_those_on_other_machines_are_told_before_the_first_one_ends():
+    """The store by which they are told is in its process."""
+    address = f"127.0.0.1:{free_port()}"
+    code = f"""
+import time
+from vlmserve_common.parallel.meeting import MeetingPlace, meet
+meet(MeetingPlace(address={address!r}, size=2, ready_by=time.monotonic() + 30, timeout_s=30), 0, {{"model": "a"}})
+"""
+    first = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        with pytest.raises(EngineError, match="rank 1 differs from rank 0: model is 'b' there, and 'a' here"):
+            meet(place(address), 1, {"model": "b"})
+    finally:
+        first.wait()
 
 
 def test_who_does_not_come_is_named_when_the_time_is_over(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from vlmserve_common.errors import RankLostError
 from vlmserve_common.kernels.library import activate
 from vlmserve_common.parallel import shared_memory
-from vlmserve_common.parallel.group import Orders, ProcessGroup
+from vlmserve_common.parallel.group import IDLE_TIMEOUT, Orders, ProcessGroup
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 17, 300_001)  # the last one takes several slots
@@ -141,3 +142,32 @@ def test_sockets_do_where_memory_cannot_be_shared(tmp_path: Path, monkeypatch: p
         return group.all_reduce(torch.ones(2)).tolist()
 
     assert of_ranks(tmp_path, 2, run) == [[2.0, 2.0]] * 2
+
+
+def test_sockets_do_where_a_process_cannot_see_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Linux before 5.3, or a container that forbids it."""
+
+    def forbidden(pid: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(shared_memory.os, "pidfd_open", forbidden)
+
+    def run(group: ProcessGroup):
+        assert group._shared is None
+        return group.all_reduce(torch.ones(2)).tolist()
+
+    assert of_ranks(tmp_path, 2, run) == [[2.0, 2.0]] * 2
+
+
+def test_orders_may_be_longer_in_coming_than_the_milliseconds_of_32_bits(tmp_path: Path):
+    def as_rank(rank: int):
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        with closing(ProcessGroup(store, "g", rank=rank, size=2, device=CPU, timeout=IDLE_TIMEOUT)) as group:
+            group.share_memory()
+            if rank == 0:
+                time.sleep(0.3)  # longer than between looks
+            group.broadcast(torch.zeros(1))
+            return group._shared._group.timeout_ms
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(as_rank, range(2))) == [365 * 24 * 3600 * 1000] * 2

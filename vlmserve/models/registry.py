@@ -124,8 +124,6 @@ class _Tensors:
         choose_layouts(self._module, shapes)
         self._kv_scales = KVScales(self._reader, self._rules)
         scheme = quantization_of(folder, hf_config)
-        shapes = {self._rules.our_name(name): stored.shape for name, stored in self._reader.tensors.items()}
-        choose_layouts(self._module, shapes)
         self._quantized = quantized_tensors(
             self._module, self._reader, self._rules, scheme, device=device, keep_fp8=keep_fp8
         )

@@ -120,14 +120,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     each = parser.add_argument_group("a GPU")
     each.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="which one [default: h200]")
-    for name, text in (
-        ("gpu-memory-gib", "its memory, instead"),
-        ("bandwidth-gbs", "GB/s of its memory, instead"),
-        ("tflops", "TFLOP/s of dense products in 16 bits, instead"),
-        ("fp8-tflops", "TFLOP/s in 8 bits, for FP8 checkpoints, instead"),
-        ("link-gbs", "GB/s to other GPUs, each way, instead; 0: exchanges are not counted"),
+    for name, kind, text in (
+        ("gpu-memory-gib", _some, "its memory, instead"),
+        ("bandwidth-gbs", _some, "GB/s of its memory, instead"),
+        ("tflops", _some, "TFLOP/s of dense products in 16 bits, instead"),
+        ("fp8-tflops", _amount, "TFLOP/s in 8 bits, for FP8 checkpoints, instead; 0: there are none"),
+        ("link-gbs", _amount, "GB/s to other GPUs, each way, instead; 0: exchanges are not counted"),
     ):
-        each.add_argument(f"--{name}", type=_amount, metavar="X", help=text)
+        each.add_argument(f"--{name}", type=kind, metavar="X", help=text)
     each.add_argument(
         "--reserved-gib", type=_amount, default=1.0, metavar="X", help="for CUDA and its libraries [default: 1]"
     )
@@ -150,6 +150,13 @@ def _count(word: str) -> int:
     number = int(word)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{word} is below 1")
+    return number
+
+
+def _some(word: str) -> float:
+    number = _amount(word)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{word} is not above 0")
     return number
 
 

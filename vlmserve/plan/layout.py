@@ -65,6 +65,8 @@ class Layout:
                 f"--enable-dp-attention divides the {self.tp} ranks of --tp: --dp is {self.dp}, and must be a divisor "
                 "above 1"
             )
+        if self.dp_attention and self.pp > 1:
+            raise EngineError(f"--pp is {self.pp}: with --enable-dp-attention it must be 1")
         experts = config.experts
         if self.ep > 1 and experts is None:
             raise EngineError(f"--ep is {self.ep}, and {config.family} has no experts")
@@ -152,7 +154,9 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
     itemsize = outline.dtype.itemsize
     stages = []
     for stage in range(layout.pp):
-        own_layers = replace(config, shard=Shard(stage=PipelineStage(stage, layout.pp))).own_layers
+        staged = replace(config, shard=Shard(stage=PipelineStage(stage, layout.pp)))
+        staged.of_part()  # which refuses layers that cannot be a stage
+        own_layers = staged.own_layers
         first, last = own_layers.start, own_layers.stop
         begins, ends = first == 0, last == config.num_layers
         kv_layers = last - first - sum(first <= layer < last for layer in recurrent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 
-from vlmserve_common.errors import RankLostError
 from vlmserve_common.parallel.group import Orders
 
 
@@ -15,13 +14,13 @@ class TakenAhead:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._taken: queue.SimpleQueue[bytes | RankLostError] = queue.SimpleQueue()
+        self._taken: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         threading.Thread(target=self._take_all, name="orders", daemon=True).start()
 
     def take(self) -> bytes:
         """See `Orders.take`."""
         taken = self._taken.get()
-        if isinstance(taken, RankLostError):
+        if isinstance(taken, Exception):
             raise taken
         return taken
 
@@ -29,5 +28,5 @@ class TakenAhead:
         try:
             while True:
                 self._taken.put(self._orders.take())
-        except RankLostError as lost:
-            self._taken.put(lost)
+        except Exception as error:  # whatever it is: who takes orders would wait for good
+            self._taken.put(error)

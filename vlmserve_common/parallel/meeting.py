@@ -20,6 +20,7 @@ from vlmserve_common.errors import EngineError
 from vlmserve_common.parallel.group import address_towards
 
 _LOOK_S = 0.05
+_READ_S = 5.0  # that the first one stays for others to read why they do not fit, at the most
 _WELL = "well"
 
 
@@ -65,9 +66,14 @@ def meet(
         store.set(_key(rank), json.dumps(dict(about)))
         if rank:
             verdict = _await(store, "verdict", place, f"rank 0 of {place.size}", look).decode()
+            if verdict != _WELL:
+                with contextlib.suppress(RuntimeError):  # the first one has not waited
+                    store.set(_read_key(rank), "")
         else:
             verdict = _compare(store, place, about, look)
             store.set("verdict", verdict)
+            if verdict != _WELL and not place.is_file:
+                _await_readers(store, place)
     except RuntimeError as error:
         raise EngineError(f"rank {rank} of {place.size} lost {place.address}: {_first_line(error)}") from error
     if verdict != _WELL:
@@ -138,8 +144,20 @@ def _await(store: dist.Store, key: str, place: MeetingPlace, who: str, look: Cal
     return found
 
 
+def _await_readers(store: dist.Store, place: MeetingPlace) -> None:
+    """The store goes with the first process: others who are there are to read the verdict before."""
+    there = [rank for rank in range(1, place.size) if store.check([_key(rank)])]
+    until = time.monotonic() + _READ_S
+    while not all(store.check([_read_key(rank)]) for rank in there) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+
+
 def _key(rank: int) -> str:
     return f"about/{rank}"
+
+
+def _read_key(rank: int) -> str:
+    return f"read/{rank}"
 
 
 def _first_line(error: Exception) -> str:

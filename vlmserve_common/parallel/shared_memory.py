@@ -39,7 +39,7 @@ class SharedMemory:
             rank,
             self.size,
             _WATCH_US,
-            min(int(timeout.total_seconds() * 1000), 2**31 - 1),
+            int(timeout.total_seconds() * 1000),
         )
         self._closed = False
         self._lib = active()
@@ -93,7 +93,8 @@ class SharedMemory:
 
 def open_shared_memory(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedMemory | None:
     """The memory of a group, once all its processes have called this; None at all of them where one cannot have it: it
-    is on another machine, or has no operators. timeout: of an exchange. store: the group's own."""
+    is on another machine, has no operators, or cannot see others end. timeout: of an exchange. store: the group's
+    own."""
     with contextlib.ExitStack() as stack:
         found = _make(store, size, stack) if rank == 0 else _find(store, size)
         store.set(f"shared/{rank}", str(os.getpid() if found is not None else 0))
@@ -107,12 +108,19 @@ def _size(size: int) -> int:
     return size * (_SEAT_BYTES + 2 * _SLOT_BYTES) + _TOKEN_BYTES
 
 
+def _check_watching() -> None:
+    """OSError or AttributeError where a process cannot see another one end: pidfd_open is of Linux 5.3, and some
+    containers forbid it."""
+    os.close(os.pidfd_open(os.getpid()))
+
+
 def _make(store: dist.Store, size: int, stack: contextlib.ExitStack) -> mmap.mmap | None:
     """stack: ends when all have it."""
     made = None
     where = ""
     with contextlib.suppress(OSError, AttributeError):  # not of Linux
         if active() is not None:
+            _check_watching()
             file = os.memfd_create("vlmserve-ranks")
             stack.callback(os.close, file)
             os.ftruncate(file, _size(size))
@@ -130,7 +138,8 @@ def _find(store: dist.Store, size: int) -> mmap.mmap | None:
     where, _, token = store.get("shared").decode().partition(" ")
     if not where or active() is None:
         return None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        _check_watching()
         file = os.open(where, os.O_RDWR)
         try:
             found = mmap.mmap(file, _size(size))
@@ -148,5 +157,5 @@ class _Group(ctypes.Structure):
         ("rank", c_int32),
         ("size", c_int32),
         ("watch_us", c_int32),
-        ("timeout_ms", c_int32),
+        ("timeout_ms", c_int64),
     ]

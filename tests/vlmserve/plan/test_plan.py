@@ -190,6 +190,7 @@ def test_weights_are_those_that_the_engine_loads(tmp_path, family, tp):
         ("30b", "--tp 256 --ep 256", "--ep is 256, which does not divide the 128 experts"),
         ("8b", "--pp 37", "--pp is 37, and there are 36 layers"),
         ("8b", "--tp 4 --dp 3 --enable-dp-attention", "divides the 4 ranks of --tp: --dp is 3"),
+        ("235b", "--tp 4 --pp 2 --dp 2 --enable-dp-attention", "--pp is 2: with --enable-dp-attention it must be 1"),
         ("8b", "--gpu-memory-gib 16", "the model does not fit: a GPU has 16 GiB: weights take 16.33 GiB"),
     ],
 )
@@ -207,6 +208,10 @@ def test_settings_are_the_engine_s(plan, folders, capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", str(folders["8b"]), "--tp", "0"])
     assert "0 is below 1" in capsys.readouterr().err
+    for flag in ("--gpu-memory-gib", "--bandwidth-gbs", "--tflops"):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", str(folders["8b"]), flag, "0"])
+        assert "0 is not above 0" in capsys.readouterr().err
     with pytest.raises(EngineError, match="no experts"):
         lay_out(folders["8b"], Layout(tp=2, ep=2), dtype=None, kv_cache_dtype="auto")
 

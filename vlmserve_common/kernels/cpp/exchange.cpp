@@ -39,7 +39,8 @@ struct Group {
   uint8_t* memory;
   const int32_t* pidfds;
   int64_t slot_bytes;
-  int32_t rank, size, watch_us, timeout_ms;
+  int32_t rank, size, watch_us;
+  int64_t timeout_ms;
 
   Seat& seat(int of) const { return ((Seat*)memory)[of]; }
   uint8_t* slot(int of, uint32_t number) const {
