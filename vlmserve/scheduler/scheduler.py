@@ -208,6 +208,7 @@ class Scheduler:
             self.running_batch.remove(req)
         req.finish(reason)
         req.media.release()
+        self.urgent = None  # it may have been the last one that held it
         self.intake.release(req)
         if req.req_pool_idx is not None:
             goes_on = req.session_id and reason.type in ("stop", "length")
