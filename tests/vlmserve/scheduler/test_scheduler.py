@@ -25,6 +25,7 @@ from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.messages import AbortReq
+from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
@@ -64,6 +65,7 @@ class Shared:
     backend: FakeBackend
     pool: EncoderPool
     lane: Lane
+    order: FairOrder
 
 
 class Rig:
@@ -116,6 +118,7 @@ class Rig:
             grammars=self.grammars if has_grammars else None,
             send=self.take,
             drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
+            encoder_order=None if shared is None else shared.order,
         )
         handle = self.scheduler.handle
 
