@@ -50,7 +50,7 @@ def engine_problems(args: EngineArgs) -> list[str]:
         problems.append("--enable-eplb moves experts between the parties of --ep-size, which is 1; it must be above 1")
     if args.ep_num_redundant_experts and not args.enable_eplb:
         problems.append(problem(args, "ep_num_redundant_experts", "0 without --enable-eplb"))
-    if args.world_size % args.nnodes:
+    if args.nnodes >= 1 and args.world_size % args.nnodes:
         nodes = f"a multiple of --nnodes, which is {args.nnodes}"
         stages = f"--tp-size {args.tp_size} times --pp-size {args.pp_size} is {args.world_size}; it must be {nodes}"
         problems.append(problem(args, "tp_size", nodes) if args.pp_size == 1 else stages)

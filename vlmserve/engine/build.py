@@ -58,6 +58,7 @@ from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
+from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
@@ -372,7 +373,7 @@ def build_engine_scheduler(
     if args.attention_groups == 1:
         return build_scheduler(args, runner, info, send, start=start, worker=cast(ModelWorker | None, worker))
     encoder = _encoder(args, runner, start)
-    make = partial(_scheduler, args, runner, info, encoder)
+    make = partial(_scheduler, args, runner, info, encoder, encoder_order=FairOrder())
     device = _device_queue(args, runner.device, torch.get_num_threads())
     return in_lockstep(args, make, cast(RoundWorker, worker), device, encoder, send)
 
@@ -392,6 +393,7 @@ def _scheduler(
     worker: ModelWorker,
     device: DeviceQueue,
     send: Callable[[SchedulerOutput], None],
+    encoder_order: FairOrder | None = None,
 ) -> Scheduler:
     args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
@@ -428,6 +430,7 @@ def _scheduler(
         grammars=_grammars(args, runner),
         send=send,
         expert_stats=runner.expert_stats,
+        encoder_order=encoder_order,
         drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
     )
 

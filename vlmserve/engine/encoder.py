@@ -171,5 +171,5 @@ def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return ("cpu",) * count
     gpus = torch.cuda.device_count()
-    first = (device.index or 0) + (0 if args.encodes_on_all_ranks else 1)
+    first = (device.index or 0) + (0 if args.encodes_on_all_ranks else len(args.own_ranks))
     return tuple(f"cuda:{(first + place) % gpus}" for place in range(count))

@@ -142,10 +142,9 @@ def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None], replica: i
 
     def tell_stats(_: GetStatsReq) -> None:
         stats = loop.stats()
-        for group in replicas_of(stats):
+        first, *others = replicas_of(stats) or (replace(stats, replica=replica),)
+        for group in (replace(first, num_warmups=stats.num_warmups), *others):  # which are of no group
             send(group)
-        if not replicas_of(stats):
-            send(replace(stats, replica=replica))
 
     def pass_on(lost: RequestsLost) -> None:
         send(lost)

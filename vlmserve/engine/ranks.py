@@ -39,8 +39,8 @@ _OWN_SETTINGS = frozenset({"model", "device", "num_threads", "node_rank"})
 
 
 def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
-    """A rank's own settings: a GPU for each, from --device on, or a share of the CPU's cores. EngineError for more of
-    them than there are GPUs, or a model that they cannot share."""
+    """A rank's own settings: a GPU for each, from --device on, or a share of the CPU's cores and memory. EngineError
+    for more of them than there are GPUs, or a model that they cannot share."""
     group = attention_group(args, rank)
     shard = Shard(rank % args.tp_size, args.tp_size, experts=expert_sharing(args), group=group)
     config = load_config(Path(args.model), shard)
@@ -50,7 +50,8 @@ def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
     here = args.own_ranks
     if device.type != "cuda":
         threads = args.num_threads or max(1, available_cpus() // len(here))
-        return replace(args, device=str(device), num_threads=threads)
+        memory = args.mem_fraction_static / len(here)
+        return replace(args, device=str(device), num_threads=threads, mem_fraction_static=memory)
     first, count = device.index or 0, torch.cuda.device_count()
     if first + len(here) > count:
         wanted = f"{len(here)} ranks (--tp-size, --pp-size) want as many GPUs, from cuda:{first} on"

@@ -16,9 +16,15 @@ class FairOrder:
         self._now = 0
         self._ends: dict[str, int] = {}  # of clients' work, in patches
         self._latest = 0
+        self._arrivals = 0
+
+    def arrive(self) -> int:
+        """The number of a new request, from 0 on."""
+        self._arrivals += 1
+        return self._arrivals - 1
 
     def tag(self, client: str, patches: int, arrival: int) -> int:
-        """The tag of a new request; no two are equal. arrival: counts requests as they come."""
+        """The tag of a new request; no two are equal. arrival: what `arrive` gave it."""
         start = max(self._now, self._ends.pop(client, 0))
         self._ends[client] = start + patches
         if len(self._ends) > _REMEMBERED:

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class Intake:
-    """max_req_len: tokens of prompt and answer of one request together, at most. encoder_order: turns of clients."""
+    """max_req_len: tokens of prompt and answer of one request together, at most. encoder_order: turns of clients;
+    by default, one of its own."""
 
     def __init__(
         self,
@@ -43,10 +44,10 @@ class Intake:
         policy: SchedulePolicy,
         media_keys: MediaKeyTable,
         grammars: GrammarQueue | None = None,
+        encoder_order: FairOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.encoder_order = FairOrder()
-        self.arrivals = 0  # requests that have come so far
+        self.encoder_order = encoder_order or FairOrder()
         self._args = args
         self._max_req_len = max_req_len
         self._eos_token_ids = eos_token_ids
@@ -87,10 +88,10 @@ class Intake:
         """The request of a message; its media are on their way. others: all that are here."""
         room = self._max_req_len - len(message.input_ids)
         wanted = message.sampling_params.max_new_tokens
-        order = 0
+        order, arrival = 0, self.encoder_order.arrive()
         if message.mm_inputs is not None:
             patches = 0 if message.choice else num_patches(message.mm_inputs)  # the other choices have the same ones
-            order = self.encoder_order.tag(message.client, patches, self.arrivals)
+            order = self.encoder_order.tag(message.client, patches, arrival)
         req = Req(
             message,
             key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys)
@@ -99,10 +100,9 @@ class Intake:
             media=ReqMedia(message.mm_inputs, self._encoder, order=order),
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self._eos_token_ids,
-            arrival=self.arrivals,
+            arrival=arrival,
             times=ReqTimes(self._clock),
         )
-        self.arrivals += 1
         if self._media_keys.is_large:
             self._trim_media_keys([req, *others])
         self._begin_grammar(req)

@@ -41,6 +41,7 @@ from vlmserve.messages import (
 )
 from vlmserve.scheduler.admission import Admission, may_be_tried
 from vlmserve.scheduler.drafts import Drafter
+from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.intake import Intake
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import SchedulerMeter
@@ -77,7 +78,7 @@ class Scheduler:
 
     max_req_len: tokens of prompt and answer of one request together, at most. device: where steps and slices of
     encoding are computed, and how many are in flight. drafter: guesses tokens of those who decode. expert_stats:
-    how evenly experts are spread.
+    how evenly experts are spread. encoder_order: of all schedulers that share the encoder; by default, there is one.
 
     urgent: a key of the encoder's that nobody gets on without, if there is one.
     """
@@ -100,6 +101,7 @@ class Scheduler:
         send: Callable[[SchedulerOutput], None],
         drafter: Drafter | None = None,
         expert_stats: Callable[[], ExpertStats] = ExpertStats,
+        encoder_order: FairOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
@@ -119,6 +121,7 @@ class Scheduler:
             policy=policy,
             media_keys=media_keys,
             grammars=grammars,
+            encoder_order=encoder_order,
             clock=clock,
         )
         self._reqs: dict[str, Req] = {}
@@ -208,6 +211,7 @@ class Scheduler:
             self.running_batch.remove(req)
         req.finish(reason)
         req.media.release()
+        self.urgent = None  # it may have been the last one that held it
         self.intake.release(req)
         if req.req_pool_idx is not None:
             goes_on = req.session_id and reason.type in ("stop", "length")

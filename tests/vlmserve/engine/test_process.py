@@ -8,12 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from tests.default_model import copy_default_model
+from tests.vlmserve.scheduler.prompts import request
+from tests.vlmserve.scheduler.test_lockstep import LockstepRig
+from tests.vlmserve.scheduler.test_scheduler import Knobs
 from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
+from vlmserve.engine.loop import EngineLoop
 from vlmserve.ipc.channels import Channels
+from vlmserve.messages import EncodeReqInput, GetStatsReq
+from vlmserve.routing.sums import sum_stats
 
 
 class StartedError(Exception):
@@ -33,3 +39,15 @@ def test_encoder_processes_start_as_the_server_does(tmp_path: Path, monkeypatch:
     with pytest.raises(StartedError) as caught:
         process.run_scheduler(args, channels, start, pytest.fail)
     assert caught.value.args == ("error", 7.5, 12.5, tmp_path / "shared")
+
+
+def test_figures_of_groups_have_what_is_of_no_group() -> None:
+    rig, sent = LockstepRig(2, Knobs()), []
+    loop = EngineLoop(rig.scheduler, rig.pool, sent.append, max_patches=16)
+    dispatch = process.message_dispatcher(loop, sent.append)
+    media = request("", [0] * 4, [(1, 2, b"seen")]).mm_inputs
+    assert media is not None
+    dispatch(EncodeReqInput(rid="w", items=tuple(media.items)))
+    dispatch(GetStatsReq())
+    assert [(stats.replica, stats.num_warmups) for stats in sent] == [(0, 1), (1, 0)]
+    assert sum_stats(sent).num_warmups == loop.stats().num_warmups

@@ -70,6 +70,11 @@ def test_another_version_on_another_machine(tmp_path: Path, folders: list[Engine
     assert said_by_both(tmp_path, *folders).startswith("rank 1 differs from rank 0: vlmserve's version is '0.0' there")
 
 
+def test_ranks_share_the_memory_of_a_cpu(folders: list[EngineArgs]):
+    both = [rank_args(replace(folders[0], mem_fraction_static=0.8), rank) for rank in range(2)]
+    assert [args.mem_fraction_static for args in both] == [0.4, 0.4]
+
+
 def test_more_ranks_than_gpus(folders: list[EngineArgs], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ranks, "resolve_device", lambda name: torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

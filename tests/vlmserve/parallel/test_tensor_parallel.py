@@ -187,6 +187,17 @@ def test_each_rank_may_have_an_encoder_beside_it():
     assert encoders() == ()
 
 
+def test_encoders_are_on_the_gpus_behind_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+
+    def encoders(device: str, **settings) -> tuple[str, ...]:
+        return encoder_devices(EngineArgs(model="m", **settings), torch.device(device))
+
+    assert encoders("cuda:0", encoder_dp_size=2) == ("cuda:1", "cuda:2")
+    assert encoders("cuda:1", tp_size=2, pp_size=2, encoder_dp_size=2) == ("cuda:5", "cuda:0")
+    assert encoders("cuda:1", tp_size=2, mm_encoder_tp_mode="data") == ("cuda:1", "cuda:2")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -195,6 +206,7 @@ def test_each_rank_may_have_an_encoder_beside_it():
         ({"nnodes": 2, "tp_size": 2}, "--dist-init-addr is None; it must be HOST:PORT of machine 0"),
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "here"}, "--dist-init-addr is 'here'; it must be HOST:PORT"),
         ({"tp_size": 0}, "--tp-size is 0; it must be 1 or more"),
+        ({"nnodes": 0}, "--nnodes is 0; it must be 1 or more"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict, message: str):

@@ -17,6 +17,7 @@ from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.messages import AbortReq, BatchTokenOutput
 from vlmserve.routing.router import Router
 from vlmserve.routing.sums import replicas_of
+from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.lockstep import LockstepScheduler, noting_ends
 from vlmserve.scheduler.rounds import Rounds
 
@@ -48,8 +49,10 @@ class LockstepRig:
         self.router = Router(groups, method="shortest_queue")
         device = LazyQueue(knobs.depth) if knobs.depth > 1 else InlineQueue()
         rounds = Rounds(device, self.worker, groups, last=self.pool.work)
+        order = FairOrder()
         self.rigs = [
-            Rig(knobs, shared=Shared(backend=self.backend, pool=self.pool, lane=lane)) for lane in rounds.lanes
+            Rig(knobs, shared=Shared(backend=self.backend, pool=self.pool, lane=lane, order=order))
+            for lane in rounds.lanes
         ]
         self.worker.workers = [rig.worker for rig in self.rigs]
         for rig in self.rigs:
@@ -162,4 +165,20 @@ def test_an_abort_finds_its_group():
     assert rig.scheduler.num_waiting == 0
     assert isinstance(ended[-1], BatchTokenOutput)
     assert ended[-1].outputs[0].finish_reason.type == "abort"
+    rig.run()
+
+
+def test_clients_take_turns_at_the_encoder_whatever_their_group():
+    """A group that has encoded much is not behind one that has encoded little."""
+    rig = LockstepRig(2, Knobs(encoders=1, space_rows=2))
+    for number in range(6):
+        picture = request(f"old{number}", [number] * 6, [(1, 2, b"old%d" % number)], new=1)
+        rig.scheduler.handle(replace(picture, client="a", data_parallel_rank=0))
+        rig.run()
+    for name, client, group in (("p", "a", 0), ("q", "b", 1), ("r", "b", 1)):
+        picture = request(name, [7] * 6, [(1, 2, name.encode())], new=1)
+        rig.scheduler.handle(replace(picture, client=client, data_parallel_rank=group))
+    orders = [req.media.order for one in rig.rigs for req in one.scheduler._reqs.values()]
+    assert len(set(orders)) == 3
+    assert orders[0] < orders[2], "who came first does not wait for all of the other's"
     rig.run()

@@ -25,6 +25,7 @@ from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.messages import AbortReq
+from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy
@@ -64,6 +65,7 @@ class Shared:
     backend: FakeBackend
     pool: EncoderPool
     lane: Lane
+    order: FairOrder
 
 
 class Rig:
@@ -116,6 +118,7 @@ class Rig:
             grammars=self.grammars if has_grammars else None,
             send=self.take,
             drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
+            encoder_order=None if shared is None else shared.order,
         )
         handle = self.scheduler.handle
 
@@ -631,3 +634,24 @@ def test_stop_tokens_end_an_answer():
     rig.run()
     assert rig.tokens["a"] == expected(message)[:cut]
     assert rig.finish["a"].matched == stop
+
+
+def test_an_abort_of_who_waits_most_urgently():
+    """Nobody gets on without a picture, and before it is begun with its request is gone."""
+    rig = Rig(Knobs(space_rows=2, disk=True))
+    others = request("others", [1] * 9, [(1, 2, b"others")]).mm_inputs.items[0]
+    keys = rig.pool.submit(temporal_patches(others), order=-1)
+    while not rig.pool.is_ready(keys[0]):
+        rig.pool.advance()
+        rig.disk.finish_load() if rig.disk.loads else rig.backend.work(1.0)
+    pictures = [request(name, [number] * 20, [(3, 2, name.encode())]) for number, name in enumerate(("one", "two"))]
+    for picture in pictures:
+        rig.scheduler.handle(picture)
+    while rig.scheduler.urgent is None:
+        assert rig.scheduler.step()
+    rig.scheduler.handle(AbortReq(rid="one"))
+    while len(rig.finish) < 2:
+        assert rig.step() or rig.encode()
+    assert rig.tokens["two"] == expected(pictures[1])
+    rig.pool.release(keys, order=-1)
+    rig.run()
