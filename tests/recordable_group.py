@@ -1,4 +1,4 @@
-"""Sums over processes that `fake_graphs.Recorder` records, as CUDA graphs hold those of NCCL."""
+"""Collectives of processes that `fake_graphs.Recorder` records, as CUDA graphs hold those of NCCL."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def add_up(x: torch.Tensor, number: int) -> None:
     _GROUPS[number].inner.allreduce([x]).wait()
 
 
+@torch.library.custom_op("vlmserve_tests::bring_together", mutates_args=("out",))
+def bring_together(out: torch.Tensor, x: torch.Tensor, number: int) -> None:
+    _GROUPS[number].inner._allgather_base(out, x).wait()
+
+
+@torch.library.custom_op("vlmserve_tests::add_up_parts", mutates_args=("out",))
+def add_up_parts(out: torch.Tensor, x: torch.Tensor, number: int) -> None:
+    _GROUPS[number].inner._reduce_scatter_base(out, x).wait()
+
+
 class _Done:
     def wait(self) -> None:
         pass
@@ -36,6 +46,14 @@ class _Recordable:
         if options:
             return self.inner.allreduce(tensors, *options)
         add_up(tensors[0], self._number)
+        return _Done()
+
+    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor) -> _Done:
+        bring_together(out, x, self._number)
+        return _Done()
+
+    def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor) -> _Done:
+        add_up_parts(out, x, self._number)
         return _Done()
 
     def __getattr__(self, name: str) -> Any:

@@ -28,9 +28,9 @@ def replays(llm: LLM) -> list[int]:
     assert graphs is not None, "decode steps were not captured"
     run = graphs.run
 
-    def noting(forward_batch):
+    def noting(forward_batch, size):
         noted.append(len(forward_batch.extend_lens))
-        return run(forward_batch)
+        return run(forward_batch, size)
 
     graphs.run = noting
     return noted

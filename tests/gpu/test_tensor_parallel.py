@@ -53,6 +53,15 @@ def test_the_same_answers_as_alone(
     assert sums / steps == captured_sums / captured_steps
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", HYBRID])
+def test_groups_replay_together(family: str, two_gpus: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_checkpoint(family, tmp_path / "model")
+    wanted, *_ = tokens(folder, two_gpus)
+    with caplog.at_level(logging.INFO):
+        assert tokens(folder, two_gpus, tp_size=2, dp_size=2, enable_dp_attention=True)[0] == wanted
+    assert "captured decode steps of 1, 2, 4 requests" in caplog.text
+
+
 def test_what_is_not_captured_is_told(two_gpus: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_checkpoint(MOE, tmp_path / "model")
     wanted, *_ = tokens(folder, two_gpus)

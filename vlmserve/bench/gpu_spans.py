@@ -7,7 +7,7 @@ host that is ahead shows as spans that follow each other at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,9 +59,9 @@ class StepSpans(AbstractContextManager["StepSpans"]):
         self._mark: Callable[[], _Mark] = _event if runner.device.type == "cuda" else _Now
 
     def __enter__(self) -> StepSpans:
-        def forward(batch: ModelWorkerBatch) -> Any:
+        def forward(batch: ModelWorkerBatch, together: Sequence[ModelWorkerBatch] = ()) -> Any:
             self._spans.append(_Span(len(batch.seq_lens), self._mark()))
-            return self._forward(batch)
+            return self._forward(batch, together)
 
         def sample(forwarded: Any, info: SamplingBatchInfo, logits: Any = None) -> Any:
             result = self._sample(forwarded, info, logits)

@@ -5,7 +5,8 @@ when it is sized. So the largest two are captured before, over a cache of one pa
 cache is sized by that, and the steps are captured for good.
 
 Ranks that share the model's layers capture the same steps in the same order, since each holds its part of the same
-exchanges. After each capture they agree whether it went well at all of them.
+exchanges. After each capture they agree whether it went well at all of them. Groups of them that have requests of
+their own are captured, and replayed, as if all had as many: see `TokenExchange`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -78,12 +79,11 @@ def cuda_tools(device: torch.device) -> GraphTools:
 
 def tools_of_ranks(tools: GraphTools, ranks: Ranks) -> GraphTools:
     """For one of several processes that share a model."""
-    group = ranks.group
-    if group is None:
-        return replace(tools, smallest=ranks.smallest)
-    return GraphTools(
-        new_capturer=lambda: CountingCapturer(tools.new_capturer(), group), free=tools.free, smallest=ranks.smallest
-    )
+
+    def counting() -> Capturer:
+        return reduce(CountingCapturer, ranks.computing, tools.new_capturer())
+
+    return replace(tools, new_capturer=counting, smallest=ranks.smallest)
 
 
 def why_not_captured(args: EngineArgs, experts: ExpertsConfig | None, shard: Shard) -> str | None:
@@ -92,8 +92,6 @@ def why_not_captured(args: EngineArgs, experts: ExpertsConfig | None, shard: Sha
         return "--disable-cuda-graph"
     if shard.stage.size > 1:
         return "stages hand on rows behind each of them (--pp-size)"
-    if shard.group is not None:
-        return "groups of ranks have steps of different sizes (--enable-dp-attention)"
     if experts is not None and sends_rows(experts.chosen, shard):
         return "ranks are told in their midst how many rows come to their experts (--moe-a2a-backend)"
     return None

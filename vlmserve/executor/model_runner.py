@@ -94,10 +94,11 @@ class ModelRunner:
         return ExpertStats() if self._balancer is None else self._balancer.stats
 
     @torch.inference_mode()
-    def forward(self, batch: ModelWorkerBatch) -> Forwarded:
+    def forward(self, batch: ModelWorkerBatch, together: Sequence[ModelWorkerBatch] = ()) -> Forwarded:
         """Compute a step as far as the hidden states of its tokens. Side effects in this order: copies between the
         tiers of the KV cache and of states, request table, KV cache and states, snapshots of these. Raises as
-        `device_errors` does."""
+        `device_errors` does. together: this and the steps that other processes compute at the same time, which replay
+        all or none; the result outlives further replays then."""
         with device_errors(
             f"step {batch.step} of {len(batch.req_pool_indices)} requests, {len(batch.input_ids)} tokens"
         ):
@@ -109,8 +110,11 @@ class ModelRunner:
                 self._kv_transfer.run(batch.kv_copies)
             self._copy_states(batch.state_copies)
             inputs, forward_batch = self._prepare(batch)
-            if self._graphs is not None and self._graphs.fits(forward_batch):
-                hidden = self._graphs.run(forward_batch)
+            size = None if self._graphs is None else self._graphs.size_for(together or [batch])
+            if self._graphs is not None and size is not None:
+                hidden = self._graphs.run(forward_batch, size)
+                if together:  # they may replay again before this one is sampled
+                    hidden = hidden.clone()
             else:
                 hidden = self._run(forward_batch, *self._embed(batch, forward_batch.input_ids, inputs))
             self._copy_states(_ends_kept(batch))
@@ -127,11 +131,15 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
-    def join(self) -> None:
-        """What others need of this process in a step in which it has no tokens: see `Decoder.join`."""
+    def join(self, others: Sequence[ModelWorkerBatch]) -> None:
+        """What others need of this process for their steps, where it has no tokens: see `Decoder.join`."""
         if self._balancer is not None:
             self._balancer.step()
-        self.model.language_model.join()
+        size = None if self._graphs is None else self._graphs.size_for(others)
+        if self._graphs is not None and size is not None:
+            self._graphs.join(size)
+        else:
+            self.model.language_model.join()
 
     def _prepare(self, batch: ModelWorkerBatch) -> tuple[StepInputs, ForwardBatch]:
         """Everything the device needs of the message, and where the step's tokens are written."""

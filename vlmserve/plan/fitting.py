@@ -86,10 +86,8 @@ def _fit(
 
 
 def _has_graphs(model: Model, layout: Layout, args: EngineArgs) -> bool:
-    if layout.dp_attention:  # whose groups have steps of different sizes
-        return False
     sharing = ExpertSharing(ep_size=layout.ep, a2a=args.moe_a2a_backend)
-    shard = Shard(0, layout.tp, experts=sharing, stage=PipelineStage(0, layout.pp))
+    shard = Shard(0, layout.tp, experts=sharing, stage=PipelineStage(0, layout.pp), group=layout.attention_group)
     return why_not_captured(args, model.config.experts, shard) is None
 
 

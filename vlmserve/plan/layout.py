@@ -42,6 +42,11 @@ class Layout:
         return self.tp // self.dp if self.dp_attention else self.tp
 
     @property
+    def attention_group(self) -> AttentionGroup | None:
+        """Of a rank, to be looked at; None where there is one group."""
+        return AttentionGroup(size=self.attention_tp) if self.dp_attention else None
+
+    @property
     def groups(self) -> int:
         """Of a replica's requests: each has its own KV cache."""
         return self.dp if self.dp_attention else 1
@@ -136,8 +141,8 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
     whole = make_model(hf_config, config, meta, dtype or config.dtype)
     outline = whole
     if layout.tp > 1:
-        group = AttentionGroup(size=layout.attention_tp) if layout.dp_attention else None
-        shard = Shard(0, layout.tp, experts=ExpertSharing(ep_size=layout.ep, a2a="none"), group=group)
+        sharing = ExpertSharing(ep_size=layout.ep, a2a="none")
+        shard = Shard(0, layout.tp, experts=sharing, group=layout.attention_group)
         own = replace(config, shard=shard)
         outline = make_model(hf_config, own, meta, dtype or config.dtype)
     held = _part_held(scheme, outline.dtype)

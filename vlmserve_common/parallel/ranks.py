@@ -66,15 +66,19 @@ class Ranks:
     def share_memory(self) -> None:
         """Exchange through memory that all have, from now on, where they compute on one machine's CPU. To be called by
         all, once the operators are there."""
-        for group in (self.group, self._told, *self._more):
-            if group is not None:
-                group.share_memory()
+        for group in (self._told, *self.computing):
+            group.share_memory()
 
     def make_group(self, name: str, rank: int, size: int) -> ProcessGroup:
         """Some of the ranks, of which this is number `rank`; all of them call it."""
         group = self._make(name, rank, size)
         self._more.append(group)
         return group
+
+    @property
+    def computing(self) -> tuple[ProcessGroup, ...]:
+        """What this rank exchanges through in the midst of a step, but with other stages."""
+        return tuple(group for group in (self.group, *self._more) if group is not None)
 
     def smallest(self, number: int) -> int:
         """The smallest of everybody's numbers."""

@@ -188,15 +188,13 @@ def test_where_nothing_is_captured(caplog) -> None:
         off = EngineArgs(model="m", disable_cuda_graph=True)
         assert wanted_sizes(off, PagedBackend(), CUDA, None, WHOLE) == ()
         assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(stage=Stage(1, 2))) == ()
-        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(1, 2, group=AttentionGroup())) == ()
+        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(1, 2, group=AttentionGroup())) == (1, 2, 4)
         assert wanted_sizes(args, PagedBackend(), CUDA, EXPERTS, sending) == ()
     assert caplog.messages == [
         "decode steps are not captured as CUDA graphs: TorchAttentionBackend reads the table on the host "
         "(--attention-backend)",
         "decode steps are not captured as CUDA graphs: --disable-cuda-graph",
         "decode steps are not captured as CUDA graphs: stages hand on rows behind each of them (--pp-size)",
-        "decode steps are not captured as CUDA graphs: groups of ranks have steps of different sizes "
-        "(--enable-dp-attention)",
         "decode steps are not captured as CUDA graphs: ranks are told in their midst how many rows come to their "
         "experts (--moe-a2a-backend)",
     ]

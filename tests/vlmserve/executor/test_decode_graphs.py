@@ -96,6 +96,11 @@ class Bench:
             attn_backend=self.backend,
         )
 
+    def replay(self, step: ForwardBatch) -> torch.Tensor:
+        size = self.graphs.size_for([step])
+        assert size is not None
+        return self.graphs.run(step, size)
+
     @torch.inference_mode()
     def eager(self, step: ForwardBatch) -> torch.Tensor:
         step.attn_backend.init_forward_metadata(step)
@@ -121,9 +126,8 @@ def bench(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Bench:
 def test_a_replay_is_the_step(bench: Bench, steps: list[list[tuple[int, int]]], seed: int) -> None:
     for requests in steps:
         step = bench.step(requests, seed)
-        assert bench.graphs.fits(step)
         before, replayed = bench.kept(), bench.capturer.replayed
-        got = bench.graphs.run(step).clone()
+        got = bench.replay(step).clone()
         assert bench.capturer.replayed == replayed + 1
         assert bench.backend._size == next(size for size in SIZES if size >= len(requests))
         by_graph = bench.kept()
@@ -134,17 +138,31 @@ def test_a_replay_is_the_step(bench: Bench, steps: list[list[tuple[int, int]]], 
             assert torch.equal(was, graph)
 
 
-def test_what_does_not_fit(bench: Bench) -> None:
+def test_the_smallest_size_that_holds_all(bench: Bench) -> None:
+    def size_of(*counts: int) -> int | None:
+        return bench.graphs.size_for([bench.step([(row, 3) for row in range(count)], 0) for count in counts])
+
+    assert [size_of(count) for count in (1, 2, 3, ROWS)] == [1, 2, 4, ROWS]
+    assert size_of(1, 3, 2) == 4
+    assert size_of(1, ROWS + 1) is None
     step = bench.step([(0, 3), (1, 4)], 0)
-    assert bench.graphs.fits(step)
-    assert not bench.graphs.fits(dataclasses.replace(step, forward_mode=ForwardMode.MIXED))
-    assert not bench.graphs.fits(dataclasses.replace(step, extend_lens=[1] * (ROWS + 1)))
+    assert bench.graphs.size_for([step, dataclasses.replace(step, forward_mode=ForwardMode.MIXED)]) is None
+
+
+def test_who_joins_touches_nothing_but_padding(bench: Bench) -> None:
+    replayed = bench.capturer.replayed
+    bench.replay(bench.step([(0, 3), (1, 4)], 0))
+    before = bench.kept()
+    bench.graphs.join(4)
+    assert bench.capturer.replayed == replayed + 2
+    for was, now in zip(before, bench.kept(), strict=True):
+        assert torch.equal(was, now)
 
 
 def test_the_recorder_finds_buffers_that_are_made_anew(folders: dict[str, Path]) -> None:
     bench = Bench(folders["qwen2_vl"], ForgetfulBackend(), Recorder())
     step = bench.step([(2, 9), (4, 20)], 1)
-    assert not torch.allclose(bench.graphs.run(step), bench.eager(step), atol=1e-2)
+    assert not torch.allclose(bench.replay(step), bench.eager(step), atol=1e-2)
 
 
 def test_the_recorder_refuses_what_waits_for_the_device() -> None:
@@ -195,7 +213,7 @@ def test_by_tritons_kernels(folders: dict[str, Path]) -> None:
     bench = Bench(folders["qwen3_vl"], TritonAttentionBackend(spec), CallsAgain(), sizes=(2,))
     for requests in ([(4, 24)], [(0, 3), (5, 9)]):
         step = bench.step(requests, 2)
-        got = bench.graphs.run(step).clone()
+        got = bench.replay(step).clone()
         step = dataclasses.replace(step, attn_backend=TorchAttentionBackend())
         torch.testing.assert_close(got, bench.eager(step), atol=1e-4, rtol=1e-4)
 

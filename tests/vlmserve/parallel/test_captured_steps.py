@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,17 @@ from tests.vlmserve.executor.paged_backend import PagedBackend
 from tests.vlmserve.parallel.test_tensor_parallel import GREEDY, LAYERS, SETTINGS
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM
+from vlmserve.attention.base import ForwardBatch, ForwardMode
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build, rank_process, ranks
 from vlmserve.engine.build import EngineInfo
 from vlmserve.engine.decode_graphs import GraphTools
 from vlmserve.engine.warm_up import warm_up
+from vlmserve.executor.graphs.decode import DecodeGraphs
+from vlmserve.executor.groups.part import RoundPart
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import PendingResult
+from vlmserve.executor.ranks.orders import SampleOrder
 from vlmserve.offline import engine
 from vlmserve_common.compute.experts import Experts, SparseMLP
 from vlmserve_common.compute.graphs import Graph
@@ -38,31 +44,45 @@ ROOM = 1 << 30
 
 
 class RankThreads:
-    """Stands for `RankProcesses`: the second rank is a thread."""
+    """Stands for `RankProcesses`: all ranks but the first are threads."""
 
     def __init__(self, args: EngineArgs, place: MeetingPlace, log_level: str) -> None:
-        self._ready, self._error = threading.Event(), None
-        self._thread = threading.Thread(target=self._follow, args=(args, place), name="rank-1", daemon=True)
-        self._thread.start()
+        self._errors: list[Exception] = []
+        self._ready = [threading.Event() for _ in range(1, args.world_size)]
+        self._threads = [
+            threading.Thread(target=self._follow, args=(args, rank, place), name=f"rank-{rank}", daemon=True)
+            for rank in range(1, args.world_size)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def _follow(self, args: EngineArgs, place: MeetingPlace) -> None:
+    def _follow(self, args: EngineArgs, rank: int, place: MeetingPlace) -> None:
         try:
-            ranks.follow(args, 1, place, ready=self._ready.set)
+            ranks.follow(args, rank, place, ready=self._ready[rank - 1].set)
         except Exception as error:
-            self._error = error
+            traceback.clear_frames(error.__traceback__)  # lets go of the connections, as the end of a process does
+            self._errors.append(error)
 
     def check(self, timeout_s: float = 0.0) -> None:
-        assert self._error is None, self._error
+        assert not self._errors, self._errors
 
     def wait_ready(self) -> None:
-        assert self._ready.wait(60)
+        assert all(ready.wait(60) for ready in self._ready)
 
     def who_died(self, timeout_s: float = 0.0) -> str | None:
-        return None if self._error is None else str(self._error)
+        return str(self._errors[0]) if self._errors else None
 
     def stop(self) -> None:
-        self._thread.join(60)
-        assert isinstance(self._error, RankLostError)
+        for thread in self._threads:
+            thread.join(60)
+        assert len(self._errors) == len(self._threads)
+        assert all(isinstance(error, RankLostError) for error in self._errors)
+
+
+def rank_here() -> int:
+    """Of this thread."""
+    name = threading.current_thread().name
+    return int(name.removeprefix("rank-")) if name.startswith("rank-") else 0
 
 
 class RankRecorder(Recorder):
@@ -70,7 +90,7 @@ class RankRecorder(Recorder):
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
-        self.of_follower = threading.current_thread().name == "rank-1"
+        self.of_follower = rank_here() > 0
         self._gpu = gpu
 
     def capture(self, run: Callable[[], None]) -> Graph:
@@ -195,3 +215,83 @@ def test_what_one_rank_cannot_capture_none_has(
         assert len(answers(llm)) == len(conversations())
     start = "decode steps of 1, 2, 4 requests are not all captured as CUDA graphs: "
     assert {start + "no more graphs", start + "another rank could not"} <= set(caplog.messages)
+
+
+class Replays:
+    """Of each rank, in order: the captured size, and how many requests the rank has of its own. launched: requests of
+    steps that decode and were not replayed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of_rank: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.launched: list[int] = []
+        run, join, launch = DecodeGraphs.run, DecodeGraphs.join, ModelRunner._run
+
+        def noted_run(graphs: DecodeGraphs, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
+            self.of_rank[rank_here()].append((size, len(forward_batch.extend_lens)))
+            return run(graphs, forward_batch, size)
+
+        def noted_join(graphs: DecodeGraphs, size: int) -> None:
+            self.of_rank[rank_here()].append((size, 0))
+            join(graphs, size)
+
+        def noted_launch(runner: ModelRunner, forward_batch: ForwardBatch, *embeds: Any) -> torch.Tensor:
+            if forward_batch.forward_mode == ForwardMode.DECODE:
+                self.launched.append(len(forward_batch.extend_lens))
+            return launch(runner, forward_batch, *embeds)
+
+        monkeypatch.setattr(ModelRunner, "_run", noted_launch)
+        monkeypatch.setattr(DecodeGraphs, "run", noted_run)
+        monkeypatch.setattr(DecodeGraphs, "join", noted_join)
+
+
+@torch.inference_mode()
+def overwritten_first(part: RoundPart, steps: Sequence[SampleOrder | None]) -> Iterator[torch.Tensor]:
+    """As if the others had replayed once more before any step is sampled."""
+    graphs = part._runner._graphs
+    assert graphs is not None
+    graphs._buffers.hidden.fill_(torch.nan)
+    return sampled_logits(part, steps)
+
+
+sampled_logits = RoundPart.logits
+TWO_GROUPS = {"dp_size": 2, "enable_dp_attention": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_vl", {"tp_size": 2}),
+        pytest.param("qwen3_vl", {"tp_size": 4}, marks=pytest.mark.slow),
+        pytest.param(HYBRID, {"tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param(MOE, {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "none"}, marks=pytest.mark.slow),
+    ],
+)
+def test_groups_replay_together(family: str, settings: dict, tmp_path: Path, gpu: Gpu, monkeypatch: pytest.MonkeyPatch):
+    """More than was captured at a time, then more in one group than in the other, and none in the other."""
+    folder, asked = str(make_checkpoint(family, tmp_path / "model")), conversations()
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(build, "wanted_sizes", lambda *about: ())
+        with LLM(folder, **OURS) as llm:
+            wanted = answers(llm)
+    monkeypatch.setattr(build, "wanted_sizes", lambda *about: (1, 2))
+    monkeypatch.setattr(RoundPart, "logits", overwritten_first)
+    replays = Replays(monkeypatch)
+    with LLM(folder, **settings, **TWO_GROUPS, **OURS) as llm:
+        assert answers(llm) == wanted
+        assert max(replays.launched) > 2
+        replays.of_rank.clear()
+        few = llm.chat_batch(asked[:3], GREEDY)
+        assert [tuple(done.token_ids) for done in few] == wanted[:3]
+        ranks = [replays.of_rank.pop(rank) for rank in range(settings["tp_size"])]
+        sizes = [[size for size, _ in replayed] for replayed in ranks]
+        assert all(found == sizes[0] for found in sizes)
+        own = [sorted((one, other)) for (_, one), (_, other) in zip(ranks[0], ranks[-1], strict=True)]
+        assert [1, 2] in own
+
+        peers = llm._scheduler._rounds._worker._ranks.computing[-1]
+        before = Counter(peers.counts)
+        assert tuple(llm.chat(asked[3], GREEDY).token_ids) == wanted[3]
+        ranks = [replays.of_rank[rank] for rank in range(settings["tp_size"])]
+        assert sorted((ranks[0], ranks[-1])) == [[(1, 0)] * 7, [(1, 1)] * 7]
+        for name in ("all_gather", "reduce_scatter"):  # not of prompts, of which one group has all
+            assert peers.counts[name] - before[name] == 7 * (1 + LAYERS)

@@ -223,7 +223,8 @@ def test_settings_are_the_engine_s(plan, folders, capsys):
         ("--tp 2 --ep 2", True),
         ("--pp 2", False),
         ("--tp 16 --ep 16", False),
-        ("--tp 2 --dp 2 --enable-dp-attention", False),
+        ("--tp 2 --dp 2 --enable-dp-attention", True),
+        ("--tp 2 --dp 2 --ep 2 --enable-dp-attention", False),
         ("--tp 2 --disable-cuda-graph", False),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 
 from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.executor.graphs.buffers import DecodeBuffers
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
@@ -80,15 +81,25 @@ class DecodeGraphs:
 
         return batch, self._capturer.capture(run)
 
-    def fits(self, forward_batch: ForwardBatch) -> bool:
-        """Whether there is a graph for such a step. Those that decode only have neither pictures nor prompts."""
-        return forward_batch.forward_mode == ForwardMode.DECODE and len(forward_batch.extend_lens) <= self.sizes[-1]
+    def size_for(self, steps: Sequence[ForwardBatch | ModelWorkerBatch]) -> int | None:
+        """The smallest captured size that holds each of some steps; None: there is none. Those that decode only have
+        neither pictures nor prompts."""
+        if any(step.forward_mode != ForwardMode.DECODE for step in steps):
+            return None
+        index = bisect_left(self.sizes, max(len(step.req_pool_indices) for step in steps))
+        return self.sizes[index] if index < len(self.sizes) else None
 
     @torch.inference_mode()
-    def run(self, forward_batch: ForwardBatch) -> torch.Tensor:
-        """Final hidden states [B, hidden] of a step that fits, which the next one overwrites."""
-        count = len(forward_batch.extend_lens)
-        static, graph = self._graphs[self.sizes[bisect_left(self.sizes, count)]]
+    def run(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
+        """Final hidden states [B, hidden] of a step that only decodes, as one of `size` requests, which is captured and
+        not less than B. The next one overwrites them."""
+        static, graph = self._graphs[size]
         self._attn_backend.init_graph_metadata(self._buffers.load(static, forward_batch))
         graph.replay()
-        return self._buffers.hidden[:count]
+        return self._buffers.hidden[: len(forward_batch.extend_lens)]
+
+    @torch.inference_mode()
+    def join(self, size: int) -> None:
+        """Replay a captured step of which all requests are padding."""
+        self._attn_backend.init_graph_metadata(self._buffers.padded(size))
+        self._graphs[size][1].replay()

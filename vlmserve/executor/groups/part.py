@@ -35,12 +35,12 @@ class RoundPart:
     def forward(self, steps: Sequence[ModelWorkerBatch | None]) -> list[Returned]:
         """Compute a step of each group, of which only this rank's own needs its embeddings; what is returned of each
         besides tokens, where this rank samples."""
-        own = steps[self._tokens.group]
+        own, given = steps[self._tokens.group], [step for step in steps if step is not None]
         with self._tokens.among([0 if step is None else len(step.input_ids) for step in steps]):
             if own is None:
-                self._runner.join()
+                self._runner.join(given)
             else:
-                self._hidden[own.step] = self._runner.forward(without_returns(own)).hidden
+                self._hidden[own.step] = self._runner.forward(without_returns(own), given).hidden
         return [Returned() if step is None else self._returned(group, step) for group, step in enumerate(steps)]
 
     @torch.inference_mode()
