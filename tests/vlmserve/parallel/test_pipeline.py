@@ -51,11 +51,12 @@ class Counting:
         return self._worker.sample(forwarded, info)
 
 
-def answers(llm: LLM) -> list:
+def answers(llm: LLM, *, finds_prefixes: bool = True) -> list:
     asked = conversations()
     together = llm.chat_batch(asked, GREEDY, num_logprobs=2)
     again = llm.chat_batch(asked[:3], GREEDY, num_logprobs=2)
-    assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together[:3])
+    found = sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together[:3])
+    assert found == finds_prefixes
     others = [one for how in (PENALTIES, SAMPLED, DIGITS) for one in llm.chat_batch(asked[:3], how, num_logprobs=2)]
     scored = llm.chat(asked[3], GREEDY, num_logprobs=2, returns=EVERYTHING)
     stats = llm.stats()
@@ -135,7 +136,7 @@ def test_a_hybrid_in_stages(tmp_path: Path):
     found = []
     for sizes in ({}, {"pp_size": 2}):
         with LLM(str(folder), enable_return_hidden_states=True, **SETTINGS, **sizes) as llm:
-            found.append(answers(llm))
+            found.append(answers(llm, finds_prefixes=False))  # of fewer than 64 tokens no state is kept
     compare(*found)
 
 
