@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from vlmserve_common.compute.shard import Shard
+
+T = TypeVar("T")
+WAIT_S = 60
 
 
 class Together:
@@ -22,10 +27,14 @@ class Together:
         return Shard(rank, self.size, _Rank(self, rank))
 
     def exchange(self, rank: int, given: object) -> list:
-        self._meet.wait()
+        self._meet.wait(WAIT_S)
         self._given[rank] = given
-        self._meet.wait()
+        self._meet.wait(WAIT_S)
         return list(self._given)
+
+    def abort(self) -> None:
+        """Nobody waits for one that has failed."""
+        self._meet.abort()
 
 
 class _Rank:
@@ -39,7 +48,8 @@ class _Rank:
         return None
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        raise NotImplementedError
+        given = self._together.exchange(self._rank, x.clone())
+        return given if self._rank == 0 else []
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._together.exchange(self._rank, x.clone()))
@@ -52,18 +62,17 @@ class _Rank:
         return torch.cat(parts)
 
 
-def at_all(size: int, work: Callable[[Shard], object]) -> list:
+def at_all(size: int, work: Callable[[Shard], T]) -> list[T]:
     """What `work` returns at each of so many ranks, which do it at the same time."""
-    together, found = Together(size), [None] * size
+    together = Together(size)
 
-    def one(rank: int) -> None:
-        with torch.inference_mode():
-            found[rank] = work(together.of(rank))
+    def one(rank: int) -> T:
+        try:
+            with torch.inference_mode():
+                return work(together.of(rank))
+        except BaseException:
+            together.abort()
+            raise
 
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return found
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))

@@ -199,8 +199,6 @@ def _model_config(folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHO
         config = read_model_config(hf_config, generation, family.defaults)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    if shard.is_whole:
-        return replace(config, shard=shard)
     if shard.experts.ep_size > 1 and config.experts is None:
         raise EngineError(f"--ep-size is {shard.experts.ep_size}: {config.family} models have no experts")
     return replace(config, shard=shard)

@@ -110,8 +110,7 @@ class Box:
 class ExpertSharing:
     """How the processes that share a model share its experts (see `compute.expert_part`). ep_size: parties, each with
     experts of its own, which its members cut. a2a: how tokens get to their experts (see `compute.expert_exchange`).
-    redundant: copies beside one of each. counted: how often each
-    is chosen."""
+    redundant: copies beside one of each. counted: how often each is chosen."""
 
     ep_size: int = 1
     a2a: Literal["auto", "none", "torch"] = "auto"
