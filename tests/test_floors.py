@@ -33,7 +33,10 @@ def test_the_package_itself_is_light() -> None:
 
 def test_the_offline_engine_needs_nothing_of_the_service() -> None:
     blocked = {"av", "fastapi", "flashinfer", "gradio", "msgspec", "ray", "starlette", "uvicorn", "zmq"}
-    _run(BLOCK.format(blocked=blocked) + "import vlmserve.engine.build, vlmserve.offline.llm\nfrom vlmserve import *")
+    _run(
+        BLOCK.format(blocked=blocked)
+        + "import vlmserve.engine.build, vlmserve.commands.offline.llm\nfrom vlmserve import *"
+    )
 
 
 def test_the_blocker_blocks() -> None:
@@ -43,12 +46,13 @@ def test_the_blocker_blocks() -> None:
 
 def test_the_detokenizer_process_needs_no_torch() -> None:
     _run(
-        BLOCK.format(blocked={"torch", "transformers", "fastapi"}) + "import vlmserve.ipc.detokenizer, vlmserve.launch"
+        BLOCK.format(blocked={"torch", "transformers", "fastapi"})
+        + "import vlmserve.frontend.detokenizer_process, vlmserve.api.launch"
     )
 
 
 def test_serving_needs_no_torchvision_and_no_model_class_of_transformers() -> None:
-    statement = "import vlmserve.engine.build, vlmserve.server.frontend, vlmserve.ipc.detokenizer"
+    statement = "import vlmserve.engine.build, vlmserve.api.frontend, vlmserve.frontend.detokenizer_process"
     told = "import sys; print(*(m for m in sys.modules if m.startswith('transformers.models')))"
     loaded = _run(BLOCK.format(blocked={"torchvision"}) + f"{statement}\n{told}")
     assert [name for name in loaded.split() if ".modeling_" in name] == []
@@ -56,4 +60,4 @@ def test_serving_needs_no_torchvision_and_no_model_class_of_transformers() -> No
 
 def test_the_api_process_leaves_torch_to_its_media_processes() -> None:
     blocked = {"torch", "transformers"}
-    _run(BLOCK.format(blocked=blocked) + "import vlmserve.server.frontend, processors.pool.process_maker")
+    _run(BLOCK.format(blocked=blocked) + "import vlmserve.api.frontend, processors.pool.process_maker")

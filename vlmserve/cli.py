@@ -18,29 +18,29 @@ USAGE_ERROR = 2
 # Commands whose flags, --help too, are their own: words -> what --help says of it, and the module with a main(argv)
 # that returns the exit status.
 _BENCHES = {
-    "serve": ("throughput and latency of a served model", "vlmserve.bench.serve"),
-    "peers": ("servers of any make side by side", "vlmserve.bench.peers"),
-    "caption": ("captions from files beside the engine alone", "vlmserve.bench.caption"),
-    "processors": ("throughput of picture and video files", "vlmserve.bench.processors"),
-    "vision": ("the vision encoder and its embedding cache", "vlmserve.bench.vision"),
-    "parallel": ("two processes that share a model beside one", "vlmserve.bench.parallel"),
-    "sched": ("what the scheduler itself costs", "vlmserve.bench.sched"),
-    "grammar": ("what a JSON schema costs", "vlmserve.bench.grammar"),
-    "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.bench.api"),
-    "soak": ("does anything grow in a server over thousands of requests", "vlmserve.bench.soak"),
-    "gpu": ("the engine on one GPU, beside transformers", "vlmserve.bench.gpu"),
-    "loading": ("how much memory each rank of a model takes until it can compute", "vlmserve.bench.loading"),
-    "trace": ("where the device waits for the host, step by step", "vlmserve.bench.trace"),
+    "serve": ("throughput and latency of a served model", "vlmserve.commands.bench.serve"),
+    "peers": ("servers of any make side by side", "vlmserve.commands.bench.peers"),
+    "caption": ("captions from files beside the engine alone", "vlmserve.commands.bench.caption"),
+    "processors": ("throughput of picture and video files", "vlmserve.commands.bench.processors"),
+    "vision": ("the vision encoder and its embedding cache", "vlmserve.commands.bench.vision"),
+    "parallel": ("two processes that share a model beside one", "vlmserve.commands.bench.parallel"),
+    "sched": ("what the scheduler itself costs", "vlmserve.commands.bench.sched"),
+    "grammar": ("what a JSON schema costs", "vlmserve.commands.bench.grammar"),
+    "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.commands.bench.api"),
+    "soak": ("does anything grow in a server over thousands of requests", "vlmserve.commands.bench.soak"),
+    "gpu": ("the engine on one GPU, beside transformers", "vlmserve.commands.bench.gpu"),
+    "loading": ("how much memory each rank of a model takes until it can compute", "vlmserve.commands.bench.loading"),
+    "trace": ("where the device waits for the host, step by step", "vlmserve.commands.bench.trace"),
 }
 _TOOLS = {
-    "plan": ("whether a model fits on GPUs, and how fast it can be at the best", "vlmserve.plan.command"),
-    "verify": ("compare a model's answers with those of transformers", "vlmserve.verify.command"),
-    "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.cache.command"),
-    "warmup": ("encode pictures and videos ahead of time", "vlmserve.warmup.command"),
-    "caption": ("caption pictures and videos by the million", "vlmserve.caption.command"),
-    "demo": ("a page to chat with a model", "vlmserve.demo.command"),
-    "chat": ("chat with a model in the terminal", "vlmserve.chat.command"),
-    "doctor": ("what this machine and installation have, and lack", "vlmserve.doctor.command"),
+    "plan": ("whether a model fits on GPUs, and how fast it can be at the best", "vlmserve.commands.plan.command"),
+    "verify": ("compare a model's answers with those of transformers", "vlmserve.commands.verify.command"),
+    "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache.command"),
+    "warmup": ("encode pictures and videos ahead of time", "vlmserve.commands.warmup.command"),
+    "caption": ("caption pictures and videos by the million", "vlmserve.commands.caption.command"),
+    "demo": ("a page to chat with a model", "vlmserve.commands.demo.command"),
+    "chat": ("chat with a model in the terminal", "vlmserve.commands.chat.command"),
+    "doctor": ("what this machine and installation have, and lack", "vlmserve.commands.doctor.command"),
 }
 
 _EPILOG = """\
@@ -141,7 +141,7 @@ def _serve(args: argparse.Namespace) -> int:
         problems = [in_the_users_words(problem, given_as) for problem in str(error).splitlines()]
         return _complain("\n".join(problems), USAGE_ERROR)
     try:
-        from vlmserve.launch import launch_server
+        from vlmserve.api.launch import launch_server
 
         return launch_server(settings)
     except Exception as error:

@@ -28,9 +28,9 @@ from processors.families.base import ExpandedPrompt
 from processors.families.registry import make_processor
 from processors.video.options import VideoKnobs
 from tests.processors.helpers import values
-from vlmserve.tokenizer.chat_template import load_chat_template
-from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
+from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.vlmserve.server_process import ROOT
-from vlmserve.offline.llm import LLM
+from vlmserve.commands.offline.llm import LLM
 
 PAGE = (ROOT / "docs" / "llm.md").read_text(encoding="utf-8")
 

@@ -11,14 +11,14 @@ from torch import nn
 from tests.fake_cuda.tensors import CUDA, CudaTensor, FakeCuda, FakeMark
 from vision.towers.runner import TowerRunner
 from vlmserve import LLM
-from vlmserve.attention.base import AttentionBackend, ForwardBatch, RadixAttention
-from vlmserve.attention.positioning import position_and_store
 from vlmserve.engine.recurrent import state_shape
 from vlmserve.executor.device_queue import StreamQueue
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
+from vlmserve.models.attention.positioning import position_and_store
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.transfers import PackedTransfers
 from vlmserve_common.kernels.attention import HeadNorms

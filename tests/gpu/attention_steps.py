@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
 from vlmserve_common.compute.rotary import rotate, rotation
 from vlmserve_common.kernels.attention import HeadNorms
 

@@ -15,8 +15,8 @@ from tests.gpu.test_answers import engine
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM
-from vlmserve.messages import AbortReq, SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
-from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
+from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
+from vlmserve.ipc.messages import AbortReq, SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
 
 TOGETHER = 48
 REQUESTS = {"cuda": 2000, "cpu": 120}

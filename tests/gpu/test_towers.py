@@ -12,7 +12,7 @@ from tests.vision.patches import GRIDS, make_levels, random_patches
 from tests.vision.test_towers import reference_rows
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner, pixel_values
-from vlmserve.bench.reference import check_rows
+from vlmserve.commands.bench.reference import check_rows
 
 
 @dataclass(frozen=True)

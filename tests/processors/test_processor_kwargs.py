@@ -17,7 +17,7 @@ from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, jpeg, make_clip
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer, read_json
 from vlmserve_common.errors import BadRequestError
 
 TEXT = "See <|vision_start|><|image_pad|><|vision_end|> and <|vision_start|><|video_pad|><|vision_end|>!"

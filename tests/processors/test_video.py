@@ -27,7 +27,7 @@ from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, frame, jpeg, make_clip, with_matrix, with_rotation
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer, read_json
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer, read_json
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
 LIMITS = VideoLimits()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vlmserve import launch
+from vlmserve.api import launch
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings

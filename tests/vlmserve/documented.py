@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter
 
-from vlmserve.server.openapi.answers.operators import Error
-from vlmserve.server.openapi.operations import OPERATIONS, Operation
+from vlmserve.api.openapi.answers.operators import Error
+from vlmserve.api.openapi.operations import OPERATIONS, Operation
 
 BY_ID = {operation.id: operation for operation in OPERATIONS}
 

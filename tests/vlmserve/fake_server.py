@@ -21,14 +21,12 @@ from typing import Any, get_args
 
 import numpy as np
 
-from vlmserve import launch, launch_children
+from vlmserve.api import launch, launch_children
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import Ready
-from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.messages import (
+from vlmserve.ipc.messages import (
     BatchTextOutput,
     BatchTokenOutput,
     DetokenizerInput,
@@ -40,6 +38,8 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
+from vlmserve.ipc.ready import Ready
+from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve_common.errors import CheckpointError, EngineError
 from vlmserve_common.process.child import prepare_forks
 

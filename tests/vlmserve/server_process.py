@@ -16,7 +16,7 @@ from pathlib import Path
 
 import openai
 
-from vlmserve.bench.processes import children_of
+from vlmserve.commands.bench.processes import children_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable
 
 from vision.cache.store import EmbeddingStore
+from vlmserve.api.launch import launch_server
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.ready import Ready
-from vlmserve.launch import launch_server
 
 
 def slow_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:

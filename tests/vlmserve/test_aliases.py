@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from docs.settings_pages import make_table
-from vlmserve import cli, launch
+from vlmserve import cli
+from vlmserve.api import launch
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
 from vlmserve.config.other_engines import ANY, BY_NAME, FOREIGN

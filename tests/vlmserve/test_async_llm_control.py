@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from vlmserve.commands.offline.async_llm import AsyncLLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.offline.async_llm import AsyncLLM
-from vlmserve.tokenizer.live_requests import RequestAbortedError
-from vlmserve.tokenizer.request_builder import GenerateReqInput, TextPrompt
-from vlmserve.tokenizer.sampling import SamplingOverrides
-from vlmserve.tokenizer.stage import StageLimits
+from vlmserve.frontend.live_requests import RequestAbortedError
+from vlmserve.frontend.request_builder import GenerateReqInput, TextPrompt
+from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.stage import StageLimits
 from vlmserve_common.errors import EngineError
 
 

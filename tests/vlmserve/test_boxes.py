@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.client.boxes import Box, Marks, Point, parse_boxes
+from vlmserve.commands.client.boxes import Box, Marks, Point, parse_boxes
 
 DOG = {"bbox_2d": [10, 20.5, 30, 40], "label": "dog"}
 CAT = {"bbox_2d": [1, 2, 3, 4], "label": "cat [1] {x}"}
@@ -204,5 +204,5 @@ def test_back_to_the_source():
 
 def test_it_needs_nothing_but_the_standard_library():
     heavy = ("torch", "numpy", "PIL", "msgspec")
-    code = f"import sys, vlmserve.client.boxes; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, vlmserve.commands.client.boxes; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "[]\n"

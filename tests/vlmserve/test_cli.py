@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vlmserve import __version__, cli, launch
+from vlmserve import __version__, cli
+from vlmserve.api import launch
 from vlmserve.config.settings import ServerSettings, iter_settings
 from vlmserve_common.errors import CheckpointError, EngineError
 
@@ -135,7 +136,7 @@ def test_a_tool_that_is_terminated_clears_away_what_it_made(monkeypatch: pytest.
             signal.raise_signal(signal.SIGTERM)
         return 0
 
-    monkeypatch.setitem(sys.modules, "vlmserve.bench.serve", SimpleNamespace(main=main))
+    monkeypatch.setitem(sys.modules, "vlmserve.commands.bench.serve", SimpleNamespace(main=main))
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", "serve"])

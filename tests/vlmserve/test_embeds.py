@@ -14,7 +14,7 @@ from tests.processors.helpers import values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, picture
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.tokenizer.chat_messages import ImageRef
+from vlmserve.frontend.chat_messages import ImageRef
 from vlmserve_common.errors import BadRequestError
 
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=10, ignore_eos=True)

@@ -16,8 +16,8 @@ from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.cache.stats import TierStats
 from vision.encoder_pool import EncoderPool, PoolLimits
 from vision.towers.temporal_patch import temporal_patches
-from vlmserve.encoder_warmups import EncoderWarmups
-from vlmserve.messages import EncodeReqInput
+from vlmserve.engine.encoder_warmups import EncoderWarmups
+from vlmserve.ipc.messages import EncodeReqInput
 
 
 class FakeStore:

@@ -19,7 +19,7 @@ import pytest
 
 from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
-from vlmserve.bench.processes import children_of
+from vlmserve.commands.bench.processes import children_of
 
 # What the documentation promises: a stopped process shows in /health, and a stopped server ends, within so long.
 SEEN_WITHIN_S = 5.0

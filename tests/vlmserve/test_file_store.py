@@ -15,10 +15,10 @@ import pytest
 from processors.fetch.settings import ByteLimit
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
+from vlmserve.api import file_store
+from vlmserve.api.file_store import FileRecord, FileStore
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
-from vlmserve.server import file_store
-from vlmserve.server.file_store import FileRecord, FileStore
 from vlmserve_common.errors import BadRequestError, EngineError
 
 LIMITS = ServerSettings(engine=EngineArgs(model=""), max_file_bytes=1000, max_file_store_bytes=2500, max_files=4)

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.processors.helpers import encoded, picture
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.server.fake_engine import MODEL, make_served, png_url, real_server
+from tests.vlmserve.api.fake_engine import MODEL, make_served, png_url, real_server
 from tests.vlmserve.server_process import ROOT, ServerProcess
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.client.boxes import Box, parse_boxes
+from vlmserve.commands.client.boxes import Box, parse_boxes
 
 # What a Qwen2.5-VL would say of a picture that is resized to 252x168.
 ABSOLUTE = '```json\n[{"bbox_2d": [63, 42, 126, 84], "label": "star"}]\n```'
@@ -188,7 +188,7 @@ def test_thousandths(
 
 def test_qwen2_vls_own_tokens(tmp_path: Path) -> None:
     """Its special tokens are left out of an answer unless they are asked for."""
-    from tests.vlmserve.server.fake_engine import write_checkpoint_folder
+    from tests.vlmserve.api.fake_engine import write_checkpoint_folder
 
     served = make_served(write_checkpoint_folder(tmp_path))
     content = [{"type": "image_url", "image_url": {"url": png_url(size=(500, 250))}}, {"type": "text", "text": "?"}]

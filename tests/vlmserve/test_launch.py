@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, gone
-from vlmserve.bench.processes import children_of
+from vlmserve.commands.bench.processes import children_of
 
 
 def _fake_server(folder: Path, runtime: Path, *flags: str, port: int = 0, **environment: str) -> ServerProcess:

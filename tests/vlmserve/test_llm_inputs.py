@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from vlmserve import LLM, SamplingOverrides
+from vlmserve.commands.offline.inputs import conversation, read_settings, sampling_of
 from vlmserve.config.checks import SettingsError
-from vlmserve.offline.inputs import conversation, read_settings, sampling_of
 from vlmserve_common.errors import BadRequestError
 
 SAMPLES = Path(__file__).resolve().parents[2] / "assets" / "samples"

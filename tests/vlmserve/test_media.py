@@ -12,8 +12,8 @@ from processors.fetch.settings import FetchSettings
 from processors.pool.pool import PoolSettings, ProcessorPool
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import encoded, picture, tiny_processor
-from vlmserve.tokenizer.chat_messages import ImageRef
-from vlmserve.tokenizer.media import RequestMedia
+from vlmserve.frontend.chat_messages import ImageRef
+from vlmserve.frontend.media import RequestMedia
 from vlmserve_common.errors import BadRequestError
 
 

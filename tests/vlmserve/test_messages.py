@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from vlmserve.messages import (
+from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,

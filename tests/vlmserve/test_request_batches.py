@@ -10,11 +10,11 @@ import pytest
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import ask, picture
 from vlmserve import LLM, SamplingOverrides
+from vlmserve.commands.offline.async_llm import AsyncLLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.messages import BatchTokenizedGenerateReqInput
-from vlmserve.offline.async_llm import AsyncLLM
-from vlmserve.tokenizer.request_builder import ChatPrompt, GenerateReqInput
-from vlmserve.tokenizer.stage import StageLimits
+from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
+from vlmserve.frontend.stage import StageLimits
+from vlmserve.ipc.messages import BatchTokenizedGenerateReqInput
 from vlmserve_common.errors import BadRequestError
 
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=4, ignore_eos=True)

@@ -10,9 +10,9 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, conversations, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.executor import logprobs as logprobs_module
-from vlmserve.messages import LogitsProcessorCall, ReturnOptions
-from vlmserve.tokenizer.input_embeds import read_input_embeds
-from vlmserve.tokenizer.request_builder import EmbedsPrompt, TokensPrompt
+from vlmserve.frontend.input_embeds import read_input_embeds
+from vlmserve.frontend.request_builder import EmbedsPrompt, TokensPrompt
+from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions
 from vlmserve_common.errors import BadRequestError, EngineError
 
 NEW = 6
@@ -262,7 +262,7 @@ def test_a_picture_beside_embeddings_and_scores(family):
         base = llm._request(GREEDY, {}, 1, None, ALL, ())
         plain = llm._request(GREEDY, {}, None, None, ReturnOptions(), ())
         prompts = [(base, chat) for chat in asked[:4]]
-        from vlmserve.tokenizer.request_builder import ChatPrompt
+        from vlmserve.frontend.request_builder import ChatPrompt
 
         requests = [dataclasses.replace(request, prompt=ChatPrompt(messages=chat)) for request, chat in prompts]
         requests.insert(2, dataclasses.replace(plain, prompt=EmbedsPrompt(embeds=given)))

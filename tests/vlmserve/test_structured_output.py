@@ -18,7 +18,7 @@ from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import ServerProcess
 from vlmserve import LLM
 from vlmserve.config.model_path import DEFAULT_MODEL
-from vlmserve.tokenizer.text_tokenizer import load_text_tokenizer
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 FLAGS = "--port 0 --num-threads 1 --max-total-tokens 16384 --served-model-name tiny --grammar-timeout-s 3"
 OWN = ("n", "stream", "logprobs", "stop", "max_tokens", "response_format", "logit_bias", "tools", "tool_choice")

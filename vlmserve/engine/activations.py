@@ -17,7 +17,6 @@ import torch
 
 from processors.families.config import read_processor_config
 from vision.towers.blocks import VisionTower
-from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.encoder import resolve_max_patches
 from vlmserve.engine.recurrent import state_shape
@@ -27,6 +26,7 @@ from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.memory.sizing import Activations, activation_bytes
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config

@@ -14,9 +14,6 @@ import torch
 
 from vision.encoder_pool import EncoderPool
 from vision.towers.graphs.capturing import capture_on_gpu
-from vlmserve.attention.base import AttentionBackend
-from vlmserve.attention.choice import choose_backend
-from vlmserve.attention.spec import AttentionSpec
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.activations import (
@@ -38,8 +35,7 @@ from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue
 from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
-from vlmserve.grammar.compile_process import CompileProcess, CompilerSettings
-from vlmserve.grammar.grammar_queue import GrammarQueue
+from vlmserve.ipc.messages import SchedulerOutput
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
@@ -53,12 +49,16 @@ from vlmserve.memory.sizing import (
     quantised_part,
     weight_bytes,
 )
-from vlmserve.messages import SchedulerOutput
+from vlmserve.models.attention.base import AttentionBackend
+from vlmserve.models.attention.choice import choose_backend
+from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
 from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.grammar.compile_process import CompileProcess, CompilerSettings
+from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio
 from vlmserve.scheduler.policy import make_policy

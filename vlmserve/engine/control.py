@@ -6,7 +6,9 @@ import logging
 from pathlib import Path
 from typing import Protocol
 
-from vlmserve.control_messages import (
+from vlmserve.engine.dispatcher import TypeDispatcher
+from vlmserve.engine.profiling import Profiler
+from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     AbortRequestsResult,
     ContinueReq,
@@ -23,9 +25,7 @@ from vlmserve.control_messages import (
     StartProfileReq,
     StopProfileReq,
 )
-from vlmserve.engine.dispatcher import TypeDispatcher
-from vlmserve.engine.profiling import Profiler
-from vlmserve.messages import AbortReq, SchedulerStats
+from vlmserve.ipc.messages import AbortReq, SchedulerStats
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from vlmserve.attention.base import AttentionBackend
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.graphs.decode import DecodeGraphs
 from vlmserve.executor.graphs.sizes import GraphCost, affordable, chosen_sizes, shown
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.attention.base import AttentionBackend
 from vlmserve.models.config import ExpertsConfig
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.expert_exchange import sends_rows

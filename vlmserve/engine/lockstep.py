@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import DeviceQueue
-from vlmserve.messages import SchedulerOutput
-from vlmserve.routing.router import Router
+from vlmserve.ipc.messages import SchedulerOutput
+from vlmserve.ipc.routing.router import Router
 from vlmserve.scheduler.lockstep import LockstepScheduler, noting_ends
 from vlmserve.scheduler.rounds import Rounds, RoundWorker
 from vlmserve.scheduler.scheduler import Scheduler

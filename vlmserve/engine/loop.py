@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from vision.encoder_pool import EncoderPool
-from vlmserve.encoder_warmups import EncoderWarmups
+from vlmserve.engine.encoder_warmups import EncoderWarmups
 from vlmserve.engine.lockstep import EngineScheduler
-from vlmserve.messages import (
+from vlmserve.ipc.messages import (
     AbortReq,
     EncodeOutput,
     EncodeReqInput,

@@ -23,9 +23,7 @@ from vlmserve.engine.profiling import Profiler
 from vlmserve.engine.replicas import replica_args
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.control import ControlServer
-from vlmserve.ipc.ready import FINISH_S, Ready
-from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.messages import (
+from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
     DetokenizerInput,
@@ -35,7 +33,9 @@ from vlmserve.messages import (
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
-from vlmserve.routing.sums import replicas_of
+from vlmserve.ipc.ready import FINISH_S, Ready
+from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.scheduler.batch_log import BatchLog
 
 if TYPE_CHECKING:

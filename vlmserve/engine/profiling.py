@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vlmserve.control_messages import Activity
+from vlmserve.ipc.control_messages import Activity
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vlmserve.attention.base import ForwardMode
 from vlmserve.engine.activations import dummy_sampling, encode_nothing
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, SamplingBatchInfo
+from vlmserve.models.attention.base import ForwardMode
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from vlmserve.messages import ExpertStats
+from vlmserve.ipc.messages import ExpertStats
 from vlmserve_common.compute.expert_placement import imbalance, loads_of, move, place
 from vlmserve_common.compute.experts import SparseMLP
 from vlmserve_common.compute.shard import Shard

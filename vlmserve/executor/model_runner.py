@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.executor.device_errors import device_errors
 from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.forwarded import Forwarded
@@ -31,12 +30,13 @@ from vlmserve.executor.model_worker_batch import (
 from vlmserve.executor.sampler import SamplerOutput, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
 from vlmserve.executor.step_inputs import StepInputs
+from vlmserve.ipc.messages import ExpertStats
 from vlmserve.memory.groups.recurrent import StateCopy
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.messages import ExpertStats
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.stage import Link
 from vlmserve_common.compute.transfers import Transfers, Upload, to_device, transfers_for

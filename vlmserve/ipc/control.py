@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import zmq
 
-from vlmserve.control_messages import ControlRefused, ControlRequest, ControlResult
+from vlmserve.ipc.control_messages import ControlRefused, ControlRequest, ControlResult
 from vlmserve_common.transport.wire import WireCodec
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol, get_args
 
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.control_messages import ControlRequest, ControlResult, FlushCacheReq
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.control import ControlClient
-from vlmserve.ipc.sockets import Prepared, Sender
-from vlmserve.messages import (
+from vlmserve.ipc.control_messages import ControlRequest, ControlResult, FlushCacheReq
+from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
@@ -25,9 +24,10 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
 )
-from vlmserve.routing.demand import Demand, demand_of, demands
-from vlmserve.routing.router import Router
-from vlmserve.routing.sums import sum_results
+from vlmserve.ipc.routing.demand import Demand, demand_of, demands
+from vlmserve.ipc.routing.router import Router
+from vlmserve.ipc.routing.sums import sum_results
+from vlmserve.ipc.sockets import Prepared, Sender
 from vlmserve_common.transport.shm import SPARE_BYTES
 
 _LINGER_MS = 200

@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from vlmserve.messages import RequestsLost, rids_of
+from vlmserve.ipc.messages import RequestsLost, rids_of
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame, WireCodec
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from vlmserve.attention.base import ForwardBatch, RadixAttention, RunLayers
+from vlmserve.models.attention.base import ForwardBatch, RadixAttention, RunLayers
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.rotary import MRotary
 from vlmserve.models.stage_layers import StageLayers

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vlmserve.attention.base import ForwardBatch
 from vlmserve.memory.recurrent_cache import RecurrentStep, Span
+from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import LinearAttentionConfig, ModelConfig
 from vlmserve_common.compute.delta_norms import GatedRMSNorm
 from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, recurrent_step, unit_heads

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from vlmserve.attention.base import ForwardBatch
+from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ExpertsConfig, ModelConfig, ModelDefaults
 from vlmserve.models.decoder import DecoderAttention, make_embedding
 from vlmserve.models.delta_net import GatedDeltaNet

@@ -7,7 +7,7 @@ from torch import nn
 
 from vision.towers.blocks import VisionTower
 from vision.towers.loading import TOWER_WEIGHT_RULES
-from vlmserve.attention.base import ForwardBatch
+from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.qwen3_5 import Qwen3_5Decoder

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from vlmserve.messages import SchedulerStats
+from vlmserve.ipc.messages import SchedulerStats
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.grammar.grammar_queue import GrammarQueue
-from vlmserve.grammar.matcher import CompiledGrammar
+from vlmserve.ipc.messages import FinishReason, TokenizedGenerateReqInput
 from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
-from vlmserve.messages import FinishReason, TokenizedGenerateReqInput
 from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
+from vlmserve.scheduler.grammar.matcher import CompiledGrammar
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.outputs import error
 from vlmserve.scheduler.policy import SchedulePolicy

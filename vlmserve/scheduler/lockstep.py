@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 
 from vision.cache.stats import PoolStats, TierStats
 from vision.encoder_pool import EncoderPool
-from vlmserve.messages import (
+from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
     ExpertStats,
@@ -24,9 +24,9 @@ from vlmserve.messages import (
     SchedulerStats,
     TokenizedGenerateReqInput,
 )
-from vlmserve.routing.demand import demand_of
-from vlmserve.routing.router import Router
-from vlmserve.routing.sums import sum_stats
+from vlmserve.ipc.routing.demand import demand_of
+from vlmserve.ipc.routing.router import Router
+from vlmserve.ipc.routing.sums import sum_stats
 from vlmserve.scheduler.rounds import Rounds
 from vlmserve.scheduler.scheduler import Scheduler
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from vlmserve.messages import HistogramStats, StepStats
+from vlmserve.ipc.messages import HistogramStats, StepStats
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vlmserve.messages import FinishReason, TokenizedGenerateReqInput, TokenLogprobs, TokenOutput
+from vlmserve.ipc.messages import FinishReason, TokenizedGenerateReqInput, TokenLogprobs, TokenOutput
 from vlmserve.scheduler.req import Req
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmserve.messages import SchedulerStats
+from vlmserve.ipc.messages import SchedulerStats
 from vlmserve_common.errors import EngineError
 
 

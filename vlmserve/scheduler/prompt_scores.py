@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vlmserve.executor.model_worker_batch import RowLogprobs
-from vlmserve.messages import PromptLogprobs, ReturnOptions
+from vlmserve.ipc.messages import PromptLogprobs, ReturnOptions
 
 
 class PromptScores:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vlmserve.grammar.matcher import Matcher
+from vlmserve.ipc.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.memory.radix_tree import RadixNode
-from vlmserve.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
+from vlmserve.scheduler.grammar.matcher import Matcher
 from vlmserve.scheduler.prompt_scores import PromptScores
 from vlmserve.scheduler.req_media import ReqMedia
 from vlmserve.scheduler.req_status import MOVES, ReqStatus

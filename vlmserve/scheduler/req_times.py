@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from vlmserve.messages import StageTimes
+from vlmserve.ipc.messages import StageTimes
 
 
 class ReqTimes:

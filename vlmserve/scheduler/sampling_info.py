@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vlmserve.executor.model_worker_batch import LogitsProcessing, SamplingBatchInfo
-from vlmserve.grammar.matcher import Matcher, masks_of
+from vlmserve.scheduler.grammar.matcher import Matcher, masks_of
 from vlmserve.scheduler.logprob_rows import output_rows
 from vlmserve.scheduler.req import Req
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from vlmserve.attention.base import ForwardMode
 from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
+from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.logprob_rows import prompt_rows
 from vlmserve.scheduler.req import Req

@@ -23,13 +23,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from vision.encoder_pool import EncoderPool
-from vlmserve.attention.base import ForwardMode
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import DeviceQueue, Work
 from vlmserve.executor.model_worker_batch import RECENT_TOKENS, ModelWorkerResult
-from vlmserve.grammar.grammar_queue import GrammarQueue
-from vlmserve.memory.media_keys import MediaKeyTable
-from vlmserve.messages import (
+from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
     ExpertStats,
@@ -39,9 +36,12 @@ from vlmserve.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
+from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.admission import Admission, may_be_tried
 from vlmserve.scheduler.drafts import Drafter
 from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.intake import Intake
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import SchedulerMeter

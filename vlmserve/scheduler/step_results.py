@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlmserve.executor.model_worker_batch import ModelWorkerResult, RowLogprobs
-from vlmserve.messages import TokenLogprobs
+from vlmserve.ipc.messages import TokenLogprobs
 from vlmserve.scheduler.schedule_batch import ScheduleBatch, ScheduledReq
 
 

@@ -9,10 +9,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import vlmserve
-from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import activations
 from vlmserve.engine.activations import StepLimits, estimate_activations, measure_activations, step_limits
+from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.registry import load_model, outline_model
 
 FOLDER = Path(vlmserve.__file__).parent / "default_model"

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.vlmserve.server.fake_engine import make_stats
-from vlmserve.control_messages import (
+from tests.vlmserve.api.fake_engine import make_stats
+from vlmserve.engine.control import EngineControl
+from vlmserve.engine.profiling import Profiler
+from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ContinueReq,
     ControlRefused,
@@ -19,8 +21,6 @@ from vlmserve.control_messages import (
     StartProfileReq,
     StopProfileReq,
 )
-from vlmserve.engine.control import EngineControl
-from vlmserve.engine.profiling import Profiler
 
 
 class FakeEngine:

@@ -16,7 +16,6 @@ from tests.fake_graphs import CallsAgain
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from tests.vlmserve.executor.paged_backend import PagedBackend
 from vlmserve import LLM
-from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build
 from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, GraphTools, plan_graphs, wanted_sizes
@@ -24,6 +23,7 @@ from vlmserve.executor.graphs.sizes import GraphCost
 from vlmserve.memory import sizing
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.config import ExpertsConfig
 from vlmserve.models.registry import load_model
 from vlmserve_common.compute.shard import WHOLE, AttentionGroup, ExpertSharing, Shard

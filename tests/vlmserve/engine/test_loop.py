@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from processors.inputs import MultimodalDataItem
 from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, expected, request
 from vlmserve.engine.loop import EngineLoop
-from vlmserve.messages import AbortReq, EncodeOutput, EncodeReqInput
+from vlmserve.ipc.messages import AbortReq, EncodeOutput, EncodeReqInput
 
 
 class WarmRig(Rig):

@@ -18,8 +18,8 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
 from vlmserve.engine.loop import EngineLoop
 from vlmserve.ipc.channels import Channels
-from vlmserve.messages import EncodeReqInput, GetStatsReq
-from vlmserve.routing.sums import sum_stats
+from vlmserve.ipc.messages import EncodeReqInput, GetStatsReq
+from vlmserve.ipc.routing.sums import sum_stats
 
 
 class StartedError(Exception):

@@ -103,7 +103,7 @@ class WithoutIds:
         return self.worker.sample(forwarded, info)
 
     def forward(self, batch: ModelWorkerBatch) -> None:
-        from vlmserve.attention.base import ForwardMode
+        from vlmserve.models.attention.base import ForwardMode
 
         if batch.forward_mode == ForwardMode.DECODE:
             batch.input_ids[:] = -1

@@ -21,12 +21,12 @@ from tests.vlmserve.executor.test_sampler import info
 from tests.vlmserve.reference import conversations
 from vision.towers import attention
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.attention.base import ForwardMode
-from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 from vlmserve.executor.sampler import sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
-from vlmserve.messages import ReturnOptions
+from vlmserve.ipc.messages import ReturnOptions
+from vlmserve.models.attention.base import ForwardMode
+from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve_common.compute.transfers import PackedTransfers, Upload
 
 NEW = 6

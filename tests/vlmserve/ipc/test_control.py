@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.vlmserve.server.fake_engine import make_stats
-from vlmserve.control_messages import (
+from tests.vlmserve.api.fake_engine import make_stats
+from vlmserve.ipc.control import ControlClient, ControlServer
+from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ControlRequest,
     ControlResult,
@@ -20,7 +21,6 @@ from vlmserve.control_messages import (
     GetServerInfoReq,
     ServerInfo,
 )
-from vlmserve.ipc.control import ControlClient, ControlServer
 
 INFO = ServerInfo(stats=make_stats(), paused=False, profiling=True, device="cpu", dtype="bfloat16")
 

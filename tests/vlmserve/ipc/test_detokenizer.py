@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.vlmserve.tiny_tokenizer import make_tokenizer
-from vlmserve.ipc.detokenizer import handle
-from vlmserve.messages import BatchTokenOutput, EncodeOutput, FinishReason, RequestsLost, TokenOutput
-from vlmserve.tokenizer.detokenizer import DetokenizerManager
-from vlmserve.tokenizer.text_tokenizer import TextTokenizer
+from vlmserve.frontend.detokenizer import DetokenizerManager
+from vlmserve.frontend.detokenizer_process import handle
+from vlmserve.ipc.messages import BatchTokenOutput, EncodeOutput, FinishReason, RequestsLost, TokenOutput
+from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 
 def begun(*rids: str) -> DetokenizerManager:

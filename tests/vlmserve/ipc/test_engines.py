@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.control_messages import ControlResult, FlushCacheReq, FlushCacheResult
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.control import ControlServer
+from vlmserve.ipc.control_messages import ControlResult, FlushCacheReq, FlushCacheResult
 from vlmserve.ipc.engines import Engines, OneEngine, connect
-from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.messages import (
+from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
@@ -28,6 +27,7 @@ from vlmserve.messages import (
     TextOutput,
     TokenizedGenerateReqInput,
 )
+from vlmserve.ipc.sockets import Receiver, Sender
 
 PATIENCE_S = 20.0
 

@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.messages import AbortReq, GetStatsReq, RequestsLost, SamplingParams, TokenizedGenerateReqInput
 from vlmserve.ipc.sockets import AsyncReceiver, Receiver, Sender
-from vlmserve.messages import AbortReq, GetStatsReq, RequestsLost, SamplingParams, TokenizedGenerateReqInput
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import WireError
 

@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
+from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build as engine
 from vlmserve.memory import sizing
-from vlmserve.offline.llm import LLM
 from vlmserve_common.errors import EngineError
 
 GIB = 2**30

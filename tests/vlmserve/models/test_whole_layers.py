@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vlmserve.attention.base import ForwardBatch, ForwardMode
-from vlmserve.attention.native_backend import NativeAttentionBackend
-from vlmserve.attention.torch_backend import TorchAttentionBackend
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.attention.base import ForwardBatch, ForwardMode
+from vlmserve.models.attention.native_backend import NativeAttentionBackend
+from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.config import ExpertsConfig, ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.qwen2 import Qwen2Decoder

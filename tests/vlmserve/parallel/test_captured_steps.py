@@ -20,7 +20,7 @@ from tests.vlmserve.executor.paged_backend import PagedBackend
 from tests.vlmserve.parallel.test_tensor_parallel import GREEDY, LAYERS, SETTINGS
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM
-from vlmserve.attention.base import ForwardBatch, ForwardMode
+from vlmserve.commands.offline import engine
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build, rank_process, ranks
 from vlmserve.engine.build import EngineInfo
@@ -31,7 +31,7 @@ from vlmserve.executor.groups.part import RoundPart
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import PendingResult
 from vlmserve.executor.ranks.orders import SampleOrder
-from vlmserve.offline import engine
+from vlmserve.models.attention.base import ForwardBatch, ForwardMode
 from vlmserve_common.compute.experts import Experts, SparseMLP
 from vlmserve_common.compute.graphs import Graph
 from vlmserve_common.errors import RankLostError

@@ -22,7 +22,7 @@ from tests.default_model import copy_default_model
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
 from vlmserve import LLM
-from vlmserve.bench.processes import children_of
+from vlmserve.commands.bench.processes import children_of
 from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import replicas

@@ -22,11 +22,11 @@ from tests.vlmserve.parallel.test_tensor_parallel import (
 )
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.bench.processes import children_of
+from vlmserve.commands.bench.processes import children_of
 from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch
-from vlmserve.messages import GrammarSpec
+from vlmserve.ipc.messages import GrammarSpec
 from vlmserve_common.errors import DeviceLostError, EngineError
 
 HIDDEN, LAYERS = 64, 3

@@ -15,13 +15,13 @@ from tests.vlmserve.reference import conversations, picture
 from tests.vlmserve.test_embeds import encoded, our_rows, with_parts
 from tests.vlmserve.test_scoring import PROCESSORS
 from vlmserve import LLM, SamplingOverrides
+from vlmserve.commands.offline.async_llm import AsyncLLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.messages import LogitsProcessorCall
-from vlmserve.offline.async_llm import AsyncLLM
-from vlmserve.tokenizer.input_embeds import read_input_embeds
-from vlmserve.tokenizer.live_requests import RequestAbortedError
-from vlmserve.tokenizer.request_builder import EmbedsPrompt, GenerateReqInput, TextPrompt
-from vlmserve.tokenizer.stage import StageLimits
+from vlmserve.frontend.input_embeds import read_input_embeds
+from vlmserve.frontend.live_requests import RequestAbortedError
+from vlmserve.frontend.request_builder import EmbedsPrompt, GenerateReqInput, TextPrompt
+from vlmserve.frontend.stage import StageLimits
+from vlmserve.ipc.messages import LogitsProcessorCall
 from vlmserve_common.errors import EngineError
 
 HIDDEN = 64

@@ -18,11 +18,11 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import conversations
 from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, gone
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.bench.processes import children_of
+from vlmserve.commands.bench.processes import children_of
 from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.encoder import encoder_devices
-from vlmserve.messages import ReturnOptions
+from vlmserve.ipc.messages import ReturnOptions
 from vlmserve_common.errors import DeviceLostError, EngineError
 
 SETTINGS = {"num_threads": 1, "chunked_prefill_size": 32, "page_size": 4, "max_total_tokens": 2048}

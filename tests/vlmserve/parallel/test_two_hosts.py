@@ -16,7 +16,7 @@ import pytest
 from tests.vlmserve.parallel.test_tensor_parallel import GREEDY, SETTINGS, folder_of
 from tests.vlmserve.server_process import ServerProcess
 from vlmserve import LLM
-from vlmserve.bench.processes import children_of
+from vlmserve.commands.bench.processes import children_of
 
 PORT = 29500  # free: nothing else is in these networks
 _ASK = """

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from tests.vlmserve.scheduler import fake_worker as fake
-from vlmserve.messages import GrammarSpec
+from vlmserve.ipc.messages import GrammarSpec
 from vlmserve_common.errors import BadRequestError
 
 BAD = "bad"

@@ -8,7 +8,7 @@ from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from tests.vision.fake_backend import mark
 from tests.vlmserve.scheduler import fake_worker as fake
 from tests.vlmserve.scheduler.fake_grammars import FakeMatcher
-from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
+from vlmserve.ipc.messages import SamplingParams, TokenizedGenerateReqInput
 
 
 def request(rid: str, ids: list[int], media: list[tuple[int, int, bytes]] = (), new: int = 8, **sampling):

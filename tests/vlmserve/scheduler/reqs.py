@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tests.vision.fake_backend import FakeBackend, make_pool
-from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
+from vlmserve.ipc.messages import SamplingParams, TokenizedGenerateReqInput
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.vlmserve.server.fake_engine import make_stats
+from tests.vlmserve.api.fake_engine import make_stats
 from vision.cache.stats import PoolStats
-from vlmserve.messages import SchedulerStats, StepStats
+from vlmserve.ipc.messages import SchedulerStats, StepStats
 from vlmserve.scheduler.batch_log import BatchLog, describe
 
 

@@ -14,9 +14,9 @@ from tests.vlmserve.scheduler.lazy_queue import LazyQueue
 from tests.vlmserve.scheduler.prompts import expected, request
 from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, Shared, requests
 from vlmserve.executor.device_queue import InlineQueue
-from vlmserve.messages import AbortReq, BatchTokenOutput
-from vlmserve.routing.router import Router
-from vlmserve.routing.sums import replicas_of
+from vlmserve.ipc.messages import AbortReq, BatchTokenOutput
+from vlmserve.ipc.routing.router import Router
+from vlmserve.ipc.routing.sums import replicas_of
 from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.lockstep import LockstepScheduler, noting_ends
 from vlmserve.scheduler.rounds import Rounds

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, request
-from vlmserve.messages import AbortReq, BatchTokenOutput, StageTimes, StepStats
+from vlmserve.ipc.messages import AbortReq, BatchTokenOutput, StageTimes, StepStats
 from vlmserve.scheduler.meter import Histogram
 
 

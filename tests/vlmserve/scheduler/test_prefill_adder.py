@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler.reqs import make_req
+from vlmserve.ipc.messages import FinishReason
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
-from vlmserve.messages import FinishReason
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
 from vlmserve.scheduler.req import Req

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from processors.inputs import MultimodalInputs
-from vlmserve.messages import SamplingParams, TokenizedGenerateReqInput
+from vlmserve.ipc.messages import SamplingParams, TokenizedGenerateReqInput
 from vlmserve.scheduler.req import Req
 
 PROMPT = np.arange(100, 105)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.vlmserve.scheduler.reqs import make_req
-from vlmserve.messages import FinishReason
+from vlmserve.ipc.messages import FinishReason
 from vlmserve.scheduler.req_status import ReqStatus as S
 
 BLOCKED = (S.WAITING_FOR_ENCODER, S.WAITING_FOR_GRAMMAR, S.WAITING_FOR_REMOTE_KV)

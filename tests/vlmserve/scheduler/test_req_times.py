@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmserve.messages import StageTimes
+from vlmserve.ipc.messages import StageTimes
 from vlmserve.scheduler.req_times import ReqTimes
 
 

@@ -18,13 +18,13 @@ from vision.encoder_pool import EncoderPool
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import InlineQueue
+from vlmserve.ipc.messages import AbortReq
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
-from vlmserve.messages import AbortReq
 from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.new_token_ratio import NewTokenRatio

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.vlmserve.scheduler import fake_worker as fake
 from tests.vlmserve.scheduler.prompts import expected, prompt_of, request
 from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, requests
-from vlmserve.messages import InputEmbeds, ReturnOptions
+from vlmserve.ipc.messages import InputEmbeds, ReturnOptions
 
 ASKED = (3, 11)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.vlmserve.scheduler.prompts import expected, request
 from tests.vlmserve.scheduler.simulator import Arrival, Setup, Simulation
-from vlmserve.messages import AbortReq, TokenizedGenerateReqInput
+from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority")
 PICTURES = [bytes([letter]) * 2 for letter in b"abcdefghijklmnop"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.vlmserve.scheduler.reqs import make_req
-from vlmserve.messages import FinishReason
+from vlmserve.ipc.messages import FinishReason
 from vlmserve.scheduler.policy import HEAD, make_policy
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_status import ReqStatus

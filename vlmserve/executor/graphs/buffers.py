@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
-from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 
 # Rows of the int64 tensor. Positions are next to each other, so that they are one contiguous [3, size].
 _INPUT_IDS, _POSITIONS, _REQ_POOL_INDICES, _OUT_CACHE_LOC, _STATES = 0, slice(1, 4), 4, 5, 6

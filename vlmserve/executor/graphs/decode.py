@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from vlmserve.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.executor.graphs.buffers import DecodeBuffers
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.graphs import Capturer, Graph
 

@@ -1,0 +1,211 @@
+"""What bodies may hold together, how slowly they may come, and how much may be in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, make_served, real_server
+from vlmserve.api import body as body_module
+from vlmserve.api.body_budget import FREE_BYTES, BodyBudget, HeldBody
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
+from vlmserve_common.errors import BadRequestError
+
+URL = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+PART = {"type": "text", "text": ""}
+
+
+@pytest.fixture
+def strict(checkpoint_folder: Path) -> Iterator[Served]:
+    served = make_served(
+        checkpoint_folder,
+        max_json_values=40,
+        max_items_per_request=3,
+        max_parts_per_request=4,
+        max_body_mib=0.5,
+        max_bodies_mib=0.5,
+        body_timeout_s=0.3,
+    )
+    yield served
+    served.assert_idle()
+    assert served.app.state.bodies.held == 0
+    asyncio.run(served.frontend.close())
+
+
+def refusal(served: Served, body: object) -> tuple[int, str]:
+    client = TestClient(served.app, raise_server_exceptions=False)
+    reply = client.post(URL, json=body)
+    error = reply.json().get("error", {})
+    return reply.status_code, f"{error.get('code')}: {error.get('message')}"
+
+
+def test_messages_and_parts_are_counted_before_they_are_checked(strict: Served) -> None:
+    message = {"role": "user", "content": [PART, PART]}
+    assert refusal(strict, BODY | {"messages": [message, message]})[0] == 200
+    status, told = refusal(strict, BODY | {"messages": [message, message, message]})
+    assert (status, told) == (
+        400,
+        "too_many_parts: the request has 6 parts in the items of messages, the limit is 4 (setting "
+        "--max-parts-per-request)",
+    )
+    status, told = refusal(strict, BODY | {"messages": [{"wrong": 1}] * 4})
+    assert (status, told) == (
+        400,
+        "too_many_parts: the request has 4 items in messages, the limit is 3 (setting --max-items-per-request)",
+    )
+
+
+CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}] * 5
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "fields"),
+    [
+        (URL, "tools", BODY | {"tools": [{"wrong": 1}] * 4}),
+        (URL, "messages", {"messages": [{"role": "assistant", "tool_calls": CALLS}]}),
+        ("/v1/warmup", "messages", {"messages": [{"role": "user", "content": [PART] * 5}]}),
+        ("/v1/completions", "prompt", {"prompt": ["hi"] * 4}),
+        ("/v1/completions", "prompt", {"prompt": [[1, 2]] * 4}),
+        ("/v1/score", "items", {"query": "hi", "items": ["a"] * 4, "label_token_ids": [5]}),
+        ("/v1/score", "labels", {"query": "hi", "labels": ["a"] * 4}),
+        ("/v1/score", "query", {"query": [{"role": "user", "content": [PART] * 5}], "label_token_ids": [5]}),
+        ("/v1/responses", "input", {"input": [{"role": "user", "content": "hi"}] * 4}),
+        ("/v1/responses", "input", {"input": [{"role": "user", "content": [PART] * 5}]}),
+        ("/v1/responses", "input", {"input": [{"type": "function_call_output", "output": [PART] * 5}]}),
+        ("/tokenize", "messages", {"messages": [{"role": "user", "content": [PART] * 5}]}),
+    ],
+)
+def test_on_all_routes(strict: Served, url: str, field: str, fields: dict[str, Any]) -> None:
+    client = TestClient(strict.app, raise_server_exceptions=False)
+    reply = client.post(url, json={"model": MODEL, **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "too_many_parts", field)
+
+
+def test_within_batches(strict: Served) -> None:
+    url = "/v1/completions"
+    line = {"custom_id": "1", "method": "POST", "url": url, "body": {"model": MODEL, "prompt": ["hi"] * 4}}
+    with TestClient(strict.app) as client:
+        upload = {"files": {"file": ("in.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+        asked = {"input_file_id": client.post("/v1/files", **upload).json()["id"], "endpoint": url}
+        batch = client.post("/v1/batches", json=asked | {"completion_window": "24h"}).json()
+        while batch["error_file_id"] is None:
+            batch = client.get(f"/v1/batches/{batch['id']}").json()
+        told = client.get(f"/v1/files/{batch['error_file_id']}/content").json()
+    assert told["response"]["body"]["error"]["code"] == "too_many_parts"
+
+
+def test_token_ids_are_no_items(strict: Served) -> None:
+    client = TestClient(strict.app)
+    ids = {"model": MODEL, "prompt": list(range(5, 25)), "max_tokens": 1}
+    assert client.post("/v1/completions", json=ids).status_code == 200
+
+
+def test_responses_that_go_on_have_the_items_of_those_before(strict: Served) -> None:
+    client = TestClient(strict.app, raise_server_exceptions=False)
+    asked = {"model": MODEL, "input": [{"role": "user", "content": "hi"}] * 2, "max_output_tokens": 1}
+    first = client.post("/v1/responses", json=asked).json()
+    reply = client.post("/v1/responses", json=asked | {"previous_response_id": first["id"]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "too_many_parts", "input")
+
+
+def test_values_are_counted_before_the_body_is_read(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal(strict, BODY | {"metadata": {str(i): "" for i in range(30)}})[0] == 200
+    monkeypatch.setattr("pydantic_core.from_json", None)  # it is not called
+    assert refusal(strict, BODY | {"unknown": [0] * 50}) == (
+        400,
+        "too_many_values: the request body has more values than 40, commas and opening brackets in texts included "
+        "(setting --max-json-values)",
+    )
+
+
+def test_the_budget_is_for_all_and_small_bodies_need_none() -> None:
+    budget = BodyBudget(ServerSettings(engine=EngineArgs(model=""), max_body_mib=1, max_bodies_mib=1))
+    one, other, small = (HeldBody(budget) for _ in range(3))
+    one.add(bytes(2**20))
+    assert budget.held == 2**20 - FREE_BYTES
+    other.add(bytes(2 * FREE_BYTES))
+    with pytest.raises(BadRequestError, match=r"take 1048576 bytes together, the limit is 1048576 \(setting"):
+        other.add(b"x")
+    small.add(bytes(FREE_BYTES))
+    other.release()
+    assert budget.held == 2**20 - FREE_BYTES
+    one.release()
+    assert budget.held == 0
+
+
+def test_a_body_takes_room_until_its_answer_has_ended(strict: Served) -> None:
+    """Its texts and media are parts of it, for as long as the request is there."""
+    strict.scheduler.pause_after = 1
+    body = json.dumps(BODY | {"user": "x" * 400_000, "stream": True}).encode()
+    with real_server(strict.app) as port, sent(port, body) as one, sent(port, body) as other:
+        assert {link.recv(65536)[:13] for link in (one, other)} == {b"HTTP/1.1 200 ", b"HTTP/1.1 503 "}
+        assert strict.app.state.bodies.held == len(body) - FREE_BYTES
+
+
+def test_one_large_body_is_parsed_at_a_time(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing holds the interpreter: several threads of it would take turns among themselves, and leave few to all
+    else."""
+    parse, alone = body_module._parse, []
+
+    def watched(data: bytearray, *args: Any) -> Any:
+        alone.append(strict.app.state.parsing.locked())
+        return parse(data, *args)
+
+    monkeypatch.setattr(body_module, "_parse", watched)
+    for size in (10, 400_000):
+        assert refusal(strict, BODY | {"user": "x" * size})[0] == 200
+    assert alone == [False, True]
+
+
+def sent(port: int, body: bytes) -> socket.socket:
+    link = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return link
+
+
+def test_a_body_beyond_the_budget_is_told_to_come_again(strict: Served) -> None:
+    """Another one holds it, and is not finished; small requests are answered meanwhile."""
+    with real_server(strict.app) as port:
+        links = []
+        for _ in range(2):
+            link = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+            link.sendall(HEAD + b"Content-Length: 500000\r\n\r\n" + b" " * 400_000)
+            links.append(link)
+        client = sent(port, json.dumps(BODY).encode())
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        answers = sorted(link.recv(65536) for link in links)
+        assert answers[0].startswith(b"HTTP/1.1 408 ")  # the one that held it, in the end
+        assert answers[1].startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answers[1]
+        for link in (*links, client):
+            link.close()
+
+
+def test_a_body_that_comes_too_slowly(strict: Served) -> None:
+    """It never stalls: there is a byte every moment."""
+    with real_server(strict.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
+        link.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
+        link.settimeout(0.05)
+        answer = b""
+        while not answer:
+            link.sendall(b" ")
+            try:
+                answer = link.recv(65536)
+            except TimeoutError:
+                continue
+        link.settimeout(WAIT_S)
+        answer += b"".join(iter(lambda: link.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"the least is 500 a second (setting --min-body-bytes-per-s)" in answer

@@ -1,0 +1,188 @@
+"""The endpoints of operators, over a fake engine under the real control."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, make_served
+from tests.vlmserve.api.test_operations import assert_error, make_client  # noqa: F401
+from vlmserve import __version__
+from vlmserve.api import control
+from vlmserve.api.auth import CONTROL_PATHS
+
+URL = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+ENDPOINTS = (
+    ("GET", "/server_info"),
+    ("POST", "/flush_cache"),
+    ("POST", "/pause_generation"),
+    ("POST", "/continue_generation"),
+    ("POST", "/start_profile"),
+    ("POST", "/stop_profile"),
+    ("POST", "/abort_request"),
+)
+
+
+def test_every_endpoint_is_behind_the_key() -> None:
+    assert {path for _, path in ENDPOINTS} == CONTROL_PATHS
+
+
+@pytest.mark.parametrize("api_key", ["usual", None])
+@pytest.mark.parametrize("admin_key", ["special", None])
+def test_keys(make_client, api_key: str | None, admin_key: str | None) -> None:  # noqa: F811
+    needed = admin_key or api_key
+    _, client = make_client(api_key=api_key, admin_api_key=admin_key)
+    with client:
+        for method, path in ENDPOINTS:
+            for given in ("usual", "special", "wrong", None):
+                headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+                reply = client.request(method, path, headers=headers)
+                assert (reply.status_code == 401) == (needed not in (None, given)), (path, given, reply.text)
+                if reply.status_code == 401:
+                    assert ("--admin-api-key" in reply.text) == (admin_key is not None)
+        for given in ("usual", "special"):
+            reply = client.post(URL, json=BODY, headers={"Authorization": f"Bearer {given}"})
+            assert reply.status_code == (200 if api_key in (None, given) else 401)
+
+
+def test_info_has_no_secrets(make_client) -> None:  # noqa: F811
+    _, client = make_client(api_key="sesame", engine={"page_size": 8})
+    with client:
+        reply = client.get("/server_info", headers={"Authorization": "Bearer sesame"})
+    assert "sesame" not in reply.text
+    info = reply.json()
+    assert (info["version"], info["model"], info["paused"]) == (__version__, MODEL, False)
+    assert (info["settings"]["api_key"], info["settings"]["admin_api_key"]) == ("set", None)
+    assert info["settings"]["page_size"] == 8
+    assert info["scheduler"]["kv_total_tokens"] == 100
+    assert info["uptime_s"] >= 0
+
+
+def test_flushing(client: TestClient, served: Served) -> None:
+    assert client.post("/flush_cache").json() == {"flushed_tokens": 32}
+    with running(client, served):
+        reply = client.post("/flush_cache")
+        assert reply.status_code == 409
+        assert "1 requests are running" in reply.json()["error"]["message"]
+        assert reply.json()["tokens"] == 32
+
+
+def test_a_pause_shows_in_health(client: TestClient) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    assert_error(client.post("/continue_generation"), 409)
+    assert client.post("/pause_generation").json()["paused"] is True
+    assert client.get("/health").json() == {"status": "paused"}
+    assert_error(client.post("/pause_generation"), 409)
+    assert client.post("/continue_generation").json()["paused"] is False
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+class running:
+    """A request of the id "mine" at the engine, until it is aborted."""
+
+    def __init__(self, client: TestClient, served: Served, **fields: object) -> None:
+        self.client, self.served, self.fields = client, served, fields
+        self.pool = ThreadPoolExecutor(1)
+
+    def __enter__(self):
+        self.served.scheduler.pause_after = 1
+        body = BODY | {"rid": "mine"} | self.fields
+        reply = self.pool.submit(self.client.post, URL, json=body)
+        self.served.scheduler.wait_until(lambda: self.served.scheduler.num_active)
+        return reply
+
+    def __exit__(self, *_):
+        self.client.post("/abort_request", json={"abort_all": True})
+        self.pool.shutdown()
+
+
+def test_aborting(client: TestClient, served: Served) -> None:
+    with running(client, served) as reply:
+        assert_error(client.post("/abort_request", json={"rid": "other"}), 404, "not_found_error")
+        assert client.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": ["mine"]}
+        ended = reply.result(WAIT_S)
+    assert_error(ended, 499)
+    assert ended.json()["error"]["code"] == "request_aborted"
+    with running(client, served) as reply:
+        assert client.post("/abort_request", json={"abort_all": True}).json() == {"aborted": ["mine"]}
+        assert reply.result(WAIT_S).status_code == 499
+    assert client.post("/abort_request", json={"abort_all": True}).json() == {"aborted": []}
+    for body in ({}, {"rid": "a", "abort_all": True}, {"abort_all": False}, {"rid": 1}, {"all": True}):
+        assert_error(client.post("/abort_request", json=body), 400)
+
+
+def test_the_answer_has_the_client_s_id_and_a_second_one_is_refused(client: TestClient, served: Served) -> None:
+    with running(client, served):
+        second = client.post(URL, json=BODY | {"rid": "mine"})
+        assert_error(second, 409)
+        assert second.json()["error"]["param"] == "rid"
+    served.scheduler.pause_after = None
+    reply = client.post(URL, json=BODY | {"rid": "mine"})
+    assert (reply.json()["id"], reply.headers["x-request-id"]) == ("mine", "mine")
+    for rid in ("", "a b", "é", "x" * 129, 1):
+        assert_error(client.post(URL, json=BODY | {"rid": rid}), 400)
+
+
+def test_a_timeout_is_told_whole_or_in_the_stream(client: TestClient, served: Served) -> None:
+    served.scheduler.pause_after = 0
+    reply = client.post(URL, json=BODY | {"timeout": 0.02})
+    assert_error(reply, 504, "server_error")
+    assert reply.json()["error"]["code"] == "request_timeout"
+    served.scheduler.pause_after = 1
+    with client.stream("POST", URL, json=BODY | {"timeout": 0.5, "stream": True}) as reply:
+        assert reply.status_code == 200
+        *_, error, done, _ = "".join(reply.iter_text()).split("\n\n")
+    assert '"code":"request_timeout"' in error
+    assert done == "data: [DONE]"
+    for timeout in (0, -1, "1", 1e9):
+        assert_error(client.post(URL, json=BODY | {"timeout": timeout}), 400)
+
+
+def test_refused_because_of_a_limit(make_client) -> None:  # noqa: F811
+    served, client = make_client({"max_running_requests": 1, "max_queued_requests": 1})
+    manager = served.frontend.manager
+    now = [0.0]
+    manager._live._clock = lambda: now[0]
+    with client, running(client, served, n=2):
+        now[0] = 7.0
+        reply = client.post(URL, json=BODY)
+        assert_error(reply, 429, "rate_limit_error")
+        assert reply.headers["retry-after"] == "7"
+
+
+def test_profiling_needs_its_folder(make_client, tmp_path: Path) -> None:  # noqa: F811
+    _, client = make_client()
+    with client:
+        assert "--profile-dir" in client.post("/start_profile").json()["error"]["message"]
+    _, client = make_client(profile_dir=str(tmp_path))
+    with client:
+        assert_error(client.post("/start_profile", json={"num_steps": 0}), 400)
+        assert_error(client.post("/stop_profile"), 409)
+
+
+def test_an_engine_that_does_not_answer(client: TestClient, served: Served, monkeypatch) -> None:
+    monkeypatch.setattr(served.scheduler.control, "handle", lambda _: 1 // 0)
+    assert client.post("/flush_cache").status_code == 500
+    served.frontend.suspend("the engine is stopped")
+    assert_error(client.post("/flush_cache"), 503, "server_error")
+    assert_error(client.get("/health"), 503, "server_error")
+    served.frontend.suspend(None)
+    assert client.get("/health").status_code == 200
+
+
+def test_an_engine_at_a_long_step(checkpoint_folder: Path, monkeypatch) -> None:
+    served = make_served(checkpoint_folder)
+    monkeypatch.setattr(control, "ANSWER_S", 0.02)
+
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
+    api = control.ControlApi(served.frontend.manager, never, None, MODEL)  # type: ignore[arg-type]
+    with pytest.raises(Exception, match=r"still at a step after 0\.02 s"):
+        asyncio.run(api.flush_cache())
+    asyncio.run(served.frontend.close())

@@ -1,0 +1,210 @@
+"""Clients that hold connections without using them, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import logging
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.vlmserve.api.fake_engine import WAIT_S
+from vlmserve.api.connections import SPARE
+from vlmserve.api.http_server import HttpServer
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
+
+LARGE = 64 * 2**20  # more than all buffers on the way
+GET = b"GET /small HTTP/1.1\r\nHost: localhost\r\n"
+
+
+class App:
+    """/hang is not answered until `release`; /large is large; all others answer "ok" without reading a body."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.hanging = threading.Semaphore(0)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/hang":
+            self.hanging.release()
+            await self.release.wait()
+        body = bytes(LARGE) if scope["path"] == "/large" else b"ok"
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.contextmanager
+def serving(**settings: Any) -> Iterator[tuple[int, App]]:
+    """A server with these settings; those not given wait for longer than a test does."""
+    patient = {"header_timeout_s": 1000, "keep_alive_timeout_s": 1000, "send_timeout_s": 1000}
+    started, app = threading.Event(), App()
+    given = ServerSettings(engine=EngineArgs(model=""), **{**patient, **settings})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        server = HttpServer(app, given, backlog=100, started=started.set)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        try:
+            assert started.wait(WAIT_S)
+            yield port, app
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def connect(port: int, data: bytes = b"") -> socket.socket:
+    link = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    link.sendall(data)
+    return link
+
+
+def rest(link: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    with link:
+        return b"".join(iter(lambda: link.recv(65536), b""))
+
+
+def read_answer(link: socket.socket) -> None:
+    """The app's short one, which may come in pieces."""
+    answer = b""
+    while not answer.endswith(b"ok"):
+        answer += link.recv(65536)
+
+
+def get(port: int, path: str) -> tuple[int, bytes]:
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    with contextlib.closing(link):
+        link.request("GET", path)
+        reply = link.getresponse()
+        return reply.status, reply.read()
+
+
+def test_a_silent_connection_is_closed_without_a_word() -> None:
+    with serving(header_timeout_s=0.2) as (port, _):
+        assert rest(connect(port)) == b""
+
+
+def test_headers_that_do_not_end() -> None:
+    with serving(header_timeout_s=0.2) as (port, _):
+        answer = rest(connect(port, GET))
+        assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert b"--header-timeout-s" in answer
+
+
+def test_a_byte_now_and_then_does_not_buy_time() -> None:
+    """Also within a second request, whose first byte ends the time that the connection may idle."""
+    with serving(header_timeout_s=0.2) as (port, _):
+        link = connect(port, GET + b"\r\n")
+        read_answer(link)
+        link.settimeout(0.05)
+        answer = None
+        for byte in b"GET /small HTTP/1.1\r\nx: " + b"x" * 300:
+            link.sendall(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
+                answer = link.recv(65536)
+                break
+        assert answer is not None
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        link.close()
+
+
+def test_the_rest_of_a_body_that_was_not_wanted_has_its_time() -> None:
+    with serving(header_timeout_s=0.2) as (port, _):
+        link = connect(port, GET + b"Content-Length: 1000000\r\n\r\nx")
+        read_answer(link)
+        link.sendall(b"x")
+        assert rest(link) == b""
+
+
+def test_an_idle_connection_is_closed() -> None:
+    with serving(keep_alive_timeout_s=0.1) as (port, _):
+        assert rest(connect(port, GET + b"\r\n")).endswith(b"ok")
+
+
+def test_headers_have_a_size() -> None:
+    with serving() as (port, _):
+        link = connect(port, GET + b"x: " + b"x" * 70_000)
+        answer = rest(link)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b"65536" in answer
+
+
+def test_what_comes_in_one_piece_is_not_all_headers() -> None:
+    with serving() as (port, _):
+        link = connect(
+            port, GET + b"Content-Length: 100000\r\n\r\n" + bytes(100_000) + GET + b"Connection: close\r\n\r\n"
+        )
+        assert rest(link).count(b"200 OK") == 2
+
+
+def test_a_client_that_does_not_read_is_cut() -> None:
+    with serving(send_timeout_s=0.3) as (port, _):
+        link = connect(port, b"GET /large HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        watch = select.poll()
+        watch.register(link, 0)  # for errors only: nothing is read
+        assert watch.poll(1000 * WAIT_S)
+        link.close()
+
+
+def test_health_is_answered_when_all_connections_work() -> None:
+    with serving(max_connections=3) as (port, app):
+        working = [connect(port, b"GET /hang HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(3)]
+        for _ in working:
+            assert app.hanging.acquire(timeout=WAIT_S)
+        assert get(port, "/health") == (200, b"ok")
+        status, body = get(port, "/small")
+        assert status == 503
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        assert b"limit is 3 (setting --max-connections)" in body
+        for link in working:
+            link.close()
+
+
+def test_silent_connections_make_room() -> None:
+    with serving(max_connections=3) as (port, _):
+        silent = [connect(port) for _ in range(2 * SPARE)]
+        assert get(port, "/small") == (200, b"ok")
+        assert rest(silent[0]).startswith(b"HTTP/1.1 503 "), "it has waited longest, and is told why it ends"
+        for link in silent:
+            link.close()
+
+
+def test_connections_that_were_answered_make_room_without_a_word() -> None:
+    """Who keeps them asks again on another, and would take a word for the answer."""
+    with serving(max_connections=3) as (port, _):
+        kept = connect(port, GET + b"\r\n")
+        read_answer(kept)
+        silent = [connect(port) for _ in range(2 * SPARE)]
+        assert rest(kept) == b""
+        for link in silent:
+            link.close()
+
+
+def test_garbage_makes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("uvicorn.error")
+    log.addHandler(caplog.handler)  # it need not come to the root's, after other servers
+    with serving() as (port, _):
+        for _ in range(20):
+            assert rest(connect(port, b"\x16\x03\x01 this is no HTTP\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+    log.removeHandler(caplog.handler)
+    assert len({id(record) for record in caplog.records if "Invalid HTTP request" in record.getMessage()}) == 1
+
+
+def test_half_closed_is_gone() -> None:
+    """Nobody can tell a client that only stopped sending from one that has left, whose work must not go on."""
+    with serving() as (port, app):
+        link = connect(port, b"GET /hang HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert app.hanging.acquire(timeout=WAIT_S)
+        link.shutdown(socket.SHUT_WR)
+        assert rest(link) == b""
+        assert get(port, "/small") == (200, b"ok")

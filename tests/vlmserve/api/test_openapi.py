@@ -1,0 +1,129 @@
+"""The API's description: all routes are in it, all references resolve, and its page works without internet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from starlette.testclient import TestClient
+
+from tests.vlmserve.api.fake_engine import MODEL, make_served
+from vlmserve.api.auth import CONTROL_PATHS, METRICS_PATH, OPEN_PATHS
+from vlmserve.api.openapi.document import openapi_document
+from vlmserve.api.openapi.operations import OPERATIONS
+from vlmserve.api.openapi.paths import DESCRIPTION_PATHS
+
+DOCUMENT = openapi_document(model=MODEL, keys=True, admin_key=True)
+
+
+@contextmanager
+def serving(folder: Path, **settings: Any) -> Iterator[TestClient]:
+    served = make_served(folder, **settings)
+    with TestClient(served.app) as client:
+        yield client
+    asyncio.run(served.frontend.close())
+
+
+def parts(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in some JSON."""
+    if isinstance(value, dict):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from parts(one)
+
+
+def test_the_table_has_all_routes(client: TestClient) -> None:
+    routes = {
+        (method, route.path.replace(":path}", "}"))
+        for route in client.app.routes
+        if route.path not in DESCRIPTION_PATHS
+        for method in route.methods
+    }
+    assert routes == {(operation.method, operation.path) for operation in OPERATIONS}
+    assert len(OPERATIONS) == len(routes) == len({operation.id for operation in OPERATIONS})
+
+
+def test_the_table_knows_what_needs_which_key() -> None:
+    known = {"admin": CONTROL_PATHS, "monitor": {METRICS_PATH}, "open": OPEN_PATHS - DESCRIPTION_PATHS}
+    for access, paths in known.items():
+        assert {operation.path for operation in OPERATIONS if operation.access == access} == paths
+
+
+def test_it_is_a_valid_document() -> None:
+    schemathesis.openapi.from_dict(DOCUMENT).validate()
+    components = DOCUMENT["components"]["schemas"]
+    references = [part["$ref"] for part in parts(DOCUMENT) if isinstance(part.get("$ref"), str)]
+    mapped = [to for part in parts(DOCUMENT) for to in part.get("discriminator", {}).get("mapping", {}).values()]
+    assert len(references) > 100
+    assert {"#/components/schemas/" + name for name in components} == {*references, *mapped}, "unresolved, or unused"
+    assert "$defs" not in json.dumps(DOCUMENT)
+    assert not [name for name in components if not re.fullmatch(r"[A-Z][A-Za-z]+", name)], "two types of one name"
+
+
+def test_answers_and_errors_have_schemas() -> None:
+    for path, item in DOCUMENT["paths"].items():
+        for method, operation in item.items():
+            for status, response in operation["responses"].items():
+                for media, content in response["content"].items():
+                    assert content["schema"] or media == "application/octet-stream", (path, method, status)
+                if int(status) >= 400 and (path, status) != ("/flush_cache", "409"):
+                    assert response["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
+    chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatCompletionRequest")
+    event = chat["responses"]["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
+    assert "#/components/schemas/ChatCompletionChunk" in json.dumps(event)
+
+
+@pytest.mark.parametrize(
+    ("settings", "schemes", "of_chats", "of_operators"),
+    [
+        ({}, set(), [], []),
+        ({"api_key": "a"}, {"apiKey"}, [{"apiKey": []}], [{"apiKey": []}]),
+        ({"admin_api_key": "b"}, {"adminApiKey"}, [], [{"adminApiKey": []}]),
+        (
+            {"api_key": "a", "admin_api_key": "b"},
+            {"apiKey", "adminApiKey"},
+            [{"apiKey": []}],
+            [{"adminApiKey": []}],
+        ),
+    ],
+)
+def test_keys(checkpoint_folder: Path, settings: Any, schemes: Any, of_chats: Any, of_operators: Any) -> None:
+    """The document is there without a key, and says what needs one: it is so."""
+    with serving(checkpoint_folder, **settings) as client:
+        document = client.get("/openapi.json").json()
+        assert document["components"].get("securitySchemes", {}).keys() == schemes
+        assert document.get("security", []) == ([{"apiKey": []}] if "api_key" in settings else [])
+        assert document["paths"]["/v1/chat/completions"]["post"]["security"] == of_chats
+        assert document["paths"]["/flush_cache"]["post"]["security"] == of_operators
+        for path, item in document["paths"].items():
+            for method, operation in item.items():
+                refused = client.request(method, re.sub(r"\{\w+\}", "x", path)).status_code == 401
+                assert refused == bool(operation["security"]) == ("401" in operation["responses"]), path
+
+
+def test_the_page_asks_nobody_else(checkpoint_folder: Path) -> None:
+    """Nor for a key."""
+    with serving(checkpoint_folder, api_key="a") as client:
+        page = client.get("/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        assert not re.search(r"(?:https?:)?//[\w.]", page.text), "a file from elsewhere"
+        named = re.findall(r"""(?:src|href|url)(?:=|: )["']([^"']+)["']""", page.text)
+        assert set(named) == {"docs/swagger-ui-bundle.js", "docs/swagger-ui.css", "openapi.json", "data:,"}
+        assert "'validatorUrl': null" in page.text.replace('"', "'")
+        for name, kind, least in (
+            ("docs/swagger-ui-bundle.js", "javascript", 1_000_000),
+            ("docs/swagger-ui.css", "text/css", 100_000),
+        ):
+            file = client.get("/" + name)
+            assert (file.status_code, kind in file.headers["content-type"]) == (200, True)
+            assert len(file.content) > least
+        style = client.get("/docs/swagger-ui.css").text
+        assert not re.search(r"@import|url\((?!['\"]?(?:data:|#))", style)

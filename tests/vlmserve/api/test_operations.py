@@ -1,0 +1,202 @@
+"""Models, health, metrics, keys, limits, and OpenAI's error body on every other path."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from tests.vlmserve.api.fake_engine import MODEL, make_served
+from vlmserve import __version__
+
+URL = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+
+
+def assert_error(reply, status, kind="invalid_request_error"):
+    assert reply.status_code == status, reply.text
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert reply.json()["error"]["type"] == kind
+
+
+def figures(client) -> dict[tuple[str, ...], float]:
+    reply = client.get("/metrics")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/plain")
+    for line in reply.text.splitlines():
+        assert not line or line.startswith("#") or re.match(r"^[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? \S+$", line)
+    found = {}
+    for family in text_string_to_metric_families(reply.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == MODEL
+            found[(sample.name, *labels.values())] = sample.value
+    return found
+
+
+def test_models(client):
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert (model["id"], model["object"]) == (MODEL, "model")
+    for written in (MODEL, MODEL.replace("/", "%2F")):
+        assert client.get(f"/v1/models/{written}").json() == model
+    assert_error(client.get("/v1/models/no-such-model"), 404, "not_found_error")
+
+
+def test_other_paths_and_methods(client):
+    assert_error(client.post("/v1/no/such/path", json={}), 404, "not_found_error")
+    reply = client.get(URL)
+    assert_error(reply, 405)
+    assert reply.headers["allow"] == "POST"
+
+
+def test_version(client):
+    assert client.get("/version").json() == {"version": __version__}
+
+
+def test_metrics(client, served):
+    served.scheduler.say("a red square")
+    client.post(URL, json=BODY)
+    client.post(URL, json={**BODY, "max_tokens": 50, "n": 2})
+    client.post(URL, json={**BODY, "temperature": 9})
+    client.get("/nowhere/at/all")
+    found = figures(client)
+    prompt = len(served.scheduler.requests[0].input_ids)
+    whole = len(served.scheduler.tokenizer.encode("a red square")) + 1
+    assert found["vlmserve:request_success_total", "length"] == 1
+    assert found["vlmserve:request_success_total", "stop"] == 2
+    assert found[("vlmserve:prompt_tokens_total",)] == 2 * prompt
+    assert found[("vlmserve:prompt_tokens_cached_total",)] == 2 * (prompt // 2)
+    assert found[("vlmserve:generation_tokens_total",)] == 4 + 2 * whole
+    assert found[("vlmserve:inter_token_latency_seconds_count",)] == 3 + 2 * (whole - 1)
+    for name in ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token"):
+        assert found[(f"vlmserve:{name}_seconds_count",)] == 3
+    assert found["vlmserve:http_requests_total", URL, "200"] == 2
+    assert found["vlmserve:http_requests_total", URL, "400"] == 1
+    assert found["vlmserve:http_requests_total", "other", "404"] == 1
+    assert found["vlmserve:requests_refused_total", "invalid_value"] == 1
+    assert found["vlmserve:requests_refused_total", "not_found"] == 1
+    assert found[("vlmserve:num_requests_running",)] == 0
+    assert found[("vlmserve:kv_cache_usage_perc",)] == pytest.approx(0.3)
+    assert found["vlmserve:embedding_cache_hits_total", "disk"] == 3
+    assert found["vlmserve:embedding_cache_hits_total", "device"] == 0
+    assert ("vlmserve:embedding_cache_hits_total", "host") not in found, "there is no such tier"
+    assert found[("vlmserve:temporal_patches_encoded_total",)] == 0
+
+
+def test_metrics_without_the_scheduler(client, served):
+    served.scheduler.answers_stats = False
+    assert ("vlmserve:num_requests_running",) not in figures(client)
+
+
+def test_health_follows_the_engine(client, served):
+    assert client.get("/health").status_code == 200
+    served.frontend.fail_all("the scheduler died")
+    assert_error(client.get("/health"), 503, "server_error")
+    reply = client.post(URL, json=BODY)
+    assert_error(reply, 503, "server_error")
+    assert "the scheduler died" in reply.json()["error"]["message"]
+    assert int(reply.headers["retry-after"]) > 0
+    assert ("vlmserve:num_requests_running",) not in figures(client)
+
+
+@pytest.fixture
+def make_client(checkpoint_folder):
+    made = []
+
+    def make(engine=None, **settings):
+        served = make_served(checkpoint_folder, engine, **settings)
+        made.append(served)
+        return served, TestClient(served.app, raise_server_exceptions=False)
+
+    yield make
+    for served in made:
+        served.assert_idle()
+        asyncio.run(served.frontend.close())
+
+
+def test_api_keys(make_client):
+    _, client = make_client(api_key="sésame")
+    with client:
+        for header in (None, "Bearer wrong", "Bearer ", "sésame", "Basic sésame", "Bearer sésamee"):
+            headers = {} if header is None else {"Authorization": header.encode()}
+            for reply in (client.post(URL, json=BODY, headers=headers), client.get("/v1/models", headers=headers)):
+                assert_error(reply, 401, "authentication_error")
+                assert reply.headers["www-authenticate"] == "Bearer"
+        good = {"Authorization": "Bearer sésame".encode()}
+        assert client.post(URL, json=BODY, headers=good).status_code == 200
+        assert client.get("/nothing").status_code == 401
+        for path in ("/health", "/metrics", "/version"):
+            assert client.get(path).status_code == 200
+
+
+def test_a_body_that_is_too_large(make_client):
+    _, client = make_client(max_body_mib=0.01)
+    with client:
+        large = b" " * 20000
+        for content in (large, iter([large[:9000], large[9000:]])):  # announced, and not
+            reply = client.post(URL, content=content)
+            assert_error(reply, 413)
+            assert "--max-body-mib" in reply.json()["error"]["message"]
+        assert client.post(URL, json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize(("headers", "parts_read"), [([(b"content-length", b"99999999")], 0), ([], 2)])
+def test_no_more_of_a_large_body_is_read_than_allowed(make_client, headers, parts_read):
+    """The client goes on for ever; only an early answer ends this."""
+    served, _ = make_client(max_body_mib=1.5)
+    read, sent = [], []
+
+    async def receive():
+        assert len(read) <= parts_read, "reads on"
+        read.append(1)
+        return {"type": "http.request", "body": bytes(2**20), "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": URL,
+        "raw_path": URL.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+    asyncio.run(served.app(scope, receive, send))
+    assert sent[0]["status"] == 413
+    assert len(read) == parts_read
+
+
+def test_a_large_body_is_answered(client):
+    padded = {**BODY, "metadata": {"x": "y" * 200_000}}
+    assert client.post(URL, json=padded).status_code == 200
+
+
+def test_a_full_house_answers_429(make_client):
+    served, client = make_client({"max_running_requests": 2, "max_queued_requests": 1})
+    with client:
+        reply = client.post(URL, json={**BODY, "n": 4})
+        assert_error(reply, 429, "rate_limit_error")
+        assert int(reply.headers["retry-after"]) > 0
+        assert "--max-queued-requests" in reply.json()["error"]["message"]
+        assert client.post(URL, json={**BODY, "n": 3}).status_code == 200
+    assert len(served.scheduler.requests) == 3
+
+
+def test_sampling_defaults_can_be_openais(make_client):
+    served, client = make_client({"sampling_defaults": "openai"})
+    with client:
+        client.post(URL, json={**BODY, "temperature": None})
+    params = served.scheduler.requests[0].sampling_params
+    assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, -1)

@@ -1,0 +1,247 @@
+"""Responses: what of a request becomes a chat, what of a chat becomes events and items, and what is kept."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.vlmserve.api.fake_engine import MODEL, Served
+from vlmserve.api.responses.items import to_conversation, with_ids
+from vlmserve.api.responses.protocol import ResponsesRequest
+from vlmserve.api.responses.store import ResponseStore
+from vlmserve.api.responses.to_chat import to_chat_request
+from vlmserve.api.responses.writer import ResponseWriter
+from vlmserve.ipc.messages import FinishReason
+from vlmserve_common.errors import BadRequestError
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+def _chat(given: Any, **fields: Any) -> Any:
+    request = ResponsesRequest.model_validate({"model": "m", "input": given, **fields})
+    return to_chat_request(request, to_conversation([], with_ids(request.input), request.instructions))
+
+
+# ---------------------------------------------------------------- requests
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"role": "user", "content": "Ask f."},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I "}, {"type": "output_text", "text": "ask."}],
+        },
+        CALL,
+        {**CALL, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]},
+        {**CALL, "call_id": "c3"},
+    ]
+
+    def called(name: str) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+    assert _chat(items, instructions="Be brief.").messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Ask f."}]},
+        {
+            "role": "assistant",
+            "content": "I ask.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [called("c1"), called("c2")],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        {"role": "tool", "tool_call_id": "c2", "content": "2"},
+        {"role": "assistant", "content": None, "tool_calls": [called("c3")], "reasoning_content": "So."},
+    ]
+
+
+def test_fields_become_those_of_a_chat() -> None:
+    chat = _chat(
+        "hi",
+        tools=[TOOL, {**TOOL, "name": "g"}],
+        tool_choice={"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]},
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}},
+        reasoning={"effort": "low"},
+        max_output_tokens=7,
+        top_logprobs=2,
+        seed=3,
+        parallel_tool_calls=False,
+    )
+    assert chat.tools == [
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}, "strict": True}}
+    ]
+    assert (chat.tool_choice, chat.parallel_tool_calls) == ("required", False)
+    assert chat.response_format == {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+    }
+    assert (chat.reasoning_effort, chat.max_completion_tokens, chat.seed) == ("low", 7, 3)
+    assert (chat.logprobs, chat.top_logprobs) == (True, 2)
+    assert _chat("hi", include=["message.output_text.logprobs"]).logprobs is True
+    assert _chat("hi", tools=[TOOL], tool_choice={"type": "function", "name": "f"}).tool_choice.function.name == "f"
+    assert _chat("hi", text={"format": {"type": "text"}}).response_format is None
+    with pytest.raises(BadRequestError, match="not among the tools"):
+        _chat(
+            "hi",
+            tools=[TOOL],
+            tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]},
+        )
+
+
+# ---------------------------------------------------------------- answers
+
+
+def _chunk(finish: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+def _written(*chunks: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    writer = ResponseWriter({"id": "r"})
+    events = [*writer.begin()]
+    for chunk in chunks:
+        events += writer.take(chunk)
+    events += writer.end()
+    response = writer.response()
+    return [*events, writer.last(response)], response
+
+
+def _calls(index: int, arguments: str, **head: Any) -> dict[str, Any]:
+    function = {"arguments": arguments} | ({"name": head["name"]} if head else {})
+    return _chunk(tool_calls=[{"index": index, "function": function} | ({"id": head["id"]} if head else {})])
+
+
+def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
+    events, response = _written(
+        _chunk(role="assistant", content=""),
+        _chunk(reasoning_content="Hm"),
+        _chunk(reasoning_content="."),
+        _chunk(content="I ask."),
+        _calls(0, "", id="c1", name="f"),
+        _calls(0, '{"x":'),
+        _calls(0, "1}"),
+        _calls(1, "{}", id="c2", name="g"),
+        _chunk("tool_calls"),
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}},
+    )
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    thoughts, message, first, second = response["output"]
+    assert thoughts["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert message["content"][0]["text"] == "I ask."
+    assert (first["call_id"], first["name"], first["arguments"]) == ("c1", "f", '{"x":1}')
+    assert (second["call_id"], second["name"], second["arguments"]) == ("c2", "g", "{}")
+    assert {item["status"] for item in response["output"]} == {response["status"]} == {"completed"}
+    assert response["usage"]["total_tokens"] == 7
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    of_items = [event for event in events if "output_index" in event]
+    assert [event["output_index"] for event in of_items] == sorted(event["output_index"] for event in of_items)
+
+
+def test_an_answer_of_nothing_is_an_empty_message() -> None:
+    _, response = _written(_chunk(role="assistant", content=""), _chunk("stop"))
+    assert [item["content"][0]["text"] for item in response["output"]] == [""]
+
+
+def test_a_stream_that_breaks_has_failed(client: TestClient, served: Served) -> None:
+    def script(request: Any, index: int) -> int:
+        if index == 2:
+            served.frontend.manager.abort(None)
+        return 65
+
+    served.scheduler.script = script
+    lines = client.post("/v1/responses", json={"model": MODEL, "input": "hi", "stream": True}).text.splitlines()
+    assert lines[-3] == "event: response.failed"
+    assert '"status":"failed"' in lines[-2]
+    assert "aborted by an operator" in lines[-2]
+    served.scheduler.fail_with = FinishReason(type="error", message="no such luck", status=500)
+    for stream in (False, True):  # before anything was sent
+        answer = client.post("/v1/responses", json={"model": MODEL, "input": "hi", "stream": stream})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "no such luck")
+
+
+def test_a_full_disk_is_told(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[sqlite3.Connection] = []
+    add = ResponseStore.add
+
+    def add_to_full(store: ResponseStore, *given: Any) -> None:
+        opened.append(store._db)
+        store._db.execute("PRAGMA max_page_count = 1")  # as small as it is
+        add(store, *given)
+
+    monkeypatch.setattr(ResponseStore, "add", add_to_full)
+    body = {"model": MODEL, "input": "hi", "metadata": {str(key): "x" * 512 for key in range(16)}}
+    answer = client.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
+    opened[0].execute("PRAGMA max_page_count = 100000")
+    monkeypatch.undo()
+    assert client.post("/v1/responses", json=body).status_code == 200
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ResponseStore]:
+    store = ResponseStore(tmp_path, most=2, most_bytes=1000)
+    yield store
+    store.close()
+
+
+def _response(name: str, previous: str | None = None, text: str = "") -> dict[str, Any]:
+    return {"id": name, "previous_response_id": previous, "output": [{"text": name + text}]}
+
+
+def test_the_oldest_go_first(store: ResponseStore) -> None:
+    for name in "abc":
+        store.add("me", _response(name), [])
+    with pytest.raises(BadRequestError):
+        store.find("me", "a")
+    store.add("me", _response("d", text="x" * 890), [{"text": "in"}])
+    with pytest.raises(BadRequestError):
+        store.find("me", "c")
+    assert store.find("me", "d").input == [{"text": "in"}]
+    store.add("me", _response("e", text="x" * 2000), [])  # larger than the store
+    with pytest.raises(BadRequestError):
+        store.find("me", "e")
+
+
+def test_a_conversation_is_all_that_it_goes_back_to(store: ResponseStore) -> None:
+    store.add("me", _response("a"), [{"text": "1"}])
+    store.add("me", _response("b", "a"), [{"text": "2"}])
+    assert [item["text"] for item in store.conversation("me", "b")] == ["1", "a", "2", "b"]
+    for owner, name in (("you", "b"), ("me", "x")):
+        with pytest.raises(BadRequestError) as caught:
+            store.conversation(owner, name)
+        assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
+    store.delete("me", "a")
+    with pytest.raises(BadRequestError, match="which 'b' goes back to"):
+        store.conversation("me", "b")
+
+
+def test_it_is_there_after_a_restart(tmp_path: Path) -> None:
+    for _ in range(2):
+        store = ResponseStore(tmp_path, most=5, most_bytes=1000)
+        if _ == 0:
+            store.add("me", _response("a"), [])
+        assert store.find("me", "a").response == _response("a")
+        store.close()

@@ -1,0 +1,408 @@
+"""Requests that must be refused: each with its own status and an OpenAI error object that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.vlmserve.api.fake_engine import CONTEXT, MODEL, Served, make_served, png_url
+
+SAMPLES = Path(__file__).resolve().parents[3] / "assets" / "samples"
+URL = "/v1/chat/completions"
+# The words of pydantic and of Python, which are nobody's who sends a request.
+PYTHON = re.compile(
+    r"""Input should|Value error|valid (dict|list|string|integer|number|boolean)|pydantic|NoneType|"""
+    r"""\b(None|True|False)\b|\bb(['"]).+?\3|\\x|\b(dict|str|int|float)\b|; got |<class|Traceback"""
+)
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint_folder: Path) -> Iterator[Served]:
+    """One for all of this file: a refused request leaves nothing behind."""
+    served = make_served(checkpoint_folder)
+    yield served
+    asyncio.run(served.frontend.close())
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[TestClient]:
+    with TestClient(served.app, raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(served: Served) -> Iterator[None]:
+    served.scheduler.requests.clear()
+    yield
+    served.assert_idle()
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """A good request, with fields changed; one given as ... is left out."""
+    whole = {"model": MODEL, "messages": HI, "max_tokens": 4, **fields}
+    return {key: value for key, value in whole.items() if value is not ...}
+
+
+def error_of(reply, status: int) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    assert set(reply.json()) == {"error"}
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert not PYTHON.search(error["message"]), error["message"]
+    return error
+
+
+def part(value: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [value]}]}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [*HI, fields]}
+
+
+REFUSED = [
+    ({"model": ...}, "model"),
+    ({"model": 3}, "model"),
+    ({"messages": ...}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    (message(role="robot", content="hi"), "messages[1]"),
+    (message(content="hi"), "messages[1]"),
+    (message(role="user"), "messages[1].content"),
+    (message(role="user", content=None), "messages[1].content"),
+    (message(role="user", content=42), "messages[1].content"),
+    (message(role="user", content=[]), "messages[1].content"),
+    (message(role="user", content="x", colour="red"), "messages[1].colour"),
+    (message(role="assistant"), "messages[1]"),
+    (message(role="assistant", tool_calls=[{"id": "1", "type": "function"}]), "messages[1].tool_calls[0].function"),
+    (message(role="tool", content="x"), "messages[1].tool_call_id"),
+    (part({"type": "hologram", "hologram": {"url": "x"}}), "messages[0].content[0]"),
+    (part({"text": "x"}), "messages[0].content[0]"),
+    (part("x"), "messages[0].content[0]"),
+    (part({"type": "text"}), "messages[0].content[0].text"),
+    (part({"type": "text", "text": 3}), "messages[0].content[0].text"),
+    (part({"type": "image_url"}), "messages[0].content[0].image_url"),
+    (part({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url"),
+    (part({"type": "image_url", "image_url": {"url": 5}}), "messages[0].content[0].image_url.url"),
+    (
+        part({"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}),
+        "messages[0].content[0].image_url.detail",
+    ),
+    (
+        {"messages": [{"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"temperature": -0.5}, "temperature"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 2.0}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_tokens"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
+    ({"logprobs": "yes"}, "logprobs"),
+    ({"top_logprobs": 5}, "top_logprobs"),
+    ({"logit_bias": {"abc": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"512": 5}}, "logit_bias"),
+    ({"logit_bias": {"99999999999999": 5}}, "logit_bias"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"logit_bias": {"5": "much"}}, "logit_bias.5"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [1, 2]}, "stop[0]"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop_token_ids": [512]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
+    ({"stream": "yes"}, "stream"),
+    ({"response_format": {"type": "poem"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": [1]}, "guided_choice[0]"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json"),
+    ({"json_schema": "{"}, "json_schema"),
+    ({"regex": ""}, "regex"),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json_object": True}, "guided_regex": "a"}, "guided_regex"),
+    ({"response_format": {"type": "json_object"}, "ebnf": "root ::= a"}, "ebnf"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": "all"}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"no_such_field": True}, "no_such_field"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),  # the template's own rule
+    ({"messages": [{"role": "user", "content": "What is <|image_pad|> for?"}]}, "messages[0].content"),
+    (part({"type": "text", "text": "<|video_pad|>"}), "messages[0].content[0].text"),
+    (part({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,eA=="}}), "messages[0].content[0]"),
+    (part({"type": "video", "video": ["data:image/png;base64,eA=="] * 2}), "messages[0].content[0]"),
+    (part({"type": "video", "video": []}), "messages[0].content[0]"),
+    (part({"type": "video", "video": "data:,", "fps": 0}), "messages[0].content[0]"),
+    (part({"type": "video", "video": "data:,", "fps": "2"}), "messages[0].content[0].fps"),
+    (part({"type": "video", "video": "data:,", "nframes": 2.5}), "messages[0].content[0].nframes"),
+    (part({"type": "video", "video": "data:,", "nframes": 769}), "messages[0].content[0]"),
+    (part({"type": "video", "video": "data:,", "speed": 2}), "messages[0].content[0].speed"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused_with_the_name_of_the_field(client, served, fields, param):
+    error = error_of(client.post(URL, json=body(**fields)), 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert served.scheduler.requests == []
+
+
+IN_WORDS = [
+    ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+    ({"temperature": True}, "temperature is true; it must be a number"),
+    ({"max_tokens": 2.5}, "max_tokens is 2.5; it must be a whole number"),
+    ({"max_token": 2}, "max_token is not a known field; did you mean max_tokens?"),
+    ({"xyzzy": 2}, "xyzzy is not a known field"),
+    ({"stream": "yes"}, "stream is 'yes'; it must be true or false"),
+    ({"stop": 5}, "stop is 5; it must be text or a list"),
+    ({"stop": ["a", None]}, "stop[1] is null; it must be text"),
+    ({"messages": "hello"}, "messages is 'hello'; it must be a list"),
+    ({"messages": []}, "messages is an empty list; it must be a list of 1 or more"),
+    ({"messages": {"role": "user"}}, "messages is an object; it must be a list"),
+    ({"messages": [["hello"]]}, "messages[0] is a list of 1; it must be an object"),
+    ({"messages": [{"content": "hi"}]}, "messages[0] has no role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+    (
+        {"messages": [{"role": "robot", "content": "hi"}]},
+        "messages[0].role is 'robot'; it must be one of 'system', 'developer', 'user', 'assistant', 'tool'",
+    ),
+    ({"messages": [{"role": "user", "content": 42}]}, "messages[0].content is 42; it must be text or a list of parts"),
+    (
+        {"messages": [{"role": "assistant"}]},
+        "messages[0] needs content or tool_calls, as a message of the assistant",
+    ),
+    (part({"type": "text", "text": 3}), "messages[0].content[0].text is 3; it must be text"),
+    (part({"type": "text", "text": "x" * 999}), None),
+    (part({"type": "text", "texts": "x"}), "messages[0].content[0].text is missing"),
+    (
+        part({"type": "image_url", "image_url": 5}),
+        "messages[0].content[0].image_url is 5; it must be a URL, or an object with a url",
+    ),
+    (
+        part({"type": "image_url", "image_url": {"url": "x", "details": "low"}}),
+        "messages[0].content[0].image_url.details is not a known field; did you mean detail?",
+    ),
+    (
+        part({"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}),
+        "messages[0].content[0].image_url.detail is 'huge'; it must be 'auto', 'low' or 'high'",
+    ),
+    (
+        part({"type": "video", "video": [3]}),
+        "messages[0].content[0].video[0] is 3; it must be a URL, or an object with a file_id",
+    ),
+    ({"tools": [TOOL], "tool_choice": 3}, "tool_choice is 3; it must be none, auto, required or a named function"),
+    ({"seed": 2**63}, f"seed is {2**63}; it must be below {2**63}"),
+    ({"logit_bias": [5]}, "logit_bias is a list of 1; it must be an object"),
+    ({"modalities": ["video"]}, "modalities[0] is 'video'; it must be 'text' or 'audio'"),
+    ({"metadata": {"a": 1}}, "metadata.a is 1; it must be text"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), IN_WORDS, ids=lambda value: str(value)[:60])
+def test_in_plain_words(client, fields, message):
+    error = error_of(client.post(URL, json=body(**fields)), 400)
+    assert message is None or error["message"] == message
+
+
+def test_what_comes_back_of_a_value_is_short(client):
+    error = error_of(client.post(URL, json=body(temperature="x" * 10**6)), 400)
+    assert len(error["message"]) < 200
+
+
+def test_videos_and_pictures_in_each_others_place(client):
+    clip = "data:video/mp4;base64," + base64.b64encode((SAMPLES / "rolling.mp4").read_bytes()).decode()
+    swapped = [
+        (
+            {"type": "image_url", "image_url": {"url": clip}},
+            "a video (MP4 or MOV), not a picture: send it in a part of",
+        ),
+        ({"type": "video_url", "video_url": {"url": png_url()}}, "a PNG picture, not a video: send it in a part"),
+    ]
+    for sent, told in swapped:
+        message = error_of(client.post(URL, json=body(**part(sent))), 400)["message"]
+        assert message.startswith(f"messages[0].content[0]: the data is {told}")
+        assert f"type {'video_url' if sent['type'] == 'image_url' else 'image_url'}" in message
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("POST", "/chat/completions", 404, "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/v1/chat/completions", 404, "did you mean /v1/chat/completions?"),
+        ("POST", "/v1/completion", 404, "did you mean /v1/completions?"),
+        ("GET", "/", 404, "there is nothing at / that takes GET; the API begins at /v1, and /docs shows it"),
+        ("GET", URL, 405, f"there is nothing at {URL} that takes GET; it takes POST"),
+    ],
+)
+def test_a_wrong_path(client, method, path, status, message):
+    assert error_of(client.request(method, path), status)["message"].endswith(message)
+
+
+UNSUPPORTED = [
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x", "format": "wav"}}, "modalities"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"web_search_options": {}}, "web_search_options"),
+    (part({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0].content[0]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), UNSUPPORTED, ids=lambda value: str(value)[:60])
+def test_what_is_not_supported_yet_says_so(client, fields, param):
+    error = error_of(client.post(URL, json=body(**fields)), 400)
+    assert "not supported yet" in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("fields", [{"functions": [{"name": "f"}]}, {"function_call": "auto"}])
+def test_former_names_of_tools(client, fields):
+    error = error_of(client.post(URL, json=body(**fields)), 400)
+    assert error["message"].endswith(("send tools, its later name", "send tool_choice, its later name"))
+    assert error["param"] in fields
+
+
+ACCEPTED = [
+    {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"},
+    {"prompt_cache_key": "x", "parallel_tool_calls": True, "verbosity": "low", "reasoning_effort": "low"},
+    {"response_format": {"type": "text"}, "modalities": ["text"]},
+    {"temperature": 0, "top_p": 0, "top_k": 5, "min_p": 0.1, "presence_penalty": -2, "frequency_penalty": 2},
+    {"temperature": None, "stop": None, "tools": None, "stream": None, "logit_bias": None, "max_tokens": None},
+    {"stop": [], "logit_bias": {}, "tools": [], "stop_token_ids": []},
+    {"tools": [TOOL], "tool_choice": "none"},
+    {"stream": False, "n": 1, "seed": -1, "ignore_eos": False, "skip_special_tokens": False},
+]
+
+
+@pytest.mark.parametrize("fields", ACCEPTED, ids=str)
+def test_accepted(client, fields):
+    reply = client.post(URL, json=body(**fields))
+    assert reply.status_code == 200, reply.text
+
+
+def test_a_returned_answer_may_be_sent_back(client):
+    answer = client.post(URL, json=body()).json()["choices"][0]["message"]
+    whole = {**answer, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    assert client.post(URL, json=body(messages=[*HI, whole, *HI])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"model": ', b"", b"[1, 2]", b'"x"', b"\xff\xfe", b'{"temperature": NaN}', b"[" * 9999]
+)
+def test_a_body_that_is_no_json_object_is_refused(client, raw):
+    assert error_of(client.post(URL, content=raw), 400)["code"] == "invalid_json"
+
+
+def test_half_a_surrogate_pair_is_refused(client):
+    raw = json.dumps(body(messages=[{"role": "user", "content": "\ud83d"}]))
+    assert "\\ud83d" in raw
+    error_of(client.post(URL, content=raw), 400)
+
+
+def test_a_wrong_model_is_404(client):
+    error = error_of(client.post(URL, json=body(model="no-such-model")), 404)
+    assert error["code"] == "model_not_found"
+    assert error["param"] == "model"
+
+
+def test_a_prompt_over_the_context_is_refused(client, served):
+    for words in (CONTEXT, 1000 * CONTEXT):  # refused by its ids; by its length alone
+        error = error_of(client.post(URL, json=body(messages=[{"role": "user", "content": "q " * words}])), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert str(CONTEXT) in error["message"]
+        assert "--max-model-len" in error["message"]
+    assert served.scheduler.requests == []
+
+
+def test_prompt_and_answer_together_must_fit(client, served, monkeypatch):
+    used = client.post(URL, json=body(max_tokens=1)).json()["usage"]["prompt_tokens"]
+    assert client.post(URL, json=body(max_tokens=CONTEXT - used)).status_code == 200
+    error = error_of(client.post(URL, json=body(max_tokens=CONTEXT - used + 1)), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "max_tokens"
+    assert "--max-model-len" in error["message"]
+    monkeypatch.setattr(served.scheduler, "script", lambda request, index: 65)  # never ends by itself
+    whole = client.post(URL, json=body(max_tokens=...)).json()
+    assert whole["usage"]["total_tokens"] == CONTEXT
+    assert whole["choices"][0]["finish_reason"] == "length"
+
+
+BAD_PICTURES = [
+    "data:image/png;base64,@@@",
+    "data:image/png;base64,",
+    "::::",
+    "",
+    "/etc/hostname",
+    "file:///etc/hostname",
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("url", BAD_PICTURES)
+def test_a_bad_picture_is_refused_by_its_place(client, url, stream):
+    content = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": url}}]
+    reply = client.post(URL, json=body(messages=[{"role": "user", "content": content}], stream=stream))
+    assert error_of(reply, 400)["param"] == "messages[0].content[1]"
+
+
+def test_too_many_pictures_are_refused(client):
+    content = [{"type": "image_url", "image_url": {"url": png_url()}}] * 65
+    error = error_of(client.post(URL, json=body(messages=[{"role": "user", "content": content}])), 400)
+    assert "--max-images-per-request" in error["message"]
+
+
+def test_a_bad_streaming_request_gets_a_status(client):
+    error_of(client.post(URL, json=body(stream=True, temperature=-1)), 400)

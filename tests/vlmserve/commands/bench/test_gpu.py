@@ -1,0 +1,257 @@
+"""The GPU benchmark, on a CPU: it runs, compares like with like, counts what it says, and loses nothing on the way."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from tests import hf_env  # noqa: F401
+from vlmserve import cli
+from vlmserve.commands.bench import gpu_measures
+from vlmserve.commands.bench.gpu import default_parts
+from vlmserve.commands.bench.gpu_figures import BARS, COUNTED, Bar, Figure, table, verdict
+from vlmserve.commands.bench.gpu_measures import PARTS, Bench, Budget, measured
+from vlmserve.commands.bench.gpu_shapes import SHAPES, SMALL, small, write_folder
+from vlmserve.commands.bench.interleaved import Spread
+from vlmserve.commands.bench.launches import launches
+from vlmserve.commands.bench.reference import Reference, share_weights
+from vlmserve.models.floors import decode_bytes, kv_bytes, part_hit, prefill_flops, tower_flops
+from vlmserve.models.random_weights import random_model
+from vlmserve.models.vlm import VisionLanguageModel
+
+
+@pytest.fixture(scope="module")
+def outlines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VisionLanguageModel]:
+    """Full-size, without weights."""
+    made = tmp_path_factory.mktemp("shapes")
+    return {name: random_model(write_folder(made / name, shape), "meta") for name, shape in SHAPES.items()}
+
+
+def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    words = ["--device", "cpu", "--small", "--rounds", "1", "--dtype", "float32", "--json", str(out)]
+    parts = default_parts("2b", torch.device("cpu"))
+    assert cli.main(["bench", "gpu", *words, "--parts", *parts]) == 0
+    written = json.loads(out.read_text())
+    assert {"commit", "torch", "transformers", "device", "seconds"} <= set(written["about"])
+    figures = {one["key"]: one for one in written["figures"]}
+    failed = {key: one["error"] for key, one in figures.items() if one["error"]}
+    assert failed == {"graphs": "EngineError: there are no CUDA graphs in this engine"}
+    measured_here = {"copy", "gemm", "logits", "prefill", "tower", "encode", "first-token", "overlap"}
+    measured_here |= {"resizing", "many-batched", "many-alone", *(f"decode-{batch}" for batch in SMALL.batches)}
+    assert set(figures) == measured_here | {"graphs"}
+    assert all(figures[key]["ours"] for key in measured_here)
+    # not of those that are differences of two times: here they are tiny
+    for key in ("copy", "gemm", "prefill", "tower", "encode", "first-token", "resizing", "many-batched", "many-alone"):
+        assert figures[key]["ours"]["median"] > 0
+    assert figures["logits"]["ours"]["median"] < 1e-4, "float32: both do the same work"
+    for key in ("decode-1", "prefill", "tower", "first-token", "many-batched", "many-alone"):
+        assert figures[key]["theirs"]
+    printed = capsys.readouterr().out
+    assert "torch: " in printed
+    assert "| <= 2 | not measured |" in printed, "bars are of a GPU, at full size"
+
+
+@pytest.mark.parametrize("name", ["8b", "qwen2.5-7b", "30b-a3b"])
+def test_other_families_share_their_weights_with_transformers(tmp_path, name):
+    bench = Bench(
+        folder=write_folder(tmp_path, small(SHAPES[name])),
+        work=SMALL,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        rounds=1,
+        budget=Budget(100),
+    )
+    figures = [figure for part in ("agreement", "tower") for figure in measured(part, bench)]
+    bench.close()
+    assert [figure.error for figure in figures] == [""] * 3
+    ours, theirs = bench.engine.model, bench.theirs.model
+    assert theirs.lm_head.weight.data_ptr() == ours.lm_head.weight.data_ptr()
+    attention, layer = ours.language_model.layers[1].self_attn.qkv_proj, theirs.model.language_model.layers[1]
+    assert layer.self_attn.q_proj.weight.data_ptr() == attention.weight.data_ptr()
+
+
+def test_models_with_other_parameters_are_not_compared(tmp_path):
+    untied, tied = (write_folder(tmp_path / name, small(SHAPES[name])) for name in ("8b", "2b"))
+    with pytest.raises(AssertionError, match=r"other parameters: \['lm_head.weight'\] are missing"):
+        share_weights(untied, with_a_head(random_model(tied)), device=torch.device("cpu"))
+
+
+def with_a_head(model: VisionLanguageModel) -> VisionLanguageModel:
+    """As if it were not tied, but for the weights."""
+    model.lm_head = torch.nn.Identity()
+    return model
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so(capsys):
+    assert cli.main(["bench", "gpu"]) == 1
+    assert "finds no CUDA device here; --device cpu --small tries the benchmark out" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
+    def broken(bench: Bench):
+        yield Figure(key="first", name="first", ours=Spread.of([1.0]))
+        raise RuntimeError("out of order\nmore")
+
+    monkeypatch.setattr(gpu_measures, "PARTS", {**PARTS, "decode": broken})
+    out = tmp_path / "out.json"
+    words = ["--device", "cpu", "--small", "--parts", "decode", "ceilings", "--rounds", "1", "--json", str(out)]
+    assert cli.main(["bench", "gpu", *words]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert [one["key"] for one in figures] == ["first", "decode", "copy", "gemm"]
+    assert figures[1]["error"] == "RuntimeError: out of order"
+
+
+def test_where_transformers_fails_ours_is_shown(tmp_path, monkeypatch):
+    def no_memory(self, inputs, tokens):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(Reference, "generate", no_memory)
+    bench = Bench(
+        folder=write_folder(tmp_path, small(SHAPES["2b"])),
+        work=SMALL,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        rounds=1,
+        budget=Budget(100),
+    )
+    figures = [figure for part in ("decode", "prefill", "first-token", "many") for figure in measured(part, bench)]
+    bench.close()
+    assert [figure.key for figure in figures] == ["decode-1", "decode-4", "prefill", "first-token", "many-batched"]
+    for figure in figures:
+        assert (figure.error, figure.theirs) == ("", None)
+        assert figure.ours is not None
+        assert ("transformers failed: OutOfMemoryError: CUDA out of memory." in figure.about) is (
+            figure.key != "decode-4"  # of the largest batch it is not asked
+        )
+
+
+def test_when_the_time_is_over_parts_are_left_out_and_say_so(capsys):
+    words = ["--device", "cpu", "--small", "--parts", "ceilings", "--budget-s", "0"]
+    assert cli.main(["bench", "gpu", *words]) == 0
+    assert "no time was left for it (--budget-s)" in capsys.readouterr().out
+
+
+def test_rounds_end_when_another_one_would_last_too_long():
+    now = [0.0]
+    budget = Budget(10, lambda: now[0])
+    done = []
+    for number in budget.rounds(5):
+        done.append(number)
+        now[0] += 4
+    assert done == [0, 1]
+    assert list(budget.rounds(5)) == [0, 1, 2, 3, 4]
+    now[0] = 20
+    assert list(budget.rounds(5)) == [0], "once in any case"
+
+
+def test_bytes_of_a_decode_step(outlines):
+    """Counted by hand from the published sizes."""
+    attention = 2 * 4096 * 32 * 128 + 2 * 4096 * 8 * 128 + 2 * 128
+    layer = attention + 3 * 4096 * 12288 + 2 * 4096
+    weights = 36 * layer + 4096 + 4096 * 151936
+    assert decode_bytes(outlines["8b"], 0, requests=1) == 2 * weights
+    assert kv_bytes(outlines["8b"].config, outlines["8b"]) == 2 * 36 * 8 * 128 * 2
+    assert decode_bytes(outlines["8b"], 1000, requests=1) == 2 * weights + 1000 * 147456
+    # 2B: the embedding is the head, and read once
+    layer = 2 * 2048 * 16 * 128 + 2 * 2048 * 8 * 128 + 2 * 128 + 3 * 2048 * 6144 + 2 * 2048
+    assert decode_bytes(outlines["2b"], 0, requests=1) == 2 * (28 * layer + 2048 + 2048 * 151936)
+    # Qwen2.5-VL: biases of q, k and v, no norms of heads
+    layer = 2 * 3584 * 28 * 128 + 2 * 3584 * 4 * 128 + 36 * 128 + 3 * 3584 * 18944 + 2 * 3584
+    assert decode_bytes(outlines["qwen2.5-7b"], 0, requests=1) == 2 * (28 * layer + 3584 + 3584 * 152064)
+
+
+def test_a_decode_step_reads_the_experts_that_are_hit(outlines):
+    """Counted by hand from the published sizes."""
+    moe, vocab = outlines["30b-a3b"], 2048 * 151936
+    expert = 3 * 2048 * 768
+    layer = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 2 * 128 + 128 * 2048 + 2 * 2048
+    plain = 48 * layer + 2048 + vocab
+    assert decode_bytes(moe, 0, requests=1) == pytest.approx(2 * (plain + 48 * 8 * expert), rel=1e-9)
+    assert 61e9 < decode_bytes(moe, 0, requests=10000) + 2 * vocab < 62.2e9, "all of them"
+    # two tokens share 8 * 8 / 128 of their experts, as far as chance goes
+    assert 128 * part_hit(moe.config.experts, 2) == pytest.approx(15.5)
+    assert part_hit(None, 3) == 0
+    active = 48 * (layer - 2 * 128 - 2 * 2048 + 8 * expert)
+    assert prefill_flops(moe, 1) == 2 * active + 4 * 48 * 4096 + 2 * vocab
+
+
+def test_operations_of_a_prefill(outlines):
+    weights = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    head = 2 * 4096 * 151936
+    assert prefill_flops(outlines["8b"], 1) == 2 * weights + 4 * 36 * 4096 + head
+    tokens = 8192
+    pairs = sum(range(1, tokens + 1))
+    assert prefill_flops(outlines["8b"], tokens) == 2 * weights * tokens + 4 * 36 * 4096 * pairs + head
+
+
+def test_operations_of_the_towers(outlines):
+    # 8B: 27 layers of width 1152, three DeepStack mergers beside the main one
+    layer = 2 * (4 * 1152**2 + 2 * 1152 * 4304)
+    embed, merger = 2 * 1536 * 1152, 2 * ((4 * 1152) ** 2 + 4 * 1152 * 4096)
+    patches = 4096
+    wanted = patches * (embed + 27 * layer) + patches / 4 * 4 * merger + 4 * 27 * 1152 * patches**2
+    assert tower_flops(outlines["8b"].visual, 1, patches) == wanted
+    assert tower_flops(outlines["8b"].visual, 16, patches) == 16 * wanted
+    # Qwen2.5-VL: four layers attend to all, 28 inside windows of 64 patches
+    layer = 2 * (4 * 1280**2 + 3 * 1280 * 3420)
+    embed, merger = 2 * 1176 * 1280, 2 * ((4 * 1280) ** 2 + 4 * 1280 * 3584)
+    attention = 4 * 1280 * patches * (4 * patches + 28 * 64)
+    wanted = patches * (embed + 32 * layer) + patches / 4 * merger + attention
+    assert tower_flops(outlines["qwen2.5-7b"].visual, 1, patches) == wanted
+
+
+def test_shapes_have_the_published_sizes(outlines):
+    billions = {name: sum(one.numel() for one in model.parameters()) / 1e9 for name, model in outlines.items()}
+    assert billions == pytest.approx({"2b": 2.13, "8b": 8.77, "qwen2.5-7b": 8.29, "30b-a3b": 31.07}, abs=0.005)
+    assert {model.config.head_dim for model in outlines.values()} == {128}
+
+
+def test_a_decode_step_keeps_its_budget(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert cli.main(["bench", "gpu", "--device", "cpu", "--small", "--parts", "counts", "--json", str(out)]) == 0
+    figures = {one["key"]: one for one in json.loads(out.read_text())["figures"]}
+    assert {key: figures[key]["verdict"] for key in COUNTED} == dict.fromkeys(COUNTED, "met")
+    names = figures["launches-layer"]["about"]
+    assert "4 linear" in names, "all products of a layer"
+    assert "1 position_and_store_kernel" in names
+    assert "1 embedding" in figures["launches-beside"]["about"]
+
+
+def test_an_operator_that_copies_is_a_launch_and_one_that_does_not_is_none():
+    x = torch.ones(4, 6)
+    with launches() as launched:
+        x.float().view(6, 4).t().reshape(-1)  # the last of these copies
+        x.bfloat16().contiguous()
+        x[1:].add_(1)
+        torch.empty(3)
+    counted = Counter(launched)
+    assert counted == {"reshape": 1, "to": 1, "add_": 1} or counted == {"clone": 1, "_to_copy": 1, "add_": 1}
+
+
+def test_bars():
+    most, least = Bar(limit=1.35, at_most=True), Bar(limit=0.6, at_most=False)
+    figure = Figure(key="decode-1", name="decode", value=1.3)
+    assert verdict(figure, most, counts=True) == "met"
+    assert verdict(figure, least, counts=True) == "met"
+    assert verdict(figure, Bar(limit=1.2, at_most=True), counts=True) == "not met"
+    assert verdict(figure, most, counts=False) == "not measured"
+    assert verdict(Figure(key="decode-1", name="decode", error="no room"), most, counts=True) == "not measured"
+    assert verdict(figure, None, counts=True) == ""
+    rows = table([figure], BARS["8b"], counts=True).splitlines()
+    assert rows[2] == "| decode |  |  | 1.3 | <= 1.35 | met |"
+    assert len(rows) == 2 + len(BARS["8b"]), "bars whose figures are missing are shown, too"
+    assert all("| not measured |" in row for row in rows[3:])
+
+
+def test_parts_that_are_asked_of_one_shape_are_measured_with_that():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    everywhere = [part for part in PARTS if part not in ("loading", "kernels", "counts")]
+    assert default_parts("2b", gpu) == [*everywhere, "loading"]
+    assert default_parts("8b", gpu) == [*everywhere, "kernels"]
+    assert default_parts("8b", cpu) == [*everywhere, "counts"]
+    assert default_parts("qwen2.5-7b", cpu) == everywhere

@@ -1,0 +1,186 @@
+"""`vlmserve bench peers`: servers side by side, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vlmserve.api.fake_engine import Served, make_served, real_server, write_checkpoint_folder
+from vlmserve import cli
+from vlmserve.commands.bench import peers
+from vlmserve.commands.bench.load import Round, Timing
+from vlmserve.commands.bench.peers_table import show
+from vlmserve.commands.bench.peers_workloads import WORKLOADS, Workload, make_workload
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
+
+WORK = Workload(requests=4, at_a_time=2, pictures=2, tokens_in=6, tokens_out=5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint_folder(tmp_path)
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[list[Served]]:
+    both = [make_served(folder), make_served(folder)]
+    yield both
+    for one in both:
+        asyncio.run(one.frontend.close())
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {
+        "repeat": WORK,
+        "text": Workload(requests=2, at_a_time=2, pictures=0, tokens_in=7, tokens_out=3),
+    }
+    monkeypatch.setattr(peers, "WORKLOADS", small)
+
+
+@pytest.mark.usefixtures("few")
+def test_two_servers_in_turns(
+    served: list[Served], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    with real_server(served[0].app) as one, real_server(served[1].app) as two:
+        words = ["bench", "peers", "--base-url", f"http://127.0.0.1:{one}", "--base-url", f"http://127.0.0.1:{two}/v1"]
+        words += ["--workloads", "repeat,text", "--side", "56", "--tokenizer", str(folder), "--json", str(file)]
+        assert cli.main([*words, "--label", "left", "--label", "right", "--api-key", "sesame"]) == 0
+    shown, content = capsys.readouterr().out, file.read_text()
+    assert "left beside right" in shown
+    assert "sesame" not in content
+    found = json.loads(content)
+    turns = [(run["round"], run["workload"], run["label"]) for run in found["runs"]]
+    assert turns == [(n, work, label) for n in range(2) for work in ("repeat", "text") for label in ("left", "right")]
+    assert found["pids"] == {"left": os.getpid(), "right": os.getpid()}
+    for run in found["runs"]:
+        assert (run["failed"], run["short"]) == (0, 0)
+        assert run["ttft_s"] > 0
+        assert run["others_cores"] >= 0
+        assert ("ttft_seen_s" in run) == (run["workload"] == "repeat")
+    ratio = found["summary"]["text"]["tokens_per_s"]["ratios"]["right"]
+    rates = [run["tokens_per_s"] for run in found["runs"] if run["workload"] == "text"]
+    assert sorted(ratio[key] for key in ("least", "most")) == pytest.approx(
+        sorted((rates[0] / rates[1], rates[2] / rates[3]))
+    )
+    digests = []
+    for server in served:
+        sent = server.scheduler.requests
+        assert len(sent) == 2 + 2 * (4 + 2)  # two to begin with
+        assert all(request.sampling_params.ignore_eos for request in sent)
+        assert [request.sampling_params.max_new_tokens for request in sent[-2:]] == [3, 3]
+        digests += [{item.digest for item in request.mm_inputs.items} for request in sent if request.mm_inputs]
+    # each is asked about in two questions of one round, and never again, whichever the server
+    assert len(set.union(*digests)) == 2 * (1 + 2 * 2)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_server_with_less_than_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """It refuses ignore_eos, counts no tokens, answers too short, and fails sometimes."""
+    server = Meagre()
+    with real_server(server) as port:
+        words = ["bench", "peers", "--base-url", f"http://127.0.0.1:{port}", "--side", "28", "--rounds", "1"]
+        assert cli.main([*words, "--workloads", "text"]) == 1
+    shown = capsys.readouterr().out
+    assert "meagre at http://127.0.0.1" in shown
+    assert "A: ignore_eos is not taken" in shown
+    assert "A: 1 answers ended early" in shown
+    assert 'A: 1 requests failed: "out of luck"' in shown
+    assert [sorted(body["stream_options"]) for body in server.bodies] == [["include_usage"]] * len(server.bodies)
+    assert "logprobs" not in server.bodies[0]
+
+
+class Meagre:
+    """Answers three questions with two words each, and says no to the next."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/v1/models":
+            await _reply(send, 200, json.dumps({"data": [{"id": "meagre"}]}))
+            return
+        content, more = b"", True
+        while more:
+            message = await receive()
+            content, more = content + message["body"], message.get("more_body", False)
+        body = json.loads(content)
+        if "ignore_eos" in body:
+            await _reply(send, 400, json.dumps({"error": {"message": "what is ignore_eos?"}}))
+            return
+        self.bodies.append(body)
+        if len(self.bodies) == 4:
+            await _reply(send, 500, json.dumps({"error": "out of luck"}))
+            return
+        deltas: list[Any] = [{"role": "assistant"}, {"content": "two "}, {"reasoning_content": "words"}, None]
+        lines = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
+        await _reply(send, 200, "".join([*lines, 'data: {"id": "x"}\n\n', "data: [DONE]\n\n"]))
+
+
+async def _reply(send: Any, status: int, text: str) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": text.encode()})
+
+
+def test_ratios_say_how_many_times_as_fast_the_first_is(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [
+        {"workload": "text", "label": label, "failed": 0, "ttft_s": ttft, "tokens_per_s": rate, "others_cores": 0.4}
+        for label, ttft, rate in (("a", 0.1, 30.0), ("b", 0.2, 10.0), ("a", 0.1, 30.0), ("b", 0.4, 20.0))
+    ]
+    runs.append({"workload": "text", "label": "a", "failed": 4, "failures": ["gone"]})
+    runs.append({"workload": "text", "label": "b", "failed": 0, "ttft_s": 9.0, "tokens_per_s": 1.0})
+    found = show(["a", "b"], {"text": "what"}, runs)["text"]
+    assert found["ttft_s"]["ratios"]["b"] == pytest.approx({"median": 3.0, "least": 2.0, "most": 4.0})
+    assert found["tokens_per_s"]["ratios"]["b"] == pytest.approx({"median": 2.25, "least": 1.5, "most": 3.0})
+    assert found["tokens_per_s"]["medians"]["b"]["median"] == 10.0
+    shown = capsys.readouterr().out
+    assert "a: the machine was not quiet in 2 of 3 runs" in shown
+    assert 'a: 4 requests failed: "gone"' in shown
+
+
+def test_figures_of_a_run() -> None:
+    timings = tuple(
+        Timing(ttft_s=ttft, total_s=ttft + 0.4, tokens=tokens, text="", prompt_tokens=9, number=number)
+        for number, (ttft, tokens) in enumerate([(1.0, 5), (3.0, 5), (0.1, 5), (0.3, 3)])
+    )
+    found = peers.run_figures(Round(timings=timings, failures=("no", "no"), wall_s=2.0), WORK)
+    assert (found["ttft_new_s"], found["ttft_seen_s"], found["ttft_s"]) == pytest.approx((2.0, 0.2, 0.65))
+    assert (found["tokens_per_s"], found["tpot_s"], found["prompt_tokens"]) == pytest.approx((9.0, 0.1, 9))
+    assert (found["answered"], found["failed"], found["failures"], found["short"]) == (4, 2, ["no"], 1)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_questions_have_the_tokens_they_should(name: str, folder: Path) -> None:
+    work, tokenizer = WORKLOADS[name].scaled(0.25), load_text_tokenizer(folder)
+
+    def make(salt: str) -> list[Any]:
+        return make_workload(work, side=28, salt=salt, count=lambda text: len(tokenizer.encode(text)))
+
+    questions, others = make("a"), make("b")
+    assert make("a") == questions
+    assert {len(tokenizer.encode(question.text)) for question in questions} == {work.tokens_in}
+    assert len({question.text for question in questions + others}) == 2 * work.requests
+    pictures = {picture for question in questions + others for picture in question.pictures}
+    assert len(pictures) == 2 * work.pictures
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--base-url", "x", "--label", "a", "--label", "b"], ["--base-url", "x", "--workloads", "none"]]
+)
+def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "peers", *words])
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "peers", "--base-url", "http://127.0.0.1:1"]) == 1
+    assert "no answer from http://127.0.0.1:1" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""The vision benchmark runs, compares like with like, and counts what it says it counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests import hf_env  # noqa: F401
+from vlmserve import cli
+from vlmserve.commands.bench import vision_measures, vision_subject
+from vlmserve.commands.bench.interleaved import Spread
+from vlmserve.commands.bench.measure import Measure
+from vlmserve.commands.bench.reference import check_rows
+from vlmserve.commands.bench.vision_measures import Plan
+from vlmserve.commands.bench.vision_subject import Subject, write_checkpoint
+
+PLAN = Plan(rounds=1, threads=1, max_patches=512)
+TINY_TOWER = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "num_position_embeddings": 64}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(vision_subject, "VISION_SIZES", vision_subject.VISION_SIZES | TINY_TOWER)
+    text = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96}
+    monkeypatch.setattr(vision_subject, "_TEXT_SIZES", text)
+    monkeypatch.setattr(vision_measures, "_LARGE", (256, 256))
+    monkeypatch.setattr(vision_measures, "_LOOKUPS", 50)
+
+
+@pytest.fixture
+def subject(tmp_path):
+    return Subject(write_checkpoint(tmp_path, depth=4), device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
+def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    words = ["--quick", "--rounds", "1", "--threads", "1", "--parts", "cold", "hits", "clips", "lookup"]
+    assert cli.main(["bench", "vision", *words, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["settings"]["rounds"] == 1
+    assert "4 of its 24 layers" in found["settings"]["checkpoint"]
+    measures = found["measures"]
+    assert {part: len(made) for part, made in measures.items()} == {"cold": 2, "hits": 2, "clips": 1, "lookup": 2}
+    for one in (one for made in measures.values() for one in made):
+        assert 0 < one["least"] <= one["value"] <= one["most"]
+        assert one["met"] == ((one["value"] >= one["target"]) == (one["bound"] == "at least")), one
+    assert set(measures["cold"][0]["timings"]) == {"vlmserve", "packed", "one by one"}
+    printed = capsys.readouterr().out
+    assert printed.count("target: at ") == 7
+    assert "12 of 16 temporal patches in common and found" in printed
+
+
+@pytest.mark.slow
+def test_encoder_processes_are_measured(subject):
+    measures = vision_measures.measure_workers(subject, PLAN)
+    assert set(measures[0].timings) == {"one process", "two processes", "two threads"}
+    assert all(one.spread.least > 0 and one.met is None for one in measures)
+
+
+def test_a_wrong_tower_is_not_timed(subject):
+    subject.tower.get_submodule("blocks.3.norm1").weight.neg_()
+    with pytest.raises(AssertionError, match="rows differ by"):
+        vision_measures.measure_cold(subject, PLAN)
+
+
+def test_one_row_that_is_off_is_seen():
+    rows = torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert check_rows(rows, rows.clone()) == 0
+    assert 0 < check_rows(rows * 1.01, rows) < 0.02
+    wrong = rows.clone()
+    wrong[7] = wrong[8]
+    with pytest.raises(AssertionError, match="rows differ by"):
+        check_rows(wrong, rows)
+    with pytest.raises(AssertionError, match="float32, not"):
+        check_rows(rows.float(), rows)
+    with pytest.raises(AssertionError, match=r"\[499, 64\]"):
+        check_rows(rows[1:], rows)
+
+
+def test_a_target_is_met_from_its_own_side():
+    def measure(value, bound):
+        return Measure(name="", spread=Spread.of([value]), target=2.0, bound=bound)
+
+    assert [measure(value, "at least").met for value in (1.9, 2.0, 2.1)] == [False, True, True]
+    assert [measure(value, "at most").met for value in (1.9, 2.0, 2.1)] == [True, True, False]

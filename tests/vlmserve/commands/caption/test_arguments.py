@@ -1,0 +1,113 @@
+"""The command line: what is read from it, and what is told about a wrong one."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlmserve import cli
+from vlmserve.commands.caption.arguments import DEFAULT_PROMPT, read_command
+from vlmserve.commands.caption.feed import Shard
+from vlmserve.config.checks import SettingsError
+
+
+def test_what_is_left_out(monkeypatch):
+    monkeypatch.delenv("VLMSERVE_MEDIA_PROCESSES", raising=False)
+    command = read_command(["pictures/"])
+    assert list(command.inputs) == ["pictures/"]
+    assert (command.settings.engine.model, command.prompt, command.shard) == ("", DEFAULT_PROMPT, Shard())
+    assert command.run.options == {"max_tokens": 256, "temperature": 0.0}
+    assert command.settings.engine.media_processes >= 1, "scraped files are decoded apart"
+    assert command.run.concurrency == command.settings.engine.max_running_requests
+    assert read_command(["a", "--media-processes", "0"]).settings.engine.media_processes == 0
+    monkeypatch.setenv("VLMSERVE_MEDIA_PROCESSES", "3")
+    assert read_command(["a"]).settings.engine.media_processes == 3
+
+
+def test_nothing_is_kept_where_nothing_comes_twice():
+    engine = read_command(["pictures/"]).settings.engine
+    assert (engine.disable_radix_cache, engine.processor_cache_mib) == (True, 0)
+    assert read_command(["a", "--no-disable-radix-cache"]).settings.engine.disable_radix_cache is False
+    for words in (["a.jsonl"], ["-", "--input-format", "jsonl"], ["a", "--num-captions", "2"]):
+        engine = read_command(words).settings.engine
+        assert (engine.disable_radix_cache, engine.processor_cache_mib) == (False, 128)
+    for words in (["a", "--system-prompt", "Be brief."], ["a.parquet", "--prompt-column", "q"]):
+        assert read_command(words).settings.engine.disable_radix_cache is False
+
+
+def test_a_model_may_stand_first(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    command = read_command([str(tmp_path), "pictures/", "--fps", "2", "list.txt"])
+    assert (command.settings.engine.model, list(command.inputs)) == (str(tmp_path), ["pictures/", "list.txt"])
+    assert (command.run.picture_knobs, command.run.video_knobs) == ({}, {"fps": 2.0})
+    assert read_command(["Qwen/Qwen3-VL-2B-Instruct", "pictures/"]).settings.engine.model == "Qwen/Qwen3-VL-2B-Instruct"
+    with pytest.raises(SettingsError, match="is a model: name an INPUT, too"):
+        read_command([str(tmp_path)])
+
+
+def test_servers_have_the_model(tmp_path):
+    command = read_command(["a/b", "c", "--base-url", "http://a:1", "--base-url", "http://b:1", "--model", "m"])
+    assert list(command.inputs) == ["a/b", "c"], "nothing is taken for a model"
+    assert (command.settings.engine.model, command.run.concurrency) == ("m", 32)
+
+
+def test_several_captions_are_sampled():
+    command = read_command(["a", "--num-captions", "3", "--top-p", "0.9", "--stop", "x", "--stop", "y"])
+    assert command.run.options == {"max_tokens": 256, "temperature": 0.7, "top_p": 0.9, "n": 3, "stop": ["x", "y"]}
+
+
+def test_a_prompt_from_a_file(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_text("Was ist das?\n")
+    assert read_command(["a", "--prompt-file", str(file)]).prompt == "Was ist das?"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--concurrency", "0"], "--concurrency is 0; it must be 1 or more, or left out"),
+        (["--num-captions", "2", "--temperature", "0"], "with --temperature 0 all of them would be the same"),
+        (["--shard", "4/4"], "--shard is '4/4'; it must be like 0/4, 1/4, 2/4 or 3/4"),
+        (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file: give one"),
+        (["--prompt-file", "/nowhere"], "--prompt-file /nowhere: cannot be read"),
+        (["--base-url", "host:80"], "--base-url is 'host:80'; it must be like http://host:port/v1"),
+        (["--api-key", "k"], "--api-key goes with --base-url"),
+        (["--caption-suffix", "txt"], "--caption-suffix is 'txt'; it must be a suffix such as .txt"),
+        (["--output", "out.csv"], "--output is 'out.csv'; it must end with .jsonl, .parquet or .tar"),
+        (["--prompt", "{{"], "--prompt '{{' is no Jinja2 template"),
+        (["--page-size", "0"], "--page-size is 0"),
+        (["/no/such/folder"], "INPUT '/no/such/folder': No such file or directory"),
+    ],
+)
+def test_bad_usage_says_why_and_ends_with_2(words, told, capsys, tmp_path):
+    assert cli.main(["caption", str(tmp_path), *words]) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_a_settings_file_counts(tmp_path):
+    config = tmp_path / "my.yaml"
+    config.write_text("media-processes: 0\npage-size: 32\n")
+    engine = read_command(["a", "--config", str(config)]).settings.engine
+    assert (engine.media_processes, engine.page_size) == (0, 32)
+
+
+def test_a_largest_picture_that_is_asked_for_is_not_narrowed_by_speed(monkeypatch):
+    monkeypatch.delenv("VLMSERVE_MAX_PIXELS", raising=False)
+    assert read_command(["pictures/"]).settings.engine.max_pixels == "auto"
+    assert read_command(["pictures/", "--max-pixels", "5000000"]).settings.engine.max_pixels == "checkpoint"
+    monkeypatch.setenv("VLMSERVE_MAX_PIXELS", "300000")
+    assert read_command(["pictures/", "--max-pixels", "5000000"]).settings.engine.max_pixels == 300000
+
+
+def test_captions_of_a_json_schema(tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object", "properties": {"b": {}, "a": {}}}')
+    form = read_command(["a", "--json-schema", str(file)]).run.options["response_format"]
+    assert form["type"] == "json_schema"
+    assert list(form["json_schema"]["schema"]["properties"]) == ["b", "a"]
+    file.write_text('{"properties": {"a": {"not": {}}}}')
+    with pytest.raises(SettingsError, match=r"schema\.json .*not at #/properties/a is not supported"):
+        read_command(["a", "--json-schema", str(file)])
+    file.write_text("{")
+    with pytest.raises(SettingsError, match="cannot be read: Expecting"):
+        read_command(["a", "--json-schema", str(file)])

@@ -1,0 +1,185 @@
+"""Whatever ends a run, and whenever: nothing finished is lost, nothing stands twice, only work under way is redone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import signal
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from tests.vlmserve.commands.caption import runs
+from tests.vlmserve.commands.caption.runs import (
+    FakeCaptioner,
+    caption_of,
+    captions_in,
+    content,
+    item,
+    output_settings,
+    run_once,
+)
+from vlmserve.commands.caption.item import MediumItem
+from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.run import RunSettings
+
+CONCURRENCY = 3
+OUTPUTS = ("out.jsonl", "out.parquet", "out-%05d.parquet", "out-%05d.tar", "out")
+
+
+def found() -> list[MediumItem]:
+    """Some are alike, and one cannot be read."""
+    items = [item(f"pictures/{number}", content(number % 17)) for number in range(23)]
+    items.insert(7, item("pictures/gone"))
+    return items
+
+
+class Faults:
+    """Counts what reaches for the disk, and does something at the one of a number, half of whose bytes are written."""
+
+    def __init__(self, at: int, what) -> None:
+        self.left = at
+        self._what = what
+
+    def hit(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self._what()
+
+    def install(self, patch) -> None:
+        pwrite, fsync, replace, add, set_part = (
+            os.pwrite,
+            os.fsync,
+            pathlib.Path.replace,
+            Journal.add,
+            Journal.set_part,
+        )
+
+        def torn_pwrite(fd: int, data: memoryview, offset: int) -> int:
+            if self.left == 1:
+                pwrite(fd, data[: len(data) // 2], offset)
+            self.hit()
+            return pwrite(fd, data, offset)
+
+        def counted(function):
+            def call(*args, **kwargs):
+                self.hit()
+                result = function(*args, **kwargs)
+                self.hit()
+                return result
+
+            return call
+
+        patch(os, "pwrite", torn_pwrite)
+        patch(os, "fsync", counted(fsync))
+        patch(pathlib.Path, "replace", counted(replace))
+        patch(Journal, "add", counted(add))
+        patch(Journal, "set_part", counted(set_part))
+
+
+def run_killed(folder: Path, name: str, at: int) -> bool:
+    """A run in a child that is killed at a point; whether it was, and did not end before. The child notes what it
+    asked."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            Faults(at, lambda: os.kill(os.getpid(), signal.SIGKILL)).install(setattr)
+            asked = os.open(folder / "asked", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            captioner = FakeCaptioner(lambda request: os.write(asked, runs.medium_of(request)[64:] + b"\n") and None)
+            run_once(
+                found(),
+                output_settings(folder / name),
+                captioner=captioner,
+                settings=RunSettings(concurrency=CONCURRENCY),
+                errors=folder / "errors.jsonl",
+            )
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@hypothesis_settings(max_examples=6)
+@given(kills=st.lists(st.integers(1, 60), min_size=1, max_size=4))
+def test_killed_at_any_point_a_run_goes_on(tmp_path_factory, name, kills):
+    folder = tmp_path_factory.mktemp("run")
+    killed = sum(run_killed(folder, name, at) for at in kills)
+    assert not run_killed(folder, name, 10**9)
+    there = captions_in(folder / name)
+    expected = {each.id: caption_of(content(number % 17)) for number, each in enumerate(_readable())}
+    assert Counter(there) == Counter(expected.items()), "each once, with its own caption"
+    assert [line["id"] for line in runs.lines(folder / "errors.jsonl")] == ["pictures/gone"]
+    asked = (folder / "asked").read_text().splitlines()
+    # in work when a run was killed: with its workers, and waiting to be written (as many again)
+    assert len(asked) <= 17 + killed * 3 * CONCURRENCY, "what was finished is not asked again"
+    assert not list(folder.glob("*.part"))
+
+
+def _readable() -> list[MediumItem]:
+    return [each for each in found() if each.id != "pictures/gone"]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@hypothesis_settings(max_examples=6)
+@given(at=st.integers(1, 60))
+def test_a_disk_that_fills_at_any_point_stops_the_run_and_no_more(tmp_path_factory, name, at):
+    folder = tmp_path_factory.mktemp("run")
+    output = output_settings(folder / name)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        faults = Faults(at, full)
+        faults.install(patch.setattr)
+        failed = False
+        with contextlib.suppress(OSError):
+            failed = True
+            run_once(found(), output)
+            failed = False
+    assert failed == (faults.left <= 0)
+    captioner = FakeCaptioner()
+    run_once(found(), output, captioner=captioner)
+    assert Counter(captions_in(folder / name)) == Counter(
+        {each.id: caption_of(content(number % 17)) for number, each in enumerate(_readable())}.items()
+    )
+    assert failed or not captioner.asked
+
+
+def test_a_journal_on_a_full_disk_says_so(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "j.journal")
+    journal.begin({})
+
+    class Full:
+        in_transaction = False
+
+        def __init__(self, db: sqlite3.Connection) -> None:
+            self._db = db
+
+        def __enter__(self):
+            return self._db.__enter__()
+
+        def __exit__(self, *args):
+            return self._db.__exit__(*args)
+
+        def execute(self, *args):
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+
+    db = journal._db
+    monkeypatch.setattr(journal, "_db", Full(db))
+    with pytest.raises(OSError, match="is the disk full"):
+        journal.add((), (), {})
+    db.close()

@@ -1,0 +1,276 @@
+"""Which items are asked, and how; what becomes of failures."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.processors.clips import make_clip
+from tests.vlmserve.commands.caption.runs import (
+    PNG,
+    FakeCaptioner,
+    caption_of,
+    captions_in,
+    content,
+    item,
+    lines,
+    medium_of,
+    output_settings,
+    run_once,
+)
+from vlmserve.commands.caption.captioner import CaptionStopped
+from vlmserve.commands.caption.feed import Shard
+from vlmserve.commands.caption.item import Failed, MediumItem
+from vlmserve.commands.caption.prompts import Prompts
+from vlmserve.commands.caption.run import RunSettings
+from vlmserve_common.errors import BadRequestError, EngineError
+
+
+@pytest.fixture
+def out(tmp_path):
+    return output_settings(tmp_path / "out.jsonl")
+
+
+@pytest.fixture
+def errors(tmp_path):
+    return tmp_path / "errors.jsonl"
+
+
+def test_identical_pictures_are_captioned_once(tmp_path, out):
+    captioner = FakeCaptioner()
+    found = [item(f"p/{number}", content(number % 2), place=number) for number in range(10)]
+    tally = run_once(found, out, captioner=captioner, settings=RunSettings(concurrency=4))
+    assert sorted(captioner.asked) == [content(0), content(1)]
+    assert (tally.done, tally.reused) == (2, 8)
+    there = lines(tmp_path / "out.jsonl")
+    assert {(line["id"], line["caption"]) for line in there} == {
+        (f"p/{number}", caption_of(content(number % 2))) for number in range(10)
+    }
+    assert all(line["id"] == f"p/{line['fields']['place']}" for line in there), "each with its own fields"
+    again = FakeCaptioner()
+    run_once([item("elsewhere", content(0))], out, captioner=again)
+    assert again.asked == [], "nor by a later run"
+
+
+def test_the_same_picture_with_another_prompt_is_another_question(out):
+    captioner = FakeCaptioner()
+    prompts = Prompts("Is it a {{ kind }}?")
+    found = [item("a", PNG, kind="cat"), item("b", PNG, kind="dog"), item("c", PNG, kind="cat")]
+    run_once(found, out, captioner=captioner, prompts=prompts)
+    asked = sorted(request.messages[-1]["content"][1]["text"] for request in captioner.requests)
+    assert asked == ["Is it a cat?", "Is it a dog?"]
+
+
+def test_a_finished_item_is_not_read_again_until_its_file_changes(out, tmp_path):
+    reads: list[str] = []
+
+    def file(signature: str, data: bytes) -> MediumItem:
+        def read() -> bytes:
+            reads.append(signature)
+            return data
+
+        return MediumItem(id="a", signature=signature, read=read, fields={})
+
+    captioner = FakeCaptioner()
+    run_once([file("1", content(1))], out, captioner=captioner)
+    run_once([file("1", content(1))], out, captioner=captioner)
+    assert reads == ["1"]
+    tally = run_once([file("touched", content(1))], out, captioner=captioner)
+    assert (reads, len(captioner.asked), tally.skipped) == (["1", "touched"], 1, 1)
+    run_once([file("touched", content(1))], out, captioner=captioner)
+    assert reads == ["1", "touched"], "and its new look is remembered"
+    run_once([file("changed", content(2))], out, captioner=captioner)
+    assert captions_in(tmp_path / "out.jsonl") == [("a", caption_of(content(1))), ("a", caption_of(content(2)))]
+
+
+def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
+    found = [
+        item("p/0", content(0)),
+        item("p/1"),
+        Failed(id="folder", message="cannot be read"),
+        item("p/2", b"no picture at all"),
+        item("p/3", b""),
+        item("p/4", content(4)),
+    ]
+    tally = run_once(found, out, errors=errors)
+    assert sorted(captions_in(tmp_path / "out.jsonl")) == [(f"p/{n}", caption_of(content(n))) for n in (0, 4)]
+    told = 'the file is neither a picture nor a video of a supported format; it begins with "no pictu"'
+    failures = {line["id"]: (line["code"], line["message"]) for line in lines(errors)}
+    assert failures == {
+        "p/1": ("unreadable", "cannot read 'p/1'"),
+        "folder": ("unreadable", "cannot be read"),
+        "p/2": ("unsupported_content", told),
+        "p/3": ("unsupported_content", "the file is empty"),
+    }
+    assert (tally.done, tally.failed) == (2, 4)
+
+
+def test_failures_are_tried_again_when_asked_for(out, errors):
+    broken = True
+
+    def hook(request) -> None:
+        if broken and medium_of(request) != content(0):
+            raise EngineError("the engine failed on it")
+
+    found = [item(f"p/{number}", content(number)) for number in range(3)]
+    captioner, in_turn = FakeCaptioner(hook), RunSettings(concurrency=1)
+    assert run_once(found, out, captioner=captioner, errors=errors, settings=in_turn).failed == 2
+    tally = run_once(found, out, captioner=captioner, errors=errors)
+    assert (tally.skipped, tally.failed_before, tally.failed) == (1, 2, 0)
+    assert len(captioner.asked) == 3
+    assert [line["id"] for line in lines(errors)] == ["p/1", "p/2"], "they still stand"
+    broken = False
+    tally = run_once(found, out, captioner=captioner, errors=errors, retry_failed=True)
+    assert (tally.done, tally.skipped) == (2, 1)
+    assert lines(errors) == []
+
+
+def test_an_input_that_can_be_read_again_is_no_failure_any_more(out, errors):
+    run_once([Failed(id="a.tar", message="is cut off", code="cut_off")], out, errors=errors)
+    assert [line["id"] for line in lines(errors)] == ["a.tar"]
+    run_once([item("a.tar/1", content(1))], out, errors=errors)
+    assert lines(errors) == []
+
+
+def test_shards_are_parts_of_the_whole(tmp_path):
+    found = [item(f"p/{number}", content(number)) for number in range(40)]
+    parts = []
+    for index in range(3):
+        output = output_settings(tmp_path / f"out-{index}.jsonl")
+        run_once(found, output, shard=Shard(index=index, count=3))
+        parts.append({id_ for id_, _ in captions_in(tmp_path / f"out-{index}.jsonl")})
+    assert set.union(*parts) == {each.id for each in found}
+    assert sum(map(len, parts)) == 40
+    assert all(len(part) > 5 for part in parts)
+
+
+def test_a_limit_ends_a_run_and_the_next_goes_on(tmp_path, out):
+    found = [item(f"p/{number}", content(number)) for number in range(9)]
+    assert run_once(found, out, limit=4).done == 4
+    assert run_once(found, out).done == 5
+
+
+def test_an_endless_supply_is_pulled_not_listed(out):
+    taken = 0
+
+    def endless():
+        nonlocal taken
+        while True:
+            taken += 1
+            yield item(f"p/{taken}", content(taken))
+
+    class Stops(FakeCaptioner):
+        async def ask(self, request):
+            if len(self.asked) == 20:
+                raise CaptionStopped("enough")
+            return await super().ask(request)
+
+    with pytest.raises(CaptionStopped, match="enough"):
+        run_once(endless(), out, captioner=Stops(), settings=RunSettings(concurrency=5))
+    assert taken <= 20 + 2 * 5
+
+
+def test_what_is_finished_is_written_when_a_run_stops(tmp_path, out):
+    class Stops(FakeCaptioner):
+        async def ask(self, request):
+            if len(self.asked) == 6:
+                raise CaptionStopped("no server answers")
+            return await super().ask(request)
+
+    found = [item(f"p/{number}", content(number)) for number in range(20)]
+    with pytest.raises(CaptionStopped):
+        run_once(found, out, captioner=Stops(), settings=RunSettings(concurrency=1))
+    done = captions_in(tmp_path / "out.jsonl")
+    assert len(done) == 6
+    captioner = FakeCaptioner()
+    run_once(found, out, captioner=captioner)
+    assert len(captioner.asked) == 14
+    assert len(captions_in(tmp_path / "out.jsonl")) == 20
+
+
+def test_items_named_twice_are_done_once_and_two_of_one_name_are_told(tmp_path, out, errors):
+    found = [item("a", content(1)), item("a", content(1)), item("b", content(2)), item("b", content(3))]
+    tally = run_once(found, out, errors=errors, settings=RunSettings(concurrency=1))
+    assert (tally.done, tally.repeated, tally.failed) == (2, 1, 1)
+    (line,) = lines(errors)
+    assert (line["id"], line["code"]) == ("b", "same_id")
+
+
+def test_options_knobs_and_seeds(out):
+    captioner = FakeCaptioner()
+    settings = RunSettings(
+        concurrency=1,
+        options={"max_tokens": 9, "temperature": 0.5},
+        picture_knobs={"max_pixels": 100},
+        video_knobs={"max_pixels": 100, "fps": 2.0},
+    )
+    own = MediumItem(
+        id="own",
+        signature="own",
+        read=lambda: content(1),
+        options={"max_tokens": 5, "mm_processor_kwargs": {"max_pixels": 7}},
+    )
+    found = [item("picture", PNG), item("clip", make_clip(4)), own]
+    run_once(found, out, captioner=captioner, settings=settings, prompts=Prompts("What?", system="Be brief."))
+    picture, clip, last = captioner.requests
+    assert picture.messages[0] == {"role": "system", "content": "Be brief."}
+    assert picture.messages[1]["content"][0] == {"type": "image", "image": PNG, "max_pixels": 100}
+    part = clip.messages[1]["content"][0]
+    assert (part["type"], part["fps"], part["max_pixels"]) == ("video", 2.0, 100)
+    assert "max_pixels" not in last.messages[1]["content"][0], "the item's own goes before"
+    assert (last.options["max_tokens"], last.options["mm_processor_kwargs"]) == (5, {"max_pixels": 7})
+    assert picture.options["seed"] != clip.options["seed"]
+    again = FakeCaptioner()
+    prompts = Prompts("What?", system="Be brief.")
+    run_once([item("elsewhere", PNG)], out, captioner=again, settings=settings, prompts=prompts, restart=True)
+    assert again.requests[0].options["seed"] == picture.options["seed"], "whatever is in work beside it"
+
+
+def test_prefix_and_suffix_are_around_captions(tmp_path, out):
+    prompts = Prompts("What?", prefix="a {{ style }} of ", suffix=", 4k")
+    run_once([item("a", PNG, style="photo")], out, prompts=prompts)
+    assert captions_in(tmp_path / "out.jsonl") == [("a", f"a photo of {caption_of(PNG)}, 4k")]
+
+
+def test_no_more_bytes_than_allowed_are_in_memory(out):
+    held = most = 0
+
+    def big(number: int) -> MediumItem:
+        data = content(number) + bytes(1000)
+
+        def read() -> bytes:
+            nonlocal held, most
+            held += 1
+            most = max(most, held)
+            return data
+
+        return MediumItem(id=str(number), signature=str(number), size=len(data), read=read)
+
+    class Counts(FakeCaptioner):
+        async def ask(self, request):
+            nonlocal held
+            if len(self.asked) < 3:  # so many come in, and are waited for
+                answer = super().ask(request)
+                self.asked.append(b"")
+                while len(self.asked) < 3:
+                    await asyncio.sleep(0)
+                await answer
+            held -= 1
+            return await super().ask(request)
+
+    settings = RunSettings(concurrency=8, bytes_in_memory=3300)
+    assert run_once([big(number) for number in range(30)], out, captioner=Counts(), settings=settings).done == 30
+    assert most == 3
+
+
+def test_what_the_model_refuses_is_told(out, errors):
+    def hook(request) -> None:
+        raise BadRequestError("the picture has 9 pixels, the limit is 4", code="too_many_pixels")
+
+    run_once([item("a", PNG)], out, captioner=FakeCaptioner(hook), errors=errors)
+    assert lines(errors)[0] == {
+        "id": "a",
+        "message": "the picture has 9 pixels, the limit is 4",
+        "code": "too_many_pixels",
+    }

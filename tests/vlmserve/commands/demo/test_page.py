@@ -1,0 +1,215 @@
+"""The page over HTTP, as a browser's and Gradio's own client use it, with the real server and no model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gradio_client
+import httpx2
+import pytest
+
+from tests.vlmserve.api.fake_engine import (
+    MODEL,
+    WAIT_S,
+    Served,
+    make_served,
+    real_server,
+    write_checkpoint_folder,
+)
+from vlmserve.api.listening import listen
+from vlmserve.commands.client.chat_client import ChatClient
+from vlmserve.commands.demo.chat import Chat
+from vlmserve.commands.demo.command import keep_gradio_to_itself
+from vlmserve.commands.demo.conversation import ERROR_TITLE
+from vlmserve.commands.demo.samples import FOLDER, load_samples
+
+PICTURE = FOLDER / "red-circle.png"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = make_served(write_checkpoint_folder(tmp_path_factory.mktemp("model")))
+    yield served
+    asyncio.run(served.frontend.close())
+
+
+@pytest.fixture(scope="module")
+def url(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        keep_gradio_to_itself(str(tmp_path_factory.mktemp("gradio")), patch.setenv)
+        from vlmserve.commands.demo.page import Page
+
+        with real_server(served.app) as port:
+            with closing(listen("127.0.0.1", 0)) as free:
+                page_port = free.getsockname()[1]
+            page = Page(Chat(ChatClient(f"http://127.0.0.1:{port}"), MODEL), load_samples())
+            yield page.launch("127.0.0.1", page_port, share=False, allowed_paths=[FOLDER])
+            page.close()
+    served.assert_idle()
+
+
+@pytest.fixture
+def client(url: str, tmp_path: Path) -> Iterator[gradio_client.Client]:
+    client = gradio_client.Client(url, download_files=False, verbose=False, analytics_enabled=False)
+    yield client
+    client.close()
+
+
+@pytest.fixture(autouse=True)
+def _as_before(served: Served) -> None:
+    served.scheduler.pause_after = None
+    served.scheduler.say("red")
+
+
+def message(text: str, *files: Path) -> dict[str, Any]:
+    return {"text": text, "files": [gradio_client.handle_file(str(file)) for file in files]}
+
+
+def said(history: list[dict[str, Any]]) -> str:
+    return history[-1]["content"][0]["text"]
+
+
+def call(url: str, name: str, body: dict[str, Any]) -> str:
+    """The events of one call, as text, without a client that uploads anything."""
+    with httpx2.Client(base_url=url, timeout=WAIT_S) as http:
+        event = http.post(f"/gradio_api/call/{name}", json=body)
+        return http.get(f"/gradio_api/call/{name}/{event.json()['event_id']}").text
+
+
+def test_a_conversation_with_a_picture(client: gradio_client.Client, served: Served) -> None:
+    before = len(served.scheduler.requests)
+    _, history, image, rows, saw = client.predict(message("What is it?", PICTURE), [], "40", api_name="/ask")
+    assert said(history) == "red"
+    assert "of pictures, " in saw
+    assert not image["visible"]
+    assert not rows["visible"]
+    _, history, *_ = client.predict(message("And now?"), history, "40", api_name="/ask")
+    assert [entry["role"] for entry in history] == ["user", "assistant"] * 2
+    one, two = served.scheduler.requests[before:]
+    assert len(one.mm_inputs.items) == len(two.mm_inputs.items) == 1
+    assert two.sampling_params.max_new_tokens == 40
+
+
+def test_settings_reach_the_server(client: gradio_client.Client, served: Served) -> None:
+    settings = {"max_tokens": "7", "temperature": "0.5", "top_p": "0.25", "seed": "3", "max_pixels": "3136"}
+    client.predict(message("?", PICTURE), [], api_name="/ask", **settings)
+    request = served.scheduler.requests[-1]
+    params = request.sampling_params
+    assert (params.max_new_tokens, params.temperature, params.top_p, params.seed) == (7, 0.5, 0.25, 3)
+    height, width = request.mm_inputs.items[0].grid_thw[1:]
+    assert height * width * 14 * 14 <= 3136
+
+
+@pytest.mark.parametrize("mark", ['"bbox_2d": [0, 0, 500, 500]', '"point_2d": [500, 500]'])
+def test_boxes_and_points_are_drawn(client: gradio_client.Client, served: Served, mark: str) -> None:
+    served.scheduler.say(f'[{{{mark}, "label": "it"}}]')
+    _, _, image, rows, _ = client.predict(message("Where?", PICTURE), [], "60", api_name="/ask")
+    assert image["visible"]
+    assert rows["value"]["data"][0][:2] == [1, "it"]
+    assert httpx2.get(image["value"]["url"]).content.startswith(b"\x89PNG")
+
+
+def test_an_error_stands_in_the_chat(client: gradio_client.Client) -> None:
+    _, history, *_, saw = client.predict(message("?"), [], temperature="-1", api_name="/ask")
+    assert "temperature is -1" in said(history)
+    assert history[-1]["metadata"]["title"] == ERROR_TITLE
+    assert saw == ""
+
+
+def test_stop_cancels_on_the_server(client: gradio_client.Client, served: Served) -> None:
+    served.scheduler.pause_after = 2
+    requests, aborts = len(served.scheduler.requests), len(served.scheduler.aborts)
+    job = client.submit(message("?", PICTURE), [], 40, api_name="/ask")
+    served.scheduler.wait_until(lambda: len(served.scheduler.requests) > requests)
+    job.cancel()
+    served.scheduler.wait_until(lambda: len(served.scheduler.aborts) > aborts)
+    served.assert_idle()
+
+
+_SETTINGS = [None, None, None, None, "auto", None, None, None]
+
+
+def test_what_a_caller_sends_is_asked(url: str, served: Served) -> None:
+    """So that what is refused below is refused for its files."""
+    before = len(served.scheduler.requests)
+    earlier = [
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]},
+    ]
+    events = call(url, "ask", {"data": [{"text": "What is it?", "files": []}, earlier, *_SETTINGS]})
+    assert "event: error" not in events
+    assert len(served.scheduler.requests) == before + 1
+
+
+@pytest.mark.parametrize("place", ["message", "history", "component"])
+def test_files_of_this_machine_are_not_to_be_had(url: str, served: Served, tmp_path: Path, place: str) -> None:
+    """A caller may name what was uploaded, and nothing else."""
+    before = len(served.scheduler.requests)
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(PICTURE.read_bytes())
+    file = {"path": str(secret), "meta": {"_type": "gradio.FileData"}}
+    asked = {"text": "What is it?", "files": [file] if place == "message" else []}
+    component = {"component": "image", "value": {"path": str(secret)}, "constructor_args": {}, "props": {}}
+    contents = {
+        "message": [],
+        "history": [{"type": "file", "file": file}],
+        "component": [{"type": "component", **component}],
+    }
+    earlier = [
+        {"role": "user", "content": contents[place]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A secret."}]},
+    ]
+    events = call(url, "ask", {"data": [asked, earlier if contents[place] else [], *_SETTINGS]})
+    assert "event: error" in events
+    assert len(served.scheduler.requests) == before
+
+
+def test_the_page_fetches_nothing_from_elsewhere(url: str) -> None:
+    page = httpx2.get(url).text
+    fetched = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?://[^"]*)"', page)
+    assert fetched == []
+    assert "http" not in "".join(httpx2.get(url + "config").json()["stylesheets"])
+    styles = httpx2.get(url + "theme.css").text
+    assert "font" in styles
+    assert not re.search(r"""(url\(|@import)\s*["']?\s*http""", styles)
+
+
+def test_all_samples_are_offered(url: str) -> None:
+    config = httpx2.get(url + "config").json()
+    [gallery] = [part["props"]["value"] for part in config["components"] if part["props"].get("elem_id") == "samples"]
+    samples = load_samples()
+    assert re.findall(r'data-sample="(\d+)" title="([^"]*)"', gallery) == [
+        (str(number), sample.text) for number, sample in enumerate(samples)
+    ]
+    clips = [any(file.suffix == ".mp4" for file in sample.media) for sample in samples]
+    assert ["clip</span>" in button for button in gallery.split("<button")[1:]] == clips
+    assert not config["analytics_enabled"]
+
+
+def test_a_sample_that_is_clicked_is_asked(url: str, served: Served) -> None:
+    config = httpx2.get(url + "config").json()
+    [gallery] = [part["id"] for part in config["components"] if part["props"].get("elem_id") == "samples"]
+    [number] = [d["id"] for d in config["dependencies"] if [gallery, "click"] in d["targets"] and d["inputs"]]
+    [album] = [place for place, sample in enumerate(load_samples()) if len(sample.media) == 2]
+    before = len(served.scheduler.requests)
+    body = {
+        "data": [None] * 8,
+        "event_data": {"index": album},
+        "fn_index": number,
+        "session_hash": "one",
+        "trigger_id": None,
+    }
+    with httpx2.Client(base_url=url, timeout=WAIT_S) as http:
+        http.post("/gradio_api/queue/join", json=body).raise_for_status()
+        with http.stream("GET", "/gradio_api/queue/data?session_hash=one") as events:
+            for line in events.iter_lines():
+                if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
+                    break
+    [request] = served.scheduler.requests[before:]
+    assert len(request.mm_inputs.items) == 2

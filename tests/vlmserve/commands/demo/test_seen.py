@@ -1,0 +1,111 @@
+"""What the model saw, from the server's report and the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.commands.client.answer import Stats
+from vlmserve.commands.demo.panels import gallery, saw
+from vlmserve.commands.demo.samples import FOLDER, load_samples, make_thumbnails
+from vlmserve.commands.demo.seen import see
+
+STATS = Stats(
+    ttft_s=0.5, total_s=2.5, prompt_tokens=90, cached_tokens=45, completion_tokens=5, media_tokens={"image": 40}
+)
+
+
+def report(size: tuple[int, int], grid: tuple[int, int, int], tokens: int, **video: Any) -> dict[str, Any]:
+    return {
+        "kind": "video" if video else "image",
+        "source_size": {"width": 320, "height": 200},
+        "final_size": {"width": size[0], "height": size[1]},
+        "grid_thw": list(grid),
+        "tokens": tokens,
+        "video": video or None,
+    }
+
+
+def clip_report(frames: int) -> dict[str, Any]:
+    times = [k / 8 for k in range(frames)]
+    video = {"frame_indices": list(range(frames)), "timestamps": times, "source_frames": 32, "source_duration_s": 4.0}
+    return report((192, 160), (frames // 2, 10, 12), frames // 2 * 30, **video)
+
+
+def brightest(image: Image.Image) -> float:
+    """The middle of what is red, from left (0) to right (1)."""
+    red = [x for x in range(image.width) if image.getpixel((x, image.height // 2))[1] < 100]
+    return sum(red) / len(red) / image.width
+
+
+def test_the_reports_of_the_real_model_are_shown() -> None:
+    files = [FOLDER / "shapes.png", FOLDER / "rolling.mp4"]
+    parts = [{"type": "image", "image": files[0]}, {"type": "video", "video": files[1].read_bytes()}]
+    with LLM(dtype="float32", num_threads=1) as llm:
+        content = [*parts, {"type": "text", "text": "?"}]
+        answer = llm.chat([{"role": "user", "content": content}], SamplingOverrides(max_new_tokens=1))
+    picture, clip = see(answer.mm_report["media"], files)
+    [[frame]] = picture.steps
+    width, height = picture.patches
+    assert frame.image.size == (16 * width, 16 * height)
+    assert picture.patches_of_a_token == clip.patches_of_a_token == 2
+    assert len(clip.steps) == answer.mm_report["media"][1]["grid_thw"][0]
+    frames = [frame for step in clip.steps for frame in step]
+    assert [frame.seconds for frame in frames] == list(answer.mm_report["media"][1]["video"]["timestamps"])
+    places = [brightest(frame.image) for frame in frames]
+    assert places == sorted(places)
+    assert places[0] < 0.3
+    assert places[-1] > 0.7
+
+
+def test_of_a_long_clip_some_frames_are_shown() -> None:
+    [clip] = see([clip_report(32)], [FOLDER / "rolling.mp4"])
+    assert len(clip.steps) == 8
+    times = [[frame.seconds for frame in step] for step in clip.steps]
+    assert (times[0], times[-1]) == ([0.0, 0.125], [3.75, 3.875])
+    assert "32 of 32 frames (16 shown)" in saw([clip], 1, STATS, [])
+
+
+def test_of_many_media_the_last_are_shown() -> None:
+    shapes = report((256, 160), (1, 10, 16), 40)
+    media = see([shapes] * 9, [FOLDER / "shapes.png"] * 9)
+    assert [medium.number for medium in media] == [4, 5, 6, 7, 8, 9]
+    assert "and 3 earlier" in saw(media, 9, STATS, [])
+
+
+def test_a_large_picture_is_shown_smaller() -> None:
+    [medium] = see([report((4096, 2048), (1, 128, 256), 8192)], [FOLDER / "wide.jpg"])
+    assert medium.steps[0][0].image.size == (1024, 512)
+
+
+def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes((FOLDER / "rolling.mp4").read_bytes()[:2000])
+    media = see([clip_report(8), clip_report(8)], [broken, tmp_path / "<gone>"])
+    assert all(medium.problem for medium in media)
+    panel = saw(media, 2, STATS, [])
+    assert panel.count("cannot be shown here: ") == 2
+    assert "&lt;gone&gt;" in panel
+
+
+def test_the_panel_draws_the_grid_and_counts() -> None:
+    media = see([report((256, 160), (1, 10, 16), 40)], [FOLDER / "shapes.png"])
+    panel = saw(media, 1, STATS, ["a <note>"])
+    assert 'viewBox="0 0 16 10"' in panel
+    strong = panel.split('class="saw-tokens" d="')[1].split('"')[0]
+    assert strong.count("V10") == 7  # between 8 tokens
+    assert strong.count("H16") == 4
+    for text in ("320×200 resized to 256×160", "<b>40 tokens</b> of 2×2", "40 of pictures, 50 of text", "50% of the"):
+        assert text in panel
+    assert "2 a second" in panel
+    assert "a &lt;note&gt;" in panel
+
+
+def test_clips_are_marked_in_the_gallery() -> None:
+    thumbnails = make_thumbnails(load_samples())
+    assert sum(thumbnail.is_clip for thumbnail in thumbnails) == 2
+    assert all(max(image.size) <= 160 for thumbnail in thumbnails for image in thumbnail.images)
+    assert gallery(thumbnails).count("▶ clip") == 2

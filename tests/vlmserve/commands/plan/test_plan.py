@@ -1,0 +1,242 @@
+"""What a model takes on GPUs, and the least that its steps take there, beside sums by hand and the engine's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_checkpoints import make_checkpoint
+from vlmserve import cli
+from vlmserve.commands.bench.gpu_shapes import SHAPES, Shape, write_folder
+from vlmserve.commands.plan.layout import Layout, lay_out
+from vlmserve.memory.sizing import weight_bytes
+from vlmserve.models.registry import outline_model
+from vlmserve_common.compute.shard import Shard
+from vlmserve_common.errors import EngineError
+
+_30B = SHAPES["30b-a3b"]
+_235B = Shape(
+    what="Qwen3-VL-235B-A22B",
+    family="qwen3_vl_moe",
+    tied=False,
+    text=dict(_30B.text)
+    | {
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 64,
+        "moe_intermediate_size": 1536,
+    },
+    vision=dict(_30B.vision) | {"out_hidden_size": 4096},
+)
+_GIB = 2**30
+# Of the 235B, by hand: numbers of all layers but for experts, of all experts, and of the embedding, which the head has,
+# too. Norms and the router are whole on each rank.
+_WIDTH, _EXPERT, _VOCAB = 4096, 3 * 4096 * 1536, 151936 * 4096
+_NORMS = 94 * (2 * _WIDTH + 2 * 128 + 128 * _WIDTH)
+_TOWER = 0.576e9
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("configs")
+    shapes = {"235b": _235B, "30b": _30B, "2b": SHAPES["2b"], "8b": SHAPES["8b"]}
+    return {name: write_folder(made / name, shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def plan(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """The command's JSON."""
+
+    def run(model: str, words: str) -> dict[str, Any]:
+        assert cli.main(["plan", str(folders[model]), "--json", *words.split()]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_the_235b_on_eight_gpus(plan):
+    found = plan("235b", "--tp 8 --ep 8 --gpu h200")
+    [stage] = found["stages"]
+    # eight query heads and one key and value head on each GPU
+    attention = 94 * _WIDTH * 128 * (8 + 2 + 8)
+    assert stage["layers_without_experts"] == pytest.approx(2 * (attention + _NORMS), rel=0.01)
+    assert stage["experts"] == 2 * 94 * 16 * _EXPERT
+    assert stage["embedding"] == stage["head"] == 2 * _VOCAB // 8
+    assert stage["tower"] == pytest.approx(2 * _TOWER, rel=0.01)
+    weights = 2 * (attention + _NORMS + 94 * 16 * _EXPERT + 2 * _VOCAB / 8 + _TOWER)
+    assert stage["weights"] == pytest.approx(weights, rel=0.01)
+    assert stage["kv_bytes_per_token"] == 94 * 2 * 128 * 2
+    left = 140.4 * _GIB * 0.8 - _GIB - stage["weights"]
+    assert stage["kv_cache"] == pytest.approx(left, rel=1e-3)
+    assert found["kv_tokens"] == int(stage["kv_cache"] / (94 * 2 * 128 * 2)) // 16 * 16
+    assert found["model"]["parameters"] == pytest.approx(235.67e9, rel=1e-4)
+    assert found["model"]["active_parameters"] == pytest.approx(21.57e9, rel=1e-3)
+    assert "4 KV heads on 8 ranks: each is held 2 times" in found["notes"]
+
+
+def test_the_least_that_a_decode_step_takes(plan):
+    """By hand: a request hits 8 of 128 experts, 64 requests 126; each reads its own keys and values."""
+    found = plan("235b", "--tp 8 --ep 8 --gpu h200 --context 1000 --batch 1 64 --link-gbs 0")
+    dense, experts, head = 2 * (94 * _WIDTH * 128 * 18 + _NORMS), 2 * 94 * 16 * _EXPERT, 2 * _VOCAB / 8
+    kv = 94 * 2 * 128 * 2 * 1000
+    for batch, hit in ((1, 8), (64, 125.94)):
+        read = dense + experts * hit / 128 + head + batch * kv
+        floor = found["decode"][str(batch)]
+        assert floor["bytes_read"] == pytest.approx(read, rel=1e-3)
+        assert floor["seconds"] == pytest.approx(read / 4.8e12, rel=1e-3)
+        assert floor["tokens_per_second"] == pytest.approx(batch / floor["seconds"])
+
+
+def test_exchanges_are_those_of_the_textbook(plan):
+    """Two sums a layer and one of embeddings, of which a ring moves 7/8 twice; and seven eighths of the logits."""
+    alone = plan("235b", "--tp 8 --batch 64 --link-gbs 0")["decode"]["64"]
+    beside = plan("235b", "--tp 8 --batch 64 --link-gbs 100")["decode"]["64"]
+    moved = 189 * 2 * 7 / 8 * 64 * 4096 * 2 + 7 / 8 * 64 * 151936 * 4
+    assert alone["exchange_seconds"] == 0
+    assert beside["exchange_seconds"] == pytest.approx(moved / 100e9)
+    assert beside["seconds"] == pytest.approx(alone["seconds"] + moved / 100e9)
+
+
+def test_a_prompt_is_bound_by_operations(plan):
+    found = plan("8b", "--prompt 8192 --gpu h100")["prefill"]
+    weights = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    flops = 2 * 8192 * weights + 4 * 36 * 4096 * 8192 * 8193 / 2 + 2 * 151936 * 4096
+    assert found["seconds"] == pytest.approx(flops / 989e12, rel=1e-6)
+
+
+def test_stages_have_all_layers_between_them(plan):
+    one, two = plan("235b", "--tp 8"), plan("235b", "--tp 4 --pp 2")
+    first, second = two["stages"]
+    assert (first["layers"], second["layers"]) == ([0, 47], [48, 93])  # and the head
+    assert first["experts"] + second["experts"] == 2 * one["stages"][0]["experts"]
+    assert (first["head"], second["embedding"], second["tower"]) == (0, 0, 0)
+    assert first["embedding"] == second["head"] == 2 * _VOCAB // 4
+
+
+def test_groups_with_attention_of_their_own_share_experts(plan):
+    found = plan("235b", "--tp 8 --ep 8 --dp 8 --enable-dp-attention --context 1024 --batch 64 --link-gbs 0")
+    [stage] = found["stages"]
+    assert found["layout"]["gpus"] == 8
+    assert stage["experts"] == 2 * 94 * 16 * _EXPERT
+    assert stage["embedding"] == 2 * _VOCAB // 8, "all ranks have a part of it"
+    assert stage["kv_bytes_per_token"] == 94 * 2 * 4 * 128 * 2
+    # each reads the contexts of its eight requests, and the experts that all 64 hit
+    read = stage["layers_without_experts"] + stage["experts"] * 125.94 / 128 + stage["embedding"]
+    read += 8 * 1024 * stage["kv_bytes_per_token"]
+    assert found["decode"]["64"]["bytes_read"] == pytest.approx(read, rel=1e-3)
+
+
+def test_replicas_are_counted(plan):
+    one, four = plan("8b", "--batch 8"), plan("8b", "--batch 8 --dp 4")
+    assert four["layout"]["gpus"] == 4
+    assert four["kv_tokens"] == one["kv_tokens"]
+    assert four["decode"]["8"]["tokens_per_second"] == pytest.approx(4 * one["decode"]["8"]["tokens_per_second"])
+
+
+def test_8_bit_checkpoints_take_half(tmp_path, folders, capsys):
+    config = json.loads((folders["235b"] / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file = tmp_path / "of-the-hub.json"
+    file.write_text(json.dumps(config))
+    assert cli.main(["plan", str(file), "--tp", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    [stage] = found["stages"]
+    scales = 1 + 4 / 128**2
+    assert stage["experts"] == pytest.approx(94 * 16 * _EXPERT * scales, rel=1e-6)
+    assert stage["head"] == 2 * _VOCAB // 8, "as it was"
+    [note] = [note for note in found["notes"] if "share a scale" in note]
+    assert note.startswith("192 of an expert's 1536 inner elements")
+    assert cli.main(["plan", str(file), "--tp", "8", "--ep", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "share a scale" not in printed
+    assert "| decode step of 8 " in printed
+
+
+def test_a_tied_head_is_held_once_and_read(plan):
+    [stage] = plan("2b", "")["stages"]
+    assert stage["head"] == 0
+    found = plan("2b", "--batch 1 --context 1")["decode"]["1"]["bytes_read"]
+    kv = stage["kv_bytes_per_token"]
+    assert found == stage["layers_without_experts"] + stage["embedding"] + kv
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_are_those_that_the_engine_loads(tmp_path, family, tp):
+    folder = make_checkpoint(family, tmp_path)
+    [stage] = lay_out(folder, Layout(tp=tp), dtype=None, kv_cache_dtype="auto").stages
+    model = outline_model(folder, shard=Shard(0, tp))
+    head = 0 if model.lm_head is None else weight_bytes(model.lm_head)
+    assert stage.weights == weight_bytes(model)
+    assert stage.head == head
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "complaint"),
+    [
+        ("235b", "--tp 2", "All weights take about 440.1 GiB: 4 such GPUs at the least"),
+        ("235b", "--tp 4 --context 262144", "no request of 262144 tokens (--context) fits"),
+        ("8b", "--context 300000", "--context is 300000, and requests have 262144 tokens at the most"),
+        ("8b", "--context 5000 --max-model-len 4096", "requests have 4096 tokens at the most"),
+        ("8b", "--tp 3", "--tp-size is 3: num_attention_heads is 32, which it does not divide"),
+        ("8b", "--tp 2 --ep 2", "--ep is 2, and qwen3_vl has no experts"),
+        ("235b", "--tp 8 --ep 3", "--ep is 3, which does not divide --tp, which is 8"),
+        ("30b", "--tp 512", "cut each expert into 512, which does not divide its moe_intermediate_size, 768"),
+        ("30b", "--tp 256 --ep 256", "--ep is 256, which does not divide the 128 experts"),
+        ("8b", "--pp 37", "--pp is 37, and there are 36 layers"),
+        ("8b", "--tp 4 --dp 3 --enable-dp-attention", "divides the 4 ranks of --tp: --dp is 3"),
+        ("235b", "--tp 4 --pp 2 --dp 2 --enable-dp-attention", "--pp is 2: with --enable-dp-attention it must be 1"),
+        ("8b", "--gpu-memory-gib 16", "the model does not fit: a GPU has 16 GiB: weights take 16.33 GiB"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_numbers(folders, capsys, model, words, complaint):
+    assert cli.main(["plan", str(folders[model]), *words.split()]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert len(error.splitlines()) == 1
+
+
+def test_settings_are_the_engine_s(plan, folders, capsys):
+    full, small = plan("30b", "--gpu h200"), plan("30b", "--kv-cache-dtype fp8_e4m3 --mem-fraction-static 0.9")
+    assert small["stages"][0]["kv_bytes_per_token"] * 2 == full["stages"][0]["kv_bytes_per_token"]
+    assert small["kv_tokens"] > 2 * full["kv_tokens"]
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(folders["8b"]), "--tp", "0"])
+    assert "0 is below 1" in capsys.readouterr().err
+    for flag in ("--gpu-memory-gib", "--bandwidth-gbs", "--tflops"):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", str(folders["8b"]), flag, "0"])
+        assert "0 is not above 0" in capsys.readouterr().err
+    with pytest.raises(EngineError, match="no experts"):
+        lay_out(folders["8b"], Layout(tp=2, ep=2), dtype=None, kv_cache_dtype="auto")
+
+
+@pytest.mark.parametrize(
+    ("words", "captured"),
+    [
+        ("--tp 2", True),
+        ("--tp 2 --ep 2", True),
+        ("--pp 2", False),
+        ("--tp 16 --ep 16", False),
+        ("--tp 2 --dp 2 --enable-dp-attention", True),
+        ("--tp 2 --dp 2 --ep 2 --enable-dp-attention", False),
+        ("--tp 2 --disable-cuda-graph", False),
+    ],
+)
+def test_memory_for_captured_steps(plan, words: str, captured: bool):
+    """Of what weights and computing leave a tenth, at the most, where the engine captures them."""
+    stage = plan("30b", f"{words} --gpu h100")["stages"][0]
+    assert (stage["graphs"] > 0) == captured
+
+
+def test_the_documented_table_is_what_the_command_prints(folders, capsys):
+    words = "--tp 8 --ep 8 --gpu h200 --context 4096"
+    page = (Path(__file__).parents[4] / "docs" / "parallel.md").read_text()
+    assert f"config.json {words}\n" in page
+    assert cli.main(["plan", str(folders["235b"] / "config.json"), *words.split()]) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in page

@@ -1,0 +1,333 @@
+"""`vlmserve warmup` without a server: what is on disk afterwards, and engines that start warm with it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processors.web import serve
+from tests.tiny_checkpoints import make_checkpoint
+from tests.vlmserve.commands.warmup.media import (
+    data_url,
+    entries,
+    fill,
+    fill_badly,
+    lines,
+    png,
+    root_logger_kept,
+    warmup,
+)
+from vision.cache.store import EmbeddingStore
+from vision.workers import process_backend
+from vision.workers.settings import WorkerSettings
+from vlmserve import LLM, SamplingOverrides, cli
+from vlmserve_common.errors import EngineError
+
+SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3_vl", tmp_path_factory.mktemp("model"))
+
+
+def ask(model: Path, cache: Path | None, parts: list[dict], **options):
+    """The answers to one question about each part, and how much was encoded."""
+    with LLM(
+        str(model), num_threads=1, max_total_tokens=4096, embedding_cache_dir=None if cache is None else str(cache)
+    ) as llm:
+        text = {"type": "text", "text": "What is this?"}
+        chats = [[{"role": "user", "content": [part, text]}] for part in parts]
+        answers = [answer.token_ids for answer in llm.chat_batch(chats, SAMPLING, **options)]
+        return answers, llm.stats().encoder.encoded
+
+
+def test_a_folder_is_encoded_once_and_engines_start_warm(model, tmp_path, capsys):
+    media, cache, failed = fill_badly(tmp_path / "media"), tmp_path / "cache", tmp_path / "failed.jsonl"
+    words = [model, media, "--embedding-cache-dir", cache, "--errors", failed]
+    first = warmup(capsys, *words, status=1)
+    assert (first["total"], first["done"], first["failed"], first["ignored"], first["found"]) == (4, 3, 1, 1, 0)
+    assert first["encoded"] == len(entries(cache)) > 4, "two pictures and a clip"
+    (error,) = lines(failed)
+    assert error["source"] == str(media / "broken.png")
+    assert (error["param"], error["code"]) == (None, "invalid_image")
+    assert entries(cache, ".pin") == set()
+
+    again = warmup(capsys, *words, status=1)
+    assert (again["encoded"], again["found"], again["done"]) == (0, first["encoded"], 3)
+
+    parts = [
+        {"type": "image", "image": media / "a.png"},
+        {"type": "image", "image": media / "below" / "b"},
+        {"type": "video", "video": media / "clip.mp4"},
+    ]
+    cold, _ = ask(model, None, parts)
+    warm, encoded = ask(model, cache, parts)
+    assert encoded == 0
+    assert warm == cold
+
+
+def test_pinned_entries(model, tmp_path, capsys):
+    media, cache = fill(tmp_path / "media"), tmp_path / "cache"
+    warmup(capsys, model, media / "a.png", "--embedding-cache-dir", cache)
+    summary = warmup(capsys, model, media, "--embedding-cache-dir", cache, "--pin")
+    assert summary["found"] == 1
+    assert entries(cache, ".pin") == entries(cache)
+
+
+def test_requests_with_knobs_in_a_jsonl_file(model, tmp_path, capsys):
+    media, cache, failed = fill(tmp_path / "media"), tmp_path / "cache", tmp_path / "failed.jsonl"
+    small = {"type": "image_url", "image_url": {"url": "media/a.png", "detail": "low"}, "max_pixels": 3136}
+    clip = {"type": "video", "video": (media / "clip.mp4").as_uri(), "nframes": 4}
+    frames = {"type": "video", "video": ["media/a.png", data_url(png(9))], "sample_fps": 1}
+    kwargs = {"min_pixels": 20000}
+
+    def line(*parts: dict, **more: object) -> str:
+        return json.dumps({"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}], **more})
+
+    manifest = tmp_path / "requests.jsonl"
+    manifest.write_text(
+        "\n".join(
+            [
+                line(small, clip, model="any", max_tokens="a few"),
+                "",
+                line(frames),
+                line({"type": "image", "image": "media/a.png"}, mm_processor_kwargs=kwargs),
+                json.dumps({"messages": [{"role": "user", "content": "no picture"}]}),
+                "{no JSON",
+                line({"type": "image_url", "image_url": {"url": "media/gone.png"}}),
+                line({"type": "image", "image": "media/a.png", "min_pixel": 3}),
+                line({"type": "image_embeds", "image_embeds": "AAAA"}),
+                line({"type": "image", "image": "media/a.png"}, mm_processor_kwargs={"wrong": 1}),
+                line({"type": "file", "file": {"file_id": "file-1"}}),
+            ]
+        )
+    )
+    summary = warmup(capsys, model, manifest, "--embedding-cache-dir", cache, "--errors", failed, status=1)
+    assert (summary["done"], summary["failed"], summary["encoded"]) == (4, 6, len(entries(cache)))
+    errors = {error["source"].removeprefix(f"{tmp_path}/"): error for error in lines(failed)}
+    assert [(place, errors[place]["param"], errors[place]["code"]) for place in sorted(errors)] == [
+        ("requests.jsonl:10", "mm_processor_kwargs.wrong", "invalid_value"),
+        ("requests.jsonl:11", "messages[0].content[0].file.file_id", None),
+        ("requests.jsonl:6", None, "invalid_line"),
+        ("requests.jsonl:7", "messages[0].content[0]", "invalid_media_url"),
+        ("requests.jsonl:8", "messages[0].content[0].min_pixel", "invalid_value"),
+        ("requests.jsonl:9", "messages[0].content[0]", "unsupported_content"),
+    ]
+    picture = {"type": "image", "image": media / "a.png"}
+    small = {**picture, "detail": "low", "max_pixels": 3136}
+    clip["video"] = media / "clip.mp4"
+    frames["video"] = [(media / "a.png").read_bytes(), png(9)]
+    assert ask(model, cache, [small, clip, frames])[1] == 0
+    assert ask(model, cache, [picture], mm_processor_kwargs=kwargs)[1] == 0
+    assert ask(model, cache, [picture])[1] == 1, "without the knobs it is another one"
+
+
+def test_lists_standard_input_patterns_and_urls(model, tmp_path, capsys, monkeypatch):
+    media, cache = fill(tmp_path / "media"), tmp_path / "cache"
+    (media / "list.txt").write_text("# pictures\na.png\n\n  below/b  \nfile://nowhere\n")
+    stdin = io.BytesIO(f"{media / 'a.png'}\n".encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(stdin))
+    failed = tmp_path / "failed.jsonl"
+    with serve() as web:
+        web.RequestHandlerClass.get_picture = lambda handler, _: handler.answer(200, png(7))
+        words = [media / "list.txt", "-", f"{media}/below/*", data_url(png(5)), web.url("/picture"), web.url("/good")]
+        flags = ["--embedding-cache-dir", cache, "--errors", failed]
+        summary = warmup(capsys, model, *words, *flags, "--allow-private-media", status=1)
+        assert (summary["total"], summary["done"], summary["failed"]) == (8, 6, 2)
+        assert len(entries(cache)) == 4
+        assert sorted(error["code"] for error in lines(failed)) == ["invalid_media_url", "unsupported_content"]
+        warmup(capsys, model, web.url("/picture"), *flags, status=1)
+        assert "not public" in lines(failed)[0]["message"] or "private" in lines(failed)[0]["message"]
+
+
+def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys):
+    media, cache, journal = fill(tmp_path / "media"), tmp_path / "cache", tmp_path / "done.jsonl"
+    words = [model, media, "--embedding-cache-dir", cache, "--resume", journal]
+    first = warmup(capsys, *words)
+    assert first["done"] == 3
+    kept = journal.read_bytes()
+    assert warmup(capsys, *words)["skipped"] == 3
+    assert journal.read_bytes() == kept
+
+    # without what was done last, cut off in the middle
+    journal.write_bytes(kept[:-20])
+    torn = warmup(capsys, *words)
+    assert (torn["skipped"], torn["done"], torn["encoded"]) == (2, 1, 0)
+    assert warmup(capsys, *words)["skipped"] == 3
+
+    # an entry was evicted, and a file has changed
+    picture = next(line for line in lines_that_are_whole(journal) if line["source"].endswith("a.png"))
+    next(cache.rglob(f"{picture['keys'][0]}.safetensors")).unlink()
+    (media / "below" / "b").write_bytes(png(22))
+    after = warmup(capsys, *words)
+    assert (after["skipped"], after["done"], after["encoded"]) == (1, 2, 2)
+
+    # what other settings make is something else
+    other = warmup(capsys, *words, "--max-pixels", "4096")
+    assert (other["skipped"], other["done"]) == (0, 3)
+    assert warmup(capsys, *words, "--pin")["skipped"] == 0
+    assert entries(cache, ".pin")
+    assert warmup(capsys, *words)["skipped"] == 3
+
+
+def test_a_request_is_another_one_when_its_files_have_changed(model, tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(png(1))
+    manifest = tmp_path / "requests.jsonl"
+    part = {"type": "image", "image": "a.png"}
+    manifest.write_text(json.dumps({"messages": [{"role": "user", "content": [part]}]}))
+    words = [model, manifest, "--embedding-cache-dir", tmp_path / "cache", "--resume", tmp_path / "done.jsonl"]
+    assert warmup(capsys, *words)["encoded"] == 1
+    assert warmup(capsys, *words)["skipped"] == 1
+    (tmp_path / "a.png").write_bytes(png(2))
+    assert warmup(capsys, *words)["encoded"] == 1
+
+
+def test_limits_of_files_hold(model, tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(png(1))
+    failed = tmp_path / "failed"
+    words = [model, tmp_path / "a.png", "--embedding-cache-dir", tmp_path / "cache", "--errors", failed]
+    warmup(capsys, *words, "--media-max-bytes", "100", status=1)
+    (error,) = lines(failed)
+    assert "the limit is 100 (setting --media-max-bytes)" in error["message"]
+    warmup(capsys, *words, "--max-image-pixels", "100", status=1)
+    (error,) = lines(failed)
+    assert "100" in error["message"]
+
+
+def lines_that_are_whole(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def complaint(capsys, status: int, *words: object) -> str:
+    capsys.readouterr()
+    with root_logger_kept():
+        assert cli.main(["warmup", *map(str, words), "--num-threads", "1"]) == status
+    return capsys.readouterr().err
+
+
+def test_a_full_cache_ends_the_run_with_one_clear_error(model, tmp_path, capsys):
+    media, cache = tmp_path / "media", tmp_path / "cache"
+    media.mkdir()
+    for number in range(8):
+        (media / f"{number}.png").write_bytes(png(number))
+    size = 2 * sum(path.stat().st_size for path in cache_of_one(model, media, tmp_path / "one", capsys))
+    gib = size / 2**30
+    failed = tmp_path / "failed.jsonl"
+    words = [model, media, "--embedding-cache-dir", cache, "--embedding-cache-gib", gib, "--pin", "--errors", failed]
+    told = complaint(capsys, 1, *words)
+    assert told.count("vlmserve: error: ") == 1
+    assert f"the embedding cache in {cache} is full: pinned entries leave no" in told
+    assert failed.read_text() == ""
+    assert len(entries(cache)) == 2
+
+    loose = warmup(capsys, *[word for word in words if word != "--pin"], "--resume", tmp_path / "j", status=1)
+    assert loose["done"] < 8
+
+
+def cache_of_one(model, media, cache, capsys) -> list[Path]:
+    warmup(capsys, model, media / "0.png", "--embedding-cache-dir", cache)
+    return list(cache.rglob("*.safetensors"))
+
+
+def test_a_cache_too_small_for_all_says_what_gave_way(model, tmp_path, capsys):
+    media, cache = tmp_path / "media", tmp_path / "cache"
+    media.mkdir()
+    for number in range(8):
+        (media / f"{number}.png").write_bytes(png(number))
+    gib = 3 * sum(path.stat().st_size for path in cache_of_one(model, media, tmp_path / "one", capsys)) / 2**30
+    summary = warmup(capsys, model, media, "--embedding-cache-dir", cache, "--embedding-cache-gib", gib)
+    assert summary["done"] == 8
+    assert "entries gave way to others" in summary["notes"][0]
+
+
+def test_a_disk_that_fails_ends_the_run(model, tmp_path, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    media, cache = fill(tmp_path / "media"), tmp_path / "cache"
+    monkeypatch.setattr("vision.cache.store.write_file", fail)
+    told = complaint(capsys, 1, model, media, "--embedding-cache-dir", cache)
+    assert f"vlmserve: error: the embedding cache in {cache} cannot be written: [Errno 28] No space left" in told
+
+
+def test_a_picture_that_the_tower_fails_on_stops_nobody_else(model, tmp_path, capsys, monkeypatch):
+    from vision.towers.runner import TowerRunner
+
+    steps = TowerRunner.steps
+
+    def steps_of_small(self, patches, limits):
+        if any(patch.num_patches > 40 for patch in patches):
+            raise RuntimeError("too large")
+        return (yield from steps(self, patches, limits))
+
+    monkeypatch.setattr(TowerRunner, "steps", steps_of_small)
+    media, cache, failed = tmp_path / "media", tmp_path / "cache", tmp_path / "failed.jsonl"
+    media.mkdir()
+    for number, side in enumerate((64, 64, 256, 64)):
+        (media / f"{number}.png").write_bytes(png(number, side, side))
+    words = [model, media, "--embedding-cache-dir", cache, "--errors", failed]
+    assert warmup(capsys, *words, status=1)["done"] == 3
+    (error,) = lines(failed)
+    assert error["message"] == "a picture or video could not be encoded: RuntimeError: too large"
+    assert error["code"] == "engine_error"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("nowhere --embedding-cache-dir DIR", "INPUT 'nowhere': No such file or directory"),
+        ("*.nothing --embedding-cache-dir DIR", "INPUT '*.nothing': nothing matches this pattern"),
+        (".", "--embedding-cache-dir"),
+        ("MODEL --embedding-cache-dir DIR", "is a model: name an INPUT"),
+        (". --embedding-cache-dir DIR --encoder-dp-size -1", "--encoder-dp-size is -1"),
+        (". --embedding-cache-dir DIR --concurrency 0", "--concurrency is 0"),
+        ("MODEL . --url http://127.0.0.1:1 --embedding-cache-dir DIR", "--url"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(model, tmp_path, capsys, words, told):
+    given = [str({"MODEL": model, "DIR": tmp_path / "cache"}.get(word, word)) for word in words.split()]
+    assert cli.main(["warmup", *given]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_its_processes_start_as_the_command_line_says(model, tmp_path, capsys, monkeypatch):
+    def told(settings: WorkerSettings) -> None:
+        raise EngineError(f"{settings.log_level}, {settings.startup_timeout_s:g} s, at {settings.ready_by:g}")
+
+    monkeypatch.setattr(process_backend, "ProcessBackend", told)
+    words = [model, fill(tmp_path / "media"), "--embedding-cache-dir", tmp_path / "cache", "--encoder-dp-size", "1"]
+    said = complaint(capsys, 1, *words, "--log-level", "error", "--startup-timeout-s", "7.5")
+    assert said == "vlmserve: error: error, 7.5 s, at inf\n"
+
+
+def test_a_folder_that_cannot_be_the_cache(model, tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    told = complaint(capsys, 1, model, fill(tmp_path / "media"), "--embedding-cache-dir", tmp_path / "file")
+    assert "vlmserve: error: " in told
+    assert "--embedding-cache-dir" in told
+
+
+def test_what_the_store_promised_is_what_was_confirmed(model, tmp_path, capsys, monkeypatch):
+    """A line of the journal is written when all entries of it are, not before."""
+    seen = []
+    put = EmbeddingStore.put
+    journal = tmp_path / "done.jsonl"
+
+    def watched(self, key, rows, *, pin=False):
+        stored = put(self, key, rows, pin=pin)
+        seen.append((key.hex(), [key for line in lines(journal) for key in line["keys"]]))
+        return stored
+
+    monkeypatch.setattr(EmbeddingStore, "put", watched)
+    words = [model, fill(tmp_path / "media"), "--embedding-cache-dir", tmp_path / "cache", "--resume", journal]
+    warmup(capsys, *words, "--pin")
+    assert len(seen) > 4
+    put_so_far: set[str] = set()
+    for key, confirmed in seen:
+        assert set(confirmed) <= put_so_far
+        put_so_far.add(key)

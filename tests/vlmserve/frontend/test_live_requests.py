@@ -1,0 +1,187 @@
+"""Requests that end before their time, at every stage; ids; and when to come again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from tests.vlmserve.frontend.test_tokenizer_manager import PICTURE, STOP, House, ask, run
+from vlmserve.frontend.finish_rate import FinishRate
+from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
+from vlmserve.frontend.request_builder import GenerateReqInput
+from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, WarmupInput
+from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput
+from vlmserve_common.errors import BadRequestError
+
+
+async def answer(house: House, request: GenerateReqInput) -> list[str]:
+    """All its texts."""
+    return [item.output.text async for item in house.manager.generate(request)]
+
+
+@pytest.mark.parametrize("by_setting", [True, False])
+def test_time_is_over_while_media_are_loaded(by_setting: bool) -> None:
+    async def scenario(house: House) -> None:
+        house.media.gate.clear()
+        outputs = house.manager.generate(ask(content=[PICTURE], timeout_s=100.0 if by_setting else 0.02))
+        with pytest.raises(RequestTimeoutError, match=r"within 0\.02 s") as caught:
+            await anext(outputs)
+        assert ("--request-timeout-s" in str(caught.value)) == by_setting
+        assert house.media.cancelled == 1
+        assert house.sent == []
+
+    run(scenario, request_timeout_s=0.02 if by_setting else 100.0)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_time_is_over_at_the_scheduler(begun: bool) -> None:
+    async def scenario(house: House) -> None:
+        async with aclosing(house.manager.generate(ask(n=2, timeout_s=0.02))) as outputs:
+            first = asyncio.ensure_future(anext(outputs))
+            await house.arrived.wait()
+            if begun:
+                house.output("r-0")
+                await first
+                first = asyncio.ensure_future(anext(outputs))
+            with pytest.raises(RequestTimeoutError):
+                await first
+        assert house.of(AbortReq) == [AbortReq(rid="r-0"), AbortReq(rid="r-1")]
+        assert [stats.finish for stats in house.stats] == ["timeout", "timeout"]
+
+    run(scenario)
+
+
+def test_slots_do_not_wait_for_a_client_that_does_not_read() -> None:
+    async def scenario(house: House) -> None:
+        async with aclosing(house.manager.generate(ask())) as outputs:
+            first = asyncio.ensure_future(anext(outputs))
+            await house.arrived.wait()
+            house.output("r-0")
+            await first
+            [ended] = house.manager.abort("r")
+            assert ended.rids == ["r-0"]
+            assert house.of(AbortReq) == [AbortReq(rid="r-0")]
+            house.manager.abort("r")
+            with pytest.raises(RequestAbortedError):
+                await anext(outputs)
+        assert len(house.of(AbortReq)) == 1
+        assert house.manager.abort("r") == []
+
+    run(scenario)
+
+
+def test_who_ends_in_time_never_hears_of_the_limit() -> None:
+    async def scenario(house: House) -> None:
+        texts = asyncio.ensure_future(answer(house, ask(timeout_s=1000.0)))
+        await house.arrived.wait()
+        [request] = house.manager._live.find("r")
+        house.output("r-0", finish=STOP)
+        assert await texts == ["x"]
+        assert house.of(AbortReq) == []
+        assert request.timer.cancelled()
+
+    run(scenario)
+
+
+def test_all_are_aborted_wherever_they_are() -> None:
+    async def scenario(house: House) -> None:
+        house.media.gate.clear()
+        loading = asyncio.ensure_future(anext(house.manager.generate(ask("loading", content=[PICTURE]))))
+        await house.media.loading.wait()
+        running = asyncio.ensure_future(anext(house.manager.generate(ask("running"))))
+        await house.arrived.wait()
+        assert {one.request_id for one in house.manager.abort(None)} == {"loading", "running"}
+        for request in (loading, running):
+            with pytest.raises(RequestAbortedError):
+                await request
+        assert house.of(AbortReq) == [AbortReq(rid="running-0")]
+
+    run(scenario)
+
+
+def test_media_encoded_ahead_of_time_are_aborted_too() -> None:
+    async def scenario(house: House) -> None:
+        house.media.gate.clear()
+        house.media.media_of = lambda *_: [1]
+        warmup = asyncio.ensure_future(house.manager.warm_up(WarmupInput(request_id="w", messages=[])))
+        await house.media.loading.wait()
+        assert len(house.manager.abort("w")) == 1
+        with pytest.raises(RequestAbortedError):
+            await warmup
+
+    run(scenario)
+
+
+def test_of_two_with_one_id_the_second_is_refused() -> None:
+    async def scenario(house: House) -> None:
+        first = asyncio.ensure_future(answer(house, ask("own-1", rid="mine")))
+        await house.arrived.wait()
+        with pytest.raises(BadRequestError, match="'mine' already") as caught:
+            await answer(house, ask("own-2", rid="mine"))
+        assert (caught.value.status, caught.value.param) == (409, "rid")
+        house.output("own-1-0", finish=STOP)
+        await first
+        # what is still on its way for the first one is not the next one's, who may call itself the same
+        house.arrived.clear()
+        again = asyncio.ensure_future(answer(house, ask("own-3", rid="mine")))
+        await house.arrived.wait()
+        assert [message.rid for message in house.of(TokenizedGenerateReqInput)] == ["own-1-0", "own-3-0"]
+        house.output("own-1-0", "late")
+        house.output("own-3-0", "right", STOP)
+        assert await again == ["right"]
+
+    run(scenario)
+
+
+def test_while_the_engine_is_stopped_requests_are_refused_but_those_there_wait() -> None:
+    async def scenario(house: House) -> None:
+        first = asyncio.ensure_future(answer(house, ask()))
+        await house.arrived.wait()
+        house.manager.suspend("the engine is stopped")
+        assert house.manager.unavailable == "the engine is stopped"
+        with pytest.raises(EngineUnavailableError, match="the engine is stopped"):
+            await answer(house, ask("s"))
+        house.manager.suspend(None)
+        house.output("r-0", finish=STOP)
+        assert await first == ["x"]
+
+    run(scenario)
+
+
+def test_the_time_to_come_again_follows_from_how_fast_answers_end() -> None:
+    async def scenario(house: House) -> None:
+        async def one(name: str) -> None:
+            first = asyncio.ensure_future(answer(house, ask(name)))
+            await house.arrived.wait()
+            house.arrived.clear()
+            house.now += 3.0
+            house.output(f"{name}-0", finish=STOP)
+            await first
+
+        waiting = asyncio.ensure_future(answer(house, ask("long")))
+        await house.arrived.wait()
+        house.arrived.clear()
+        for number in range(4):
+            await one(f"short{number}")
+        assert house.manager.retry_after_s() == 3
+        house.output("long-0", finish=STOP)
+        await waiting
+
+    run(scenario)
+
+
+def test_rates() -> None:
+    rate = FinishRate()
+    rate.begin(1000.0)
+    assert rate.seconds_for(1, 1000.0) == 1
+    assert rate.seconds_for(1, 1007.5) == 8, "none has ended: as long again"
+    for second in range(200):
+        rate.note(1000.0 + second / 10)
+    assert rate.seconds_for(1, 1020.0) == 1
+    assert rate.seconds_for(100, 1020.0) == 11, "the last 64 took 6.4 s and one"
+    rate.begin(5000.0)
+    assert rate.seconds_for(1, 5000.0) == 1, "a time with nothing to do is no slow one"
+    assert rate.seconds_for(1, 5010.0) == 10, "and nothing has ended since"
+    assert rate.seconds_for(1, 1e9) == 3600

@@ -1,0 +1,105 @@
+"""What is refused before anything is compiled: with the field and the place in it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlmserve.frontend.grammar_checks import MAX_CHOICES, MAX_GRAMMAR_BYTES, verify_grammar
+from vlmserve.ipc.messages import GrammarSpec
+from vlmserve_common.errors import BadRequestError
+
+
+def refused(kind: str, text: str) -> str:
+    with pytest.raises(BadRequestError) as caught:
+        verify_grammar(GrammarSpec(kind=kind, text=text, param="the.field"))
+    assert caught.value.param == "the.field"
+    assert caught.value.message.startswith("the.field ")
+    assert len(caught.value.message) < 500
+    return caught.value.message
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+GOOD = [
+    {},
+    True,
+    {"type": "object"},
+    {"type": ["string", "null"], "maxLength": 3, "title": "a", "description": "b", "default": None},
+    {"$defs": {"a": {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}}}, "$ref": "#/$defs/a"},
+    {"properties": {"a/b": {"type": "integer"}, "c": {"$ref": "#/properties/a~1b"}}, "required": ["c"]},
+    {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], "$defs": {"x": {"enum": ["日本", 1, 1.5, None]}}},
+    {"type": "number", "enum": [1, 2.5]},
+    {"type": "array", "uniqueItems": False, "items": {"const": {"a": [1]}}},
+]
+
+
+@pytest.mark.parametrize("schema", GOOD)
+def test_schemas_that_can_be_followed(schema):
+    verify_grammar(GrammarSpec(kind="json_schema", text=json.dumps(schema)))
+
+
+BAD = [
+    ([1], "at # there is a list"),
+    ({"properties": {"a": 1}}, "at #/properties/a there is 1"),
+    ({"properties": []}, "properties at # is a list; it must be an object of schemas"),
+    ({"type": "text"}, "type at # is 'text'; it must be one of array"),
+    ({"type": [{"type": "string"}]}, "type at # is an object"),
+    ({"items": {"minItems": "3"}}, "minItems at #/items is '3'; it must be a whole number"),
+    ({"minLength": True}, "minLength at # is True"),
+    ({"enum": []}, "enum at # is empty"),
+    ({"anyOf": []}, "anyOf at # is empty"),
+    ({"required": "a"}, "required at # is 'a'"),
+    ({"required": [1]}, "required at # must be a list of names"),
+    ({"properties": {"a": {}}, "required": ["a", "b"]}, "required at # names 'b', which properties lacks"),
+    ({"type": "string", "enum": ["a", 1]}, "1 among the values at # is not of type string"),
+    ({"type": "integer", "const": True}, "True among the values at # is not of type integer"),
+    ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems at #/properties/a is not supported"),
+    ({"not": {}}, "not at # is not supported"),
+    ({"if": {}, "then": {}}, "if at # is not supported"),
+    ({"enum": ["a"], "pattern": "b"}, "enum at # is not supported together with pattern"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "minimum": 3}, "$ref at # is not supported together with minimum"),
+    ({"type": "object", "anyOf": [{}], "required": []}, "anyOf at # is not supported together with required"),
+    ({"allOf": [{}, {}]}, "allOf of several schemas at # is not supported"),
+    ({"$ref": "#"}, "$ref at # leads to itself"),
+    ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "$ref at #/$defs/b leads to itself"),
+    ({"$ref": "#/$defs/a"}, "$ref at # is '#/$defs/a', and there is no such place"),
+    ({"$ref": "https://example.com/a"}, "it must begin with #/"),
+    ({"$ref": "#anchor"}, "it must begin with #/"),
+    ({"$ref": 5}, "$ref at # is 5; it must be text"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), BAD)
+def test_schemas_that_cannot(schema, words):
+    assert words in refused("json_schema", json.dumps(schema))
+
+
+def test_sizes_have_limits():
+    verify_grammar(GrammarSpec(kind="json_schema", text=nested(63)))
+    assert "65 schemas deep; the limit is 64" in refused("json_schema", nested(64))
+    assert "nested too deep" in refused("json_schema", nested(10_000))
+    large = json.dumps({"enum": ["x" * 100] * 10_000})
+    assert f"has {len(large)} bytes; the limit is {MAX_GRAMMAR_BYTES}" in refused("json_schema", large)
+    assert "the limit" in refused("regex", "é" * (MAX_GRAMMAR_BYTES // 2 + 1))
+    assert f"it must have 1 to {MAX_CHOICES}" in refused("choice", json.dumps(["a"] * (MAX_CHOICES + 1)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("regex", "", "is empty"),
+        ("regex", "a\0", "NUL or half a surrogate pair"),
+        ("ebnf", 'root ::= "\ud800"', "NUL or half a surrogate pair"),
+        ("choice", "[]", "has 0 choices"),
+        ("choice", '["a", ""]', "empty text as choice 1"),
+        ("choice", '["\\ud800"]', "in choice 0"),
+        ("json_schema", "{", "is not JSON"),
+        ("structural_tag", "nothing", "is not JSON"),
+    ],
+)
+def test_texts_that_are_none(kind, text, words):
+    assert words in refused(kind, text)

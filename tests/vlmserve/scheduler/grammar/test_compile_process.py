@@ -1,0 +1,180 @@
+"""Real grammars of the built-in model: what they allow, and that bad ones cost nothing but their own request."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from vlmserve.config.model_path import DEFAULT_MODEL
+from vlmserve.ipc.messages import GrammarSpec
+from vlmserve.scheduler.grammar.compile_process import CompileProcess, CompilerSettings
+from vlmserve.scheduler.grammar.matcher import masks_of
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
+from vlmserve_common.errors import BadRequestError
+
+TOKENIZER = load_text_tokenizer(DEFAULT_MODEL)
+VOCAB = json.loads((DEFAULT_MODEL / "config.json").read_text())["text_config"]["vocab_size"]
+END = TOKENIZER.id_of("<|im_end|>")
+SETTINGS = CompilerSettings(folder=str(DEFAULT_MODEL), vocab_size=VOCAB, stop_token_ids=[END], timeout_s=60.0)
+EXPLODES = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2500)}})
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = CompileProcess(SETTINGS)
+    yield process
+    process.close()
+
+
+def spec(kind, text, **more):
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    return GrammarSpec(kind=kind, text=text, **more)
+
+
+def allowed(matcher) -> set[int]:
+    found = np.flatnonzero(np.unpackbits(masks_of([matcher])[0].view(np.uint8), bitorder="little"))
+    return set(found[found < VOCAB].tolist())
+
+
+def fits(compiled, text: str) -> bool:
+    """Whether an answer can be this text."""
+    matcher = compiled.matcher()
+    for token in [*TOKENIZER.encode(text), END]:
+        if token not in allowed(matcher):
+            return False
+        matcher.accept(token)
+    assert matcher.is_over
+    assert not matcher.failure
+    return True
+
+
+OBJECT = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "n": {"type": "integer", "minimum": 0, "maximum": 12}},
+    "required": ["n"],
+}
+NUMBER = {"type": "regex", "pattern": "[0-9]+"}
+TAG = {"type": "tag", "begin": "<a>", "end": "</a>", "content": NUMBER}
+CASES = [
+    ("json_schema", OBJECT, ['{"name": "a", "n": 12}', '{"n": 0}'], ['{"n": 13}', "{}", '{"n": 0, "x": 1}', "[0]"]),
+    ("json_schema", {"type": "object"}, ["{}", '{"a": [1, null]}'], ["1", "[]", '"a"', "{a: 1}", '{"a": }']),
+    ("json_schema", {"enum": ["日本", "🦊", 1]}, ['"日本"', '"🦊"', "1"], ["日本", "2"]),
+    ("json_schema", {"type": "string", "maxLength": 2}, ['"éé"'], ['"aaa"']),
+    ("regex", r"[a-c]{2,3}\d", ["ab1", "abc2"], ["a1", "ab", "ab1 "]),
+    ("choice", ["yes", 'no "\\\n', "日本🦊"], ["yes", 'no "\\\n', "日本🦊"], ["ye", "no"]),
+    ("ebnf", 'root ::= "(" root ")" | "x"', ["x", "((x))"], ["(x", "xx"]),
+    (
+        "structural_tag",
+        {"type": "structural_tag", "format": TAG},
+        ["<a>12</a>"],
+        ["<a></a>", "12"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "good", "bad"), CASES)
+def test_what_fits(process, kind, text, good, bad):
+    compiled = process.compile(spec(kind, text))
+    assert compiled.num_bytes > 0
+    assert [one for one in good if not fits(compiled, one)] == []
+    assert [one for one in bad if fits(compiled, one)] == []
+
+
+def test_properties_that_are_not_named(process):
+    text = '{"n": 0, "x": 1}'
+    assert not fits(process.compile(spec("json_schema", OBJECT)), text)
+    assert fits(process.compile(spec("json_schema", OBJECT, strict=False)), text)
+
+
+CALL = json.dumps({"type": "structural_tag", "format": TAG})
+
+
+@pytest.mark.parametrize(
+    ("more", "good", "bad"),
+    [
+        ({"calls": CALL}, ["yes", "<a>12</a>"], ["<a>x</a>", "yes<a>12</a>", "text"]),
+        ({"thinking": True}, ["hm </thi\n</think>\n\nyes", "</think>\n\nno"], ["yes", "hm", "a</think>\n\nb"]),
+        ({"calls": CALL, "thinking": True}, ["a</think>\n\n<a>1</a>", "a</think>\n\nno"], ["<a>1</a>", "no"]),
+    ],
+)
+def test_calls_in_its_place_and_thoughts_before_it(process, more, good, bad):
+    compiled = process.compile(spec("choice", ["yes", "no"], **more))
+    assert [one for one in good if not fits(compiled, one)] == []
+    assert [one for one in bad if fits(compiled, one)] == []
+
+
+def test_what_is_left_out_of_calls_is_refused_of_strict_ones_only(process):
+    number = {"type": "json_schema", "json_schema": {"type": "number", "multipleOf": 0.5}}
+    tag = {"type": "structural_tag", "format": number}
+    assert fits(process.compile(spec("structural_tag", tag, strict=False)), "0.7")
+    with pytest.raises(BadRequestError, match="ignoring multipleOf"):
+        process.compile(spec("structural_tag", tag))
+    with pytest.raises(BadRequestError, match="ignoring multipleOf"):
+        process.compile(spec("json_schema", number["json_schema"], strict=False))
+
+
+def test_special_tokens_are_no_text_and_an_answer_ends_where_it_may(process):
+    compiled = process.compile(spec("regex", "(.|\n)*"))
+    matcher = compiled.matcher()
+    assert allowed(matcher) & TOKENIZER.special_ids == {END}
+    compiled = process.compile(spec("regex", "ab?"))
+    matcher = compiled.matcher()
+    assert END not in allowed(matcher)
+    for token in TOKENIZER.encode("a"):
+        matcher.accept(token)
+    assert END in allowed(matcher)
+    matcher.accept(TOKENIZER.encode("x")[0])
+    assert "no token" in matcher.failure
+    assert allowed(matcher) == set(range(VOCAB)), "the request is about to end"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("regex", "((a", "position 4: The parenthesis is not closed"),
+        ("regex", "(?=a)b", "position 3: Lookahead is not supported"),
+        ("regex", r"(a)\1", "Backreference is not supported"),
+        ("regex", "[z-a]", "lower bound is larger"),
+        ("regex", "(" * 5000 + "a" + ")" * 5000, "Nest layer exceeded"),
+        ("ebnf", "root ::= foo", 'line 1, column 10: Rule "foo" is not defined'),
+        ("ebnf", "a ::= b", "not"),
+        ("ebnf", "root ::= root", "no text fits"),
+        ("ebnf", 'root ::= s\ns ::= s s s s | s s s | s s | "a" | [a-z] | ""', "too many ways"),
+        ("json_schema", {"type": "string", "pattern": "((("}, "parenthesis is not closed"),
+        ("json_schema", {"type": "string", "pattern": "a+", "maxLength": 3}, "ignoring minLength/maxLength"),
+        ("json_schema", {"type": "number", "multipleOf": 0.5}, "ignoring multipleOf"),
+        ("json_schema", {"type": "integer", "minimum": 9, "maximum": 1}, "minimum greater than maximum"),
+        ("json_schema", {"type": "integer", "maximum": 10**30}, "exceeds maximum limit"),
+        ("json_schema", False, "cannot accept any value"),
+        ("structural_tag", {"type": "structural_tag"}, "must have a format"),
+    ],
+)
+def test_what_cannot_be_compiled(process, kind, text, words):
+    with pytest.raises(BadRequestError, match=words) as caught:
+        process.compile(spec(kind, text))
+    assert "cpp" not in caught.value.message
+    assert "Warning" not in caught.value.message
+
+
+def test_what_takes_too_long_is_ended_and_others_go_on():
+    process = CompileProcess(replace(SETTINGS, timeout_s=2.0))
+    try:
+        with pytest.raises(BadRequestError, match=r"takes longer than 2 s \(setting --grammar-timeout-s\)"):
+            process.compile(spec("json_schema", EXPLODES))
+        assert fits(process.compile(spec("regex", "a")), "a")
+    finally:
+        process.close()
+
+
+def test_what_takes_too_much_memory_is_refused_and_others_go_on():
+    process = CompileProcess(replace(SETTINGS, memory_bytes=24 << 20))
+    try:
+        for _ in range(2):
+            with pytest.raises(BadRequestError, match="cannot be compiled"):
+                process.compile(spec("regex", "(((a{1,100}b){1,100}c){1,100}d){1,100}[^a]{0,5000}"))
+            assert fits(process.compile(spec("regex", "a")), "a")
+    finally:
+        process.close()

@@ -1,0 +1,265 @@
+"""OpenAI's chat completion objects, whole and in chunks, from the engine's outputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from processors.families.report import MediumReport, report_json
+from vlmserve.api.answer_message import ChoiceText, ThoughtTokens, delta_of, message_of
+from vlmserve.api.prompt_logprobs import finite, prompt_json
+from vlmserve.api.streaming import json_text, sse_event
+from vlmserve.frontend.parsers.answer import PLAIN_TEXT, AnswerReading
+from vlmserve.frontend.parsers.pieces import Text
+from vlmserve.frontend.parsers.reasoning import CLOSE as THOUGHT
+from vlmserve.frontend.parsers.reasoning import OPEN as THINK
+from vlmserve.frontend.prompt_notes import NO_NOTES
+from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.tokenizer_manager import ChoiceOutput
+from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TextOutput, TokenLogprobs
+from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerHead:
+    """What all objects of an answer repeat. created: Unix time in seconds."""
+
+    id: str
+    created: int
+    model: str
+
+    def object(self, kind: str, **rest: Any) -> dict[str, Any]:
+        """An object of this answer."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
+
+
+class AnswerWriter:
+    """Writes one request's answer of n choices. logprobs, mm_report, include_usage: whether they were asked for;
+    timings, those of choice 0, come with mm_report. usage_details: whether usage tells what the prompt's tokens are of,
+    and where the time went. reading: what is to be found in its text.
+
+    Where something could not be done as the request has it, the answer has `warnings`, asked for or not.
+    """
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        tokenizer: TextTokenizer,
+        *,
+        n: int,
+        logprobs: bool,
+        mm_report: bool = False,
+        include_usage: bool = False,
+        usage_details: bool = False,
+        reading: AnswerReading = PLAIN_TEXT,
+    ) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._n = n
+        self._logprobs = logprobs
+        self._mm_report = mm_report
+        self._include_usage = include_usage
+        self._usage_details = usage_details
+        self._reading = reading
+        # what the outputs so far say of the whole request
+        self._prompt = self._cached = 0
+        self._completions = [0] * n
+        self._left = n
+        self._frames: list[tuple[bytes, bytes] | None] = [None] * n  # of choices that have begun
+        self._texts: list[ChoiceText | None] = [None] * n
+        self._notes = NO_NOTES
+        self._thoughts: list[ThoughtTokens] | None = None
+        self._media: tuple[MediumReport, ...] = ()
+        self._timings: Timings | None = None
+
+    async def whole(self, outputs: AsyncIterator[ChoiceOutput]) -> dict[str, Any]:
+        """The chat.completion of all outputs."""
+        texts: list[list[str]] = [[] for _ in range(self._n)]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in range(self._n)]
+        finishes: list[FinishReason | None] = [None] * self._n
+        hidden: list[list[np.ndarray]] = [[] for _ in range(self._n)]
+        prompt: PromptLogprobs | None = None
+        async for item in outputs:
+            self._note(item)
+            texts[item.index].append(item.output.text)
+            finishes[item.index] = item.output.finish_reason
+            prompt = prompt or item.output.prompt_logprobs
+            if item.output.hidden_states is not None:
+                hidden[item.index].append(item.output.hidden_states)
+            if self._logprobs:
+                logprobs[item.index] += self._tokens(item.output)
+        choices = [
+            {
+                "index": index,
+                "message": message_of(self._text(index).feed("".join(texts[index]), final=True)),
+                "logprobs": {"content": logprobs[index], "refusal": None} if self._logprobs else None,
+                "finish_reason": self._finish_type(index, finishes[index]),
+                "stop_reason": _stop_reason(finishes[index]),
+                **({"hidden_states": np.concatenate(hidden[index]).tolist()} if hidden[index] else {}),
+            }
+            for index in range(self._n)
+        ]
+        # of a long prompt they are many
+        about = await asyncio.to_thread(prompt_json, prompt, self._tokenizer) if prompt is not None else {}
+        return self._head.object("chat.completion", choices=choices, usage=self._usage(), **self._about(), **about)
+
+    def events(self, items: Sequence[ChoiceOutput]) -> bytes:
+        """The next chat.completion.chunks as events: per choice its role first and its finish_reason last.
+
+        The last chunk of all, which may be that of `usage_event`, has what is to be said about the media. Empty while
+        the outputs' text is held back.
+        """
+        return b"".join([event for item in items for event in self._events_of(item)])
+
+    def usage_event(self) -> bytes:
+        """What follows when all choices have ended: the usage, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        return sse_event(self._head.object("chat.completion.chunk", choices=[], usage=self._usage(), **self._about()))
+
+    def _events_of(self, item: ChoiceOutput) -> Iterator[bytes]:
+        self._note(item)
+        output = item.output
+        frame = self._frames[item.index]
+        if frame is None:
+            frame = self._frames[item.index] = self._text_frame(item.index)
+            yield sse_event(self._chunk(item.index, {"role": "assistant", "content": ""}))
+        tokens = self._tokens(output) if self._logprobs else None
+        for piece in self._text(item.index).feed(output.text, final=output.finish_reason is not None):
+            if tokens is None and isinstance(piece, Text):
+                yield frame[0] + json_text(piece.text) + frame[1]
+            else:
+                yield sse_event(self._chunk(item.index, delta_of(piece), tokens=tokens))
+                tokens = tokens and []  # they come once
+        if tokens:  # their text is held back
+            yield sse_event(self._chunk(item.index, {"content": ""}, tokens=tokens))
+        if output.finish_reason is not None:
+            self._left -= 1
+            chunk = self._chunk(item.index, {}, finish=output.finish_reason)
+            yield sse_event(chunk if self._left or self._include_usage else chunk | self._about())
+
+    def _text(self, index: int) -> ChoiceText:
+        """What reads the choice's text; asked for when its first output has come."""
+        text = self._texts[index]
+        if text is None:
+            text = self._texts[index] = ChoiceText(self._reading, thinking=self._notes.thinking)
+        return text
+
+    def _text_frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands around the text in a choice's chunks: all of them repeat it, so it is written once.
+
+        It is the event of an empty text, cut where the text goes; nothing behind that is an empty string.
+        """
+        before, _, after = sse_event(self._chunk(index, {"content": ""})).rpartition(b'""')
+        return before, after
+
+    def _note(self, item: ChoiceOutput) -> None:
+        self._prompt = item.output.prompt_tokens
+        self._completions[item.index] = item.output.completion_tokens
+        if item.index == 0:  # later choices find the first one's prompt in the cache
+            self._cached = item.output.cached_tokens
+            self._timings = item.timings
+        self._media = item.media
+        self._notes = item.notes
+        if self._reading.reasoning:
+            if self._thoughts is None:
+                tags = [self._tokenizer.id_of(tag) for tag in (THINK, THOUGHT)]
+                self._thoughts = [ThoughtTokens(*tags, thinking=item.notes.thinking) for _ in range(self._n)]
+            self._thoughts[item.index].add(item.output.token_ids)
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of the whole request: the prompt once, the answers of all choices."""
+        completion = sum(self._completions)
+        usage: dict[str, Any] = {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+        }
+        if self._usage_details:
+            usage["prompt_tokens_details"] |= prompt_details(self._prompt, self._media)
+            usage["timings"] = self._timings and asdict(self._timings)
+        if self._thoughts is not None:
+            thoughts = sum(choice.count for choice in self._thoughts)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return usage
+
+    def _about(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self._mm_report:
+            fields = {"mm_report": report_json(self._media), "timings": self._timings and asdict(self._timings)}
+        warnings = [*self._notes.warnings, *(text.warning for text in self._texts if text and text.warning)]
+        warnings += [warning for medium in self._media for warning in medium.warnings()]
+        return fields | ({"warnings": warnings} if warnings else {})
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        tokens: list[dict[str, Any]] | None = None,
+        finish: FinishReason | None = None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None if tokens is None else {"content": tokens, "refusal": None},
+            "finish_reason": self._finish_type(index, finish),
+        }
+        if finish is not None:
+            choice["stop_reason"] = _stop_reason(finish)
+        # With include_usage every chunk has the field, null but in the last one.
+        extra = {"usage": None} if self._include_usage else {}
+        return self._head.object("chat.completion.chunk", choices=[choice], **extra)
+
+    def _finish_type(self, index: int, finish: FinishReason | None) -> str | None:
+        if finish is None:
+            return None
+        return "tool_calls" if finish.type == "stop" and self._text(index).called else finish.type
+
+    def _tokens(self, output: TextOutput) -> list[dict[str, Any]]:
+        """Log-probabilities of an output's tokens; the token that ended the answer is not part of it."""
+        listed = output.logprobs or ()
+        finish = output.finish_reason
+        if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
+            listed = listed[:-1]
+        return [self._token(entry) for entry in listed]
+
+    def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        return {
+            **self._named(entry.token_id, entry.logprob),
+            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in top],
+            **(
+                {"token_ids_logprobs": [finite(p) for p in entry.token_ids_logprobs]}
+                if entry.token_ids_logprobs
+                else {}
+            ),
+        }
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": finite(logprob),
+            "bytes": list(raw),
+        }
+
+
+def prompt_details(tokens: int, media: Sequence[MediumReport]) -> dict[str, int]:
+    """What a prompt's tokens are of."""
+    of = {kind: sum(medium.tokens for medium in media if medium.kind == kind) for kind in ("image", "video")}
+    return {
+        "text_tokens": tokens - sum(of.values()),
+        "image_tokens": of["image"],
+        "video_tokens": of["video"],
+    }
+
+
+def _stop_reason(finish: FinishReason | None) -> str | None:
+    """The stop string that was found, as other servers tell it."""
+    return finish.matched if finish is not None and isinstance(finish.matched, str) else None

@@ -1,0 +1,167 @@
+"""The HTTP application: OpenAI's routes over a TokenizerManager, and what operators need."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from vlmserve.api.api_keys import read_api_keys
+from vlmserve.api.auth import ApiKeyMiddleware
+from vlmserve.api.batches.api import BatchesApi
+from vlmserve.api.batches.endpoints import batch_endpoints
+from vlmserve.api.batches.runner import make_runner
+from vlmserve.api.body_budget import BodyBudget, BodyBudgetMiddleware
+from vlmserve.api.chat import complete_chat
+from vlmserve.api.completions import complete
+from vlmserve.api.control import AskEngine, ControlApi, no_engine
+from vlmserve.api.errors import error_body, install_error_handlers
+from vlmserve.api.file_store import FileStore
+from vlmserve.api.files import FilesApi
+from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
+from vlmserve.api.openapi.pages import add_pages
+from vlmserve.api.outermost import OutermostMiddleware
+from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
+from vlmserve.api.request_log import log_request
+from vlmserve.api.responses.api import ResponsesApi
+from vlmserve.api.score import score_labels
+from vlmserve.api.served_model import ServedModel
+from vlmserve.api.stores import Stores
+from vlmserve.api.tokenization import detokenize, tokenize
+from vlmserve.api.tracing import RequestTracer
+from vlmserve.api.warmup import warm_up
+from vlmserve.api.web_pages import WebPageGuard
+from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.parsers.answer import choose_formats
+from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.frontend.tokenizer_manager import TokenizerManager
+from vlmserve_common.version import __version__
+
+_STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
+
+
+def build_app(
+    manager: TokenizerManager,
+    model_name: str,
+    settings: ServerSettings,
+    files: FileStore,
+    control: AskEngine | None = None,
+    tracer: RequestTracer | None = None,
+    stores: Stores | None = None,
+) -> FastAPI:
+    """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
+    gets ended chat requests. stores: of responses and batches, whose endpoints are not there without;
+    app.state.batches is what answers the latter."""
+    app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own
+    install_error_handlers(app, manager.retry_after_s)
+    app.state.bodies = BodyBudget(settings)
+    app.state.parsing = asyncio.Lock()  # of large bodies: the interpreter does it for one at a time, and nothing beside
+    prefixes = settings.metrics_prefixes
+    metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else ())
+    manager.observe = _observer(metrics, settings)
+    manager.observe_tokens = metrics.observe_tokens
+    operators = ControlApi(manager, control or no_engine, settings, model_name)
+    formats = choose_formats(settings.tool_call_parser, settings.reasoning_parser, manager.builder.template.text)
+    served = ServedModel(name=model_name, manager=manager, files=files, settings=settings, formats=formats)
+    model = {
+        "id": model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "vlmserve",
+        "max_model_len": manager.builder.limits.max_model_len,
+    }
+
+    async def chat_completions(request: Request) -> Response:
+        return await complete_chat(served, request)
+
+    async def completions(request: Request) -> Response:
+        return await complete(served, request)
+
+    async def score(request: Request) -> Response:
+        return await score_labels(served, request)
+
+    async def tokenize_prompt(request: Request) -> Response:
+        return await tokenize(served, request)
+
+    async def detokenize_ids(request: Request) -> Response:
+        return await detokenize(served, request)
+
+    async def warmup(request: Request) -> Response:
+        return await warm_up(served, request)
+
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    async def get_model(model_id: str) -> dict[str, Any]:
+        served.check_name(model_id)
+        return model
+
+    async def health() -> Response:
+        if manager.unavailable is not None:
+            return JSONResponse(error_body(503, manager.unavailable, code="engine_unavailable"), 503)
+        return JSONResponse({"status": "paused" if operators.paused else "ok"})
+
+    async def show_metrics() -> Response:
+        stats = await manager.scheduler_stats(_STATS_TIMEOUT_S)
+        return Response(metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
+
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    for path, endpoint in (
+        ("/v1/chat/completions", chat_completions),
+        ("/v1/completions", completions),
+        ("/v1/score", score),
+        ("/v1/warmup", warmup),
+        ("/tokenize", tokenize_prompt),
+        ("/detokenize", detokenize_ids),
+    ):
+        app.add_api_route(path, endpoint, methods=["POST"])
+    app.add_api_route("/v1/models", list_models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
+    FilesApi(files, settings).add_routes(app)
+    if stores is not None:
+        responses = ResponsesApi(served, stores.responses)
+        responses.add_routes(app)
+        app.state.batches = make_runner(served, stores.batches, batch_endpoints(served, responses))
+        BatchesApi(stores.batches, app.state.batches, files, settings).add_routes(app)
+    operators.add_routes(app)
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/metrics", show_metrics, methods=["GET"])
+    app.add_api_route("/version", version, methods=["GET"])
+    app.add_middleware(BodyBudgetMiddleware, budget=app.state.bodies)
+    # The one added last is the outermost: it sees refused keys, and what fails further in.
+    keys = read_api_keys(settings)
+    add_pages(app, model=model_name, keys=keys is not None, admin_key=settings.admin_api_key is not None)
+    if keys is not None or settings.admin_api_key is not None:
+        scope = settings.cache_scope
+        scoped = scope == "key" or (scope == "auto" and settings.api_key_file is not None)
+        app.add_middleware(ApiKeyMiddleware, keys=keys, admin_key=settings.admin_api_key, scoped=scoped)
+    origins = tuple((settings.allowed_origins or "").split(","))
+    if keys is None:
+        hosts = tuple((settings.allowed_hosts or "").lower().split(","))
+        app.add_middleware(WebPageGuard, hosts=hosts, origins=origins, bound=settings.host)
+    if settings.allowed_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
+        )
+    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log, tracer=tracer)
+    return app
+
+
+def _observer(metrics: ServerMetrics, settings: ServerSettings) -> Callable[[RequestStats], None]:
+    def observe(stats: RequestStats) -> None:
+        metrics.observe_request(stats)
+        if settings.log_requests:
+            log_request(stats)
+
+    return observe

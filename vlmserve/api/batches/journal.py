@@ -1,0 +1,132 @@
+"""Batches and their finished lines: an SQLite file beside the uploaded files.
+
+A line is on disk before anybody is told of it, and once: whatever ends the server, the next one goes on with the lines
+that are not here. The lines of a batch are forgotten when its files are written.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vlmserve.api.batches.record import Batch
+from vlmserve.api.database import open_database
+from vlmserve_common.errors import BadRequestError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS batches (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, ended INTEGER NOT NULL, record TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS lines (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, good INTEGER NOT NULL, record TEXT NOT NULL, PRIMARY KEY (batch, line)
+) WITHOUT ROWID;
+"""
+_MOST_ENDED = 10_000  # batches that are over and still listed
+
+
+class BatchJournal:
+    """Thread-safe; each write is on disk when it returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.Lock()
+        self._db = open_database(folder / "batches.sqlite3", _SCHEMA)
+
+    def add(self, batch: Batch, most: int) -> None:
+        """A new one. Raises BadRequestError (429) beyond `most` that have not ended."""
+        with self._lock, self._db:
+            (count,) = self._db.execute("SELECT count(*) FROM batches WHERE NOT ended").fetchone()
+            if count >= most:
+                raise BadRequestError(
+                    f"there are {count} batches that have not ended, the limit is {most} (setting --max-batches)",
+                    code="too_many_batches",
+                    status=429,
+                )
+            self._db.execute(
+                "INSERT INTO batches (id, owner, ended, record) VALUES (?, ?, 0, ?)",
+                (batch.id, batch.owner, _encoded(batch)),
+            )
+            self._db.execute(
+                "DELETE FROM batches WHERE ended AND seq <= (SELECT max(seq) FROM batches) - ?", (_MOST_ENDED,)
+            )
+
+    def put(self, batch: Batch) -> None:
+        """What is known of it now."""
+        with self._lock, self._db:
+            self._db.execute(
+                "UPDATE batches SET record = ?, ended = ? WHERE id = ?", (_encoded(batch), batch.has_ended, batch.id)
+            )
+            if batch.has_ended:
+                self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+
+    def find(self, owner: str, batch_id: str) -> Batch:
+        """Raises BadRequestError (404) for one that is not there, or not this owner's, which looks the same."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT record FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)
+            ).fetchone()
+        if row is None:
+            shown = batch_id if len(batch_id) <= 80 else batch_id[:80] + "..."
+            raise BadRequestError(f"there is no batch {shown!r}", code="batch_not_found", status=404)
+        return _decoded(row[0])
+
+    def batches(self, owner: str) -> list[Batch]:
+        """An owner's, the newest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT record FROM batches WHERE owner = ? ORDER BY seq DESC", (owner,)).fetchall()
+        return [_decoded(row[0]) for row in rows]
+
+    def unfinished(self) -> list[Batch]:
+        """Those of all owners that have not ended, the oldest first."""
+        with self._lock:
+            rows = self._db.execute("SELECT record FROM batches WHERE NOT ended ORDER BY seq").fetchall()
+        return [_decoded(row[0]) for row in rows]
+
+    def add_lines(self, batch_id: str, lines: Sequence[tuple[int, bool, dict[str, Any]]]) -> None:
+        """Finished ones: number, whether it has an answer, and its record. Those that are there stay as they are."""
+        rows = [(batch_id, number, good, json.dumps(record)) for number, good, record in lines]
+        with self._lock, self._db:
+            self._db.executemany("INSERT OR IGNORE INTO lines (batch, line, good, record) VALUES (?, ?, ?, ?)", rows)
+
+    def done(self, batch_id: str) -> set[int]:
+        """The numbers of a batch's finished lines."""
+        with self._lock:
+            return {row[0] for row in self._db.execute("SELECT line FROM lines WHERE batch = ?", (batch_id,))}
+
+    def counts(self, batch_id: str) -> tuple[int, int]:
+        """Finished lines: with an answer, and without."""
+        with self._lock:
+            rows = self._db.execute("SELECT good, count(*) FROM lines WHERE batch = ? GROUP BY good", (batch_id,))
+            found = dict(rows.fetchall())
+        return found.get(1, 0), found.get(0, 0)
+
+    def lines(self, batch_id: str, *, good: bool) -> Iterator[str]:
+        """The records of finished lines as JSON, in the order of the input, a few at a time."""
+        last = -1
+        while True:
+            with self._lock:
+                rows = self._db.execute(
+                    "SELECT line, record FROM lines WHERE batch = ? AND good = ? AND line > ? ORDER BY line LIMIT 100",
+                    (batch_id, good, last),
+                ).fetchall()
+            if not rows:
+                return
+            yield from (row[1] for row in rows)
+            last = rows[-1][0]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._db.close()
+
+
+def _encoded(batch: Batch) -> str:
+    return json.dumps(asdict(batch))
+
+
+def _decoded(record: str) -> Batch:
+    raw = json.loads(record)
+    return Batch(**{**raw, "problem": raw["problem"] and tuple(raw["problem"])})

@@ -1,0 +1,97 @@
+"""The lines of a batch's input file: {"custom_id", "method", "url", "body"}, one JSON object each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import pydantic_core
+
+from vlmserve.api.body_counts import check_values
+from vlmserve_common.errors import BadRequestError
+
+MOST_ID_CHARS = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """number: from 1, blank lines counted. problem: (code, message) of a line that cannot be asked; it has no body."""
+
+    number: int
+    custom_id: str | None
+    body: dict[str, Any] | None = None
+    problem: tuple[str, str] | None = None
+
+
+def count_lines(file: BinaryIO) -> int:
+    """Those that are not blank. Reads what may be large in pieces."""
+    count, blank = 0, True
+    while chunk := file.read(2**20):
+        parts = chunk.split(b"\n")
+        for place, part in enumerate(parts):
+            blank = blank and not part.strip()
+            if place < len(parts) - 1:
+                count += not blank
+                blank = True
+    return count + (not blank)
+
+
+def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int, most_values: int) -> Iterator[Line]:
+    """All that are not blank, good and bad. A file gives the same lines each time.
+
+    most_bytes, most_values: of a line.
+    """
+    seen: set[str] = set()
+    number = 0
+    while raw := file.readline(most_bytes + 1):
+        number += 1
+        if len(raw) > most_bytes and not raw.endswith(b"\n"):
+            while rest := file.readline(2**20):
+                if rest.endswith(b"\n"):
+                    break
+            what = f"line {number} is longer than {most_bytes} bytes (setting --max-body-mib)"
+            yield Line(number=number, custom_id=None, problem=("line_too_long", what))
+        elif raw.strip():
+            yield _parsed(raw, number, endpoint, seen, most_values)
+
+
+def _parsed(raw: bytes, number: int, endpoint: str, seen: set[str], most_values: int) -> Line:
+    def bad(code: str, what: str, custom_id: str | None = None) -> Line:
+        return Line(number=number, custom_id=custom_id, problem=(code, f"line {number} {what}"))
+
+    try:
+        check_values(raw, most_values, f"line {number}")
+        given = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except BadRequestError as error:
+        return Line(number=number, custom_id=None, problem=("too_many_values", str(error)))
+    except ValueError as error:
+        return bad("invalid_json_line", f"is not valid JSON: {error}")
+    if not isinstance(given, dict):
+        return bad("invalid_json_line", "is not a JSON object")
+    custom_id = given.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MOST_ID_CHARS:
+        return bad(
+            "invalid_custom_id", f"has no custom_id, or one that is not a text of 1 to {MOST_ID_CHARS} characters"
+        )
+    if custom_id in seen:
+        return bad("duplicate_custom_id", f"has the custom_id of an earlier line: {custom_id!r}", custom_id)
+    seen.add(custom_id)
+    if given.get("method") != "POST":
+        return bad("invalid_method", f"has the method {_shown(given.get('method'))}; it must be POST", custom_id)
+    if given.get("url") != endpoint:
+        what = f"has the url {_shown(given.get('url'))}; it must be the batch's endpoint, {endpoint}"
+        return bad("invalid_url", what, custom_id)
+    unknown = sorted(given.keys() - {"custom_id", "method", "url", "body"})
+    if unknown:
+        return bad("invalid_line", f"has the unknown field {_shown(unknown[0])}", custom_id)
+    if not isinstance(given.get("body"), dict):
+        return bad("invalid_body", "has no body, or one that is not an object", custom_id)
+    if given["body"].get("stream"):
+        return bad("invalid_body", "asks for a stream; answers of batches are whole", custom_id)
+    return Line(number=number, custom_id=custom_id, body=given["body"])
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

@@ -1,0 +1,303 @@
+"""Answers the lines of batches beside the requests, and goes on where the last server was.
+
+A batch is a task: count its lines -> answer them, each journaled before the next takes its place -> write its files ->
+tell that it has ended. Each step may be cut off at any point, and done again: lines that are journaled are left out, a
+file that is there is not written twice. So there is one answer to each line, whatever happens.
+
+Lines of all batches share a few slots, in turns, and begin only while requests leave the engine room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+from vlmserve.api.batches.endpoints import Answer
+from vlmserve.api.batches.journal import BatchJournal
+from vlmserve.api.batches.lines import Line, count_lines, read_lines
+from vlmserve.api.batches.output import add_up, write_file
+from vlmserve.api.batches.record import Batch
+from vlmserve.api.caller import Caller
+from vlmserve.api.errors import describe
+from vlmserve.api.file_store import FileStore
+from vlmserve.api.request_id import new_id
+from vlmserve.api.served_model import ServedModel
+from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
+from vlmserve_common.errors import BadRequestError
+from vlmserve_common.logs import request_id
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05  # how often a line that waits for room looks for it
+_AGAIN_S = 1.0  # between two tries where the engine was full, or away for a moment
+_LAST = 2**31 - 1  # priority
+_WRITE_AGAIN_S = 30.0  # between two tries to write a batch's files
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """concurrency: lines answered at a time. max_lines: of a file. max_line_bytes, max_line_values: of a line.
+    priority: of the lines, as of a `Caller`."""
+
+    concurrency: int
+    max_lines: int
+    max_line_bytes: int
+    max_line_values: int
+    priority: int = 0
+
+
+def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[str, Answer]) -> BatchRunner:
+    """For a served model: its lines come last where the scheduler knows priorities."""
+    settings, manager = served.settings, served.manager
+    engine = settings.engine
+    limits = BatchLimits(
+        concurrency=settings.batch_concurrency,
+        max_lines=settings.max_batch_lines,
+        max_line_bytes=int(settings.max_body_mib * 2**20),
+        max_line_values=settings.max_json_values,
+        priority=_LAST if engine.schedule_policy == "priority" else 0,
+    )
+    return BatchRunner(
+        journal,
+        served.files,
+        endpoints,
+        limits,
+        has_room=lambda: manager.unavailable is None and manager.num_pending < engine.max_running_requests,
+        is_gone=lambda: manager.is_gone,
+    )
+
+
+class BatchRunner:
+    """For one event loop. has_room: whether the engine could take another request without any waiting for it.
+    is_gone: whether there is no engine any more, and there will be none."""
+
+    def __init__(
+        self,
+        journal: BatchJournal,
+        files: FileStore,
+        endpoints: Mapping[str, Answer],
+        limits: BatchLimits,
+        *,
+        has_room: Callable[[], bool],
+        is_gone: Callable[[], bool],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._journal = journal
+        self._files = files
+        self._endpoints = endpoints
+        self._limits = limits
+        self._has_room = has_room
+        self._is_gone = is_gone
+        self._clock = clock
+        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Go on with what the last server left."""
+        for batch in self._journal.unfinished():
+            logger.info("batch %s goes on: %s", batch.id, batch.status)
+            self.run(batch)
+
+    def run(self, batch: Batch) -> None:
+        """Begin, or go on."""
+        task = self._tasks[batch.id] = asyncio.get_running_loop().create_task(self._run(batch))
+        task.add_done_callback(self._forget)
+
+    async def cancel(self, batch: Batch) -> Batch:
+        """Begin no further line, and drop those under way. What has been answered stays."""
+        task = self._tasks.get(batch.id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+        batch = self._journal.find(batch.owner, batch.id)  # it may have come to its end meanwhile
+        if batch.id in self._tasks or batch.has_ended:  # somebody else cancelled it, too
+            return batch
+        if batch.outcome is None:
+            batch = replace(batch, status="cancelling", cancelling_at=int(self._clock()), outcome="cancelled")
+            self._journal.put(batch)
+        self.run(batch)
+        return batch
+
+    async def stop(self) -> None:
+        """Drop what is under way: the next server goes on."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks = {name: one for name, one in self._tasks.items() if one is not task}
+
+    async def _run(self, batch: Batch) -> None:
+        request_id.set(batch.id)
+        try:
+            if batch.outcome is None:
+                batch = await self._answer_all(batch)
+            if batch.status not in ("finalizing", "cancelling"):
+                batch = replace(batch, status="finalizing", finalizing_at=int(self._clock()))
+            await _done(self._journal.put, batch)
+            batch = await self._finish(batch)
+        except EngineUnavailableError as error:
+            logger.info("batch %s waits for the next server: %s", batch.id, error)
+        except Exception:
+            logger.exception("batch %s stopped; the next server goes on with it", batch.id)
+        else:
+            logger.info("batch %s: %s, %d answered, %d failed", batch.id, batch.status, batch.completed, batch.failed)
+
+    async def _answer_all(self, batch: Batch) -> Batch:
+        """The batch with its outcome."""
+        try:
+            if batch.status == "validating":
+                batch = await self._count(batch)
+            async with asyncio.timeout(max(0.0, batch.expires_at - self._clock())):
+                await self._answer_lines(batch)
+        except TimeoutError:
+            await self._expire_rest(batch)
+            return replace(batch, outcome="expired")
+        except BadRequestError as error:
+            return replace(batch, outcome="failed", problem=(error.code or "invalid_request", str(error)))
+        return replace(batch, outcome="completed")
+
+    async def _count(self, batch: Batch) -> Batch:
+        def count() -> int:
+            _, file = self._files.open(batch.owner, batch.input_file_id)
+            with file:
+                return count_lines(file)
+
+        total, most = await asyncio.to_thread(count), self._limits.max_lines
+        if not 1 <= total <= most:
+            what = f"the file has {total} lines; it must have between 1 and {most} (setting --max-batch-lines)"
+            raise BadRequestError(what, code="too_many_lines" if total else "empty_file")
+        batch = replace(batch, status="in_progress", in_progress_at=int(self._clock()), total=total)
+        await _done(self._journal.put, batch)
+        return batch
+
+    async def _answer_lines(self, batch: Batch) -> None:
+        lines = await asyncio.to_thread(self._lines_left, batch)
+        try:
+            async with asyncio.TaskGroup() as group:
+                while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                    await self._room()
+                    task = group.create_task(self._answer_line(batch, line))
+                    task.add_done_callback(lambda _: self._slots.release())
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+
+    async def _room(self) -> None:
+        """A slot, and room in the engine."""
+        await self._slots.acquire()
+        try:
+            while not self._has_room():
+                await asyncio.sleep(_LOOK_S)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def _lines_left(self, batch: Batch) -> Iterator[Line]:
+        done = self._journal.done(batch.id)
+        _, file = self._files.open(batch.owner, batch.input_file_id)
+
+        def left() -> Iterator[Line]:
+            with file:
+                lines = read_lines(
+                    file,
+                    batch.endpoint,
+                    most_bytes=self._limits.max_line_bytes,
+                    most_values=self._limits.max_line_values,
+                )
+                yield from (line for line in lines if line.number not in done)
+
+        return left()
+
+    async def _answer_line(self, batch: Batch, line: Line) -> None:
+        record: dict[str, Any] = {"id": f"{batch.id}_{line.number}", "custom_id": line.custom_id, "response": None}
+        status = 0
+        if line.problem is not None:
+            code, message = line.problem
+            record["error"] = {"code": code, "message": message, "line": line.number}
+        else:
+            assert line.body is not None
+            name = new_id("batch_req")
+            status, body = await self._ask(batch, line.body, name)
+            record |= {"response": {"status_code": status, "request_id": name, "body": body}, "error": None}
+        await _done(self._journal.add_lines, batch.id, [(line.number, status == 200, record)])
+
+    async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
+        request_id.set(name)
+        caller = Caller(
+            client=f"{batch.client} batch", owner=batch.owner, tenant=batch.tenant, priority=self._limits.priority
+        )
+        while True:  # until the batch's time is over
+            try:
+                return 200, await self._endpoints[batch.endpoint](body, caller)
+            except BadRequestError as error:
+                if error.status != 429:
+                    return describe(error)
+            except EngineUnavailableError:
+                if self._is_gone():
+                    raise
+            except Exception as error:
+                return describe(error)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _expire_rest(self, batch: Batch) -> None:
+        def expire() -> None:
+            expired = []
+            for line in self._lines_left(batch):
+                what = f"the batch's {batch.completion_window} were over before this line was answered"
+                record = {
+                    "id": f"{batch.id}_{line.number}",
+                    "custom_id": line.custom_id,
+                    "response": None,
+                    "error": {"code": "batch_expired", "message": what, "line": line.number},
+                }
+                expired.append((line.number, False, record))
+            self._journal.add_lines(batch.id, expired)
+
+        await _done(expire)
+
+    async def _finish(self, batch: Batch) -> Batch:
+        """Write the files, for as long as it takes to have room for them, and tell that it has ended."""
+        assert batch.outcome is not None
+        completed, failed = await asyncio.to_thread(self._journal.counts, batch.id)
+        usage = await asyncio.to_thread(add_up, self._journal.lines(batch.id, good=True))
+        ids: dict[str, str | None] = {}
+        for kind, count in (("output", completed), ("error", failed)):
+            ids[f"{kind}_file_id"] = await self._write(batch, kind) if count else None
+        batch = replace(
+            batch,
+            status=batch.outcome,
+            ended_at=int(self._clock()),
+            completed=completed,
+            failed=failed,
+            usage=usage,
+            **ids,  # type: ignore[arg-type]
+        )
+        await _done(self._journal.put, batch)
+        return batch
+
+    async def _write(self, batch: Batch, kind: str) -> str:
+        while True:
+            try:
+                return await _done(write_file, self._files, self._journal, batch, kind)
+            except (BadRequestError, OSError) as error:
+                logger.warning("the %s file of batch %s cannot be written yet: %s", kind, batch.id, error)
+                batch = replace(batch, problem=(f"{kind}_file_waits", str(error)))
+                await _done(self._journal.put, batch)
+            await asyncio.sleep(_WRITE_AGAIN_S)
+
+
+async def _done(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Called in a thread, and waited for even when this is cancelled: nothing is still written after that."""
+    working = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait((working,))
+        raise

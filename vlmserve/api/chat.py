@@ -1,0 +1,94 @@
+"""POST /v1/chat/completions, and its answers for whoever asks in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from vlmserve.api.answers import AnswerHead, AnswerWriter
+from vlmserve.api.body import read_body
+from vlmserve.api.caller import Caller, caller_of
+from vlmserve.api.convert import to_generate_request
+from vlmserve.api.errors import describe
+from vlmserve.api.protocol import ChatCompletionRequest
+from vlmserve.api.request_id import name_answer
+from vlmserve.api.served_model import ServedModel
+from vlmserve.api.streaming import DONE, EventStream, sse_event, while_connected
+from vlmserve.api.tools import tool_use
+from vlmserve.api.tracing import asked_of
+from vlmserve.frontend.parsers.answer import AnswerReading
+from vlmserve.frontend.request_builder import GenerateReqInput
+
+
+async def complete_chat(served: ServedModel, request: Request) -> Response:
+    """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
+    chat = await read_body(request, ChatCompletionRequest, served.settings)
+    served.check_name(chat.model)
+    own_id = name_answer(request, "chatcmpl", chat.rid)
+    request.state.asked = asked_of(chat)
+    if not chat.stream:
+        answer = await while_connected(request.receive, whole_chat(served, chat, own_id, caller_of(request)))
+        if chat.logprobs or "prompt_logprobs" in answer:  # they are many
+            return await asyncio.to_thread(JSONResponse, answer)
+        return JSONResponse(answer)
+    events = chat_events(served, chat, own_id, caller_of(request))
+    return await EventStream.begin(request.receive, events)
+
+
+async def whole_chat(served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
+    """The chat.completion. own_id: unlike that of any other. Raises what `errors` describes."""
+    wanted, writer = _prepare(served, chat, own_id, caller)
+    async with aclosing(served.manager.generate(wanted)) as outputs:
+        return await writer.whole(outputs)
+
+
+async def chat_events(
+    served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
+) -> AsyncGenerator[bytes, None]:
+    """The stream's events. What fails before the first output is raised, while a status can still be sent; what fails
+    later is told in an event of its own, as OpenAI does."""
+    wanted, writer = _prepare(served, chat, own_id, caller)
+    async with aclosing(served.manager.stream(wanted)) as batches:
+        yield writer.events(await anext(batches))
+        try:
+            async for items in batches:
+                yield writer.events(items)
+            yield writer.usage_event()
+        except Exception as error:
+            yield sse_event(describe(error)[1])
+        yield DONE
+
+
+def _prepare(
+    served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
+) -> tuple[GenerateReqInput, AnswerWriter]:
+    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=chat.model)
+    wanted = to_generate_request(
+        chat,
+        own_id,
+        formats=served.formats,
+        find_file=served.files.for_owner(caller.owner),
+        client=caller.client,
+        owner=caller.owner,
+        tenant=caller.tenant,
+        ended=caller.ended,
+    )
+    wanted = replace(wanted, priority=wanted.priority or caller.priority)
+    writer = AnswerWriter(
+        head,
+        served.manager.builder.tokenizer,
+        n=wanted.n,
+        logprobs=bool(chat.logprobs),
+        mm_report=bool(chat.return_mm_report),
+        include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
+        usage_details=bool(chat.return_usage_details),
+        reading=AnswerReading(calls=tool_use(chat, served.formats), reasoning=served.formats.reasoning),
+    )
+    return wanted, writer

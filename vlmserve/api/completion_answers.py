@@ -1,0 +1,196 @@
+"""OpenAI's text completion objects, whole and in chunks, from the engine's outputs."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+from vlmserve.api.answers import AnswerHead
+from vlmserve.api.prompt_logprobs import finite, prompt_json
+from vlmserve.api.streaming import sse_event
+from vlmserve.frontend.tokenizer_manager import ChoiceOutput
+from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TextOutput
+from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
+
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+class _LogprobColumns:
+    """Logprobs of one choice in the old shape: a list for each kind of thing. text_offset counts characters of the
+    choice's own text, up to the first byte of the token."""
+
+    def __init__(self, tokenizer: TextTokenizer, hidden_ids: frozenset[int]) -> None:
+        """hidden_ids: tokens of the answer that are no part of its text."""
+        self._tokenizer = tokenizer
+        self._hidden = hidden_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def of_prompt(self, found: PromptLogprobs, most: int) -> dict[str, list[Any]]:
+        """Of all tokens of the prompt, with so many of the likeliest; null for the first, which comes after none."""
+        columns = (found.token_ids, found.logprobs, found.top_ids, found.top_logprobs)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return self._columns(
+            (
+                self._row(token, logprob, zip(ids[:most], logprobs[:most], strict=True), none=place == 0)
+                for place, (token, logprob, ids, logprobs) in enumerate(rows)
+            )
+        )
+
+    def of_answer(self, output: TextOutput) -> dict[str, list[Any]]:
+        """Of an output's tokens; the token that ended the answer is not part of it."""
+        listed, finish = output.logprobs or (), output.finish_reason
+        if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
+            listed = listed[:-1]
+        return self._columns(
+            self._row(
+                entry.token_id,
+                entry.logprob,
+                zip(entry.top_ids, entry.top_logprobs, strict=True),
+                hidden=entry.token_id in self._hidden,
+            )
+            for entry in listed
+        )
+
+    def _row(
+        self, token: int, logprob: float, top: Iterable[tuple[int, float]], *, none: bool = False, hidden: bool = False
+    ) -> tuple[Any, ...]:
+        offset = self._offset
+        if not hidden:
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        if none:
+            return self._text(token), None, None, offset
+        # as OpenAI has it, the token itself is always among them
+        likeliest = {self._text(one): finite(value) for one, value in top} | {self._text(token): finite(logprob)}
+        return self._text(token), finite(logprob), likeliest, offset
+
+    def _columns(self, rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Any]]:
+        listed = list(rows)
+        return {name: [row[place] for row in listed] for place, name in enumerate(_COLUMNS)}
+
+    def _text(self, token: int) -> str:
+        """As OpenAI writes tokens; those that are parts of a character are told apart by their bytes."""
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class CompletionWriter:
+    """Writes the answers to several prompts, n of each. echo: the texts of the prompts where they shall be repeated.
+
+    logprobs: how many of the likeliest tokens are named; None: no logprobs. prompt_logprobs, include_usage: whether
+    they were asked for. hidden_ids: see `_LogprobColumns`.
+    """
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        tokenizer: TextTokenizer,
+        *,
+        prompts: int,
+        n: int,
+        echo: Sequence[str] | None,
+        logprobs: int | None,
+        prompt_logprobs: bool,
+        include_usage: bool,
+        hidden_ids: frozenset[int],
+    ) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._n = n
+        self._echo = echo
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
+        self._include_usage = include_usage
+        self._columns = [_LogprobColumns(tokenizer, hidden_ids) for _ in range(prompts * n)]
+        self._began = [False] * (prompts * n)
+        self._completions = [0] * (prompts * n)
+        self._prompts, self._cached = [0] * prompts, [0] * prompts
+
+    async def whole(self, batches: AsyncIterator[Sequence[ChoiceOutput]]) -> dict[str, Any]:
+        """The text_completion of all outputs."""
+        collected: list[list[TextOutput]] = [[] for _ in self._columns]
+        async for items in batches:
+            for item in items:
+                self._note(item)
+                collected[item.index].append(item.output)
+        choices = [self._choice(index, collected) for index in range(len(collected))]
+        return self._head.object("text_completion", choices=choices, usage=self._usage())
+
+    def events(self, items: Sequence[ChoiceOutput]) -> bytes:
+        """The next chunks as events; empty while the outputs' text is held back."""
+        return b"".join(map(self._event, items))
+
+    def usage_event(self) -> bytes:
+        """What follows when all choices have ended: the usage, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        return sse_event(self._head.object("text_completion", choices=[], usage=self._usage()))
+
+    def _choice(self, index: int, collected: Sequence[Sequence[TextOutput]]) -> dict[str, Any]:
+        outputs = collected[index]
+        of_prompt = collected[index - index % self._n][0].prompt_logprobs  # the prompt's come once
+        pieces = [self._piece(index, output, of_prompt) for output in outputs]
+        choice = self._as_choice(
+            index,
+            "".join(text for text, _ in pieces),
+            _joined([found for _, found in pieces if found is not None]) if self._logprobs is not None else None,
+            outputs[-1].finish_reason,
+        )
+        if self._prompt_logprobs and of_prompt is not None:
+            choice["prompt_logprobs"] = prompt_json(of_prompt, self._tokenizer)["prompt_logprobs"]
+        return choice
+
+    def _event(self, item: ChoiceOutput) -> bytes:
+        self._note(item)
+        output = item.output
+        text, logprobs = self._piece(item.index, output, output.prompt_logprobs)
+        if not text and output.finish_reason is None and not (logprobs and logprobs["tokens"]):
+            return b""
+        usage = {"usage": None} if self._include_usage else {}
+        choice = self._as_choice(item.index, text, logprobs, output.finish_reason)
+        return sse_event(self._head.object("text_completion", choices=[choice], **usage))
+
+    def _piece(
+        self, index: int, output: TextOutput, of_prompt: PromptLogprobs | None
+    ) -> tuple[str, dict[str, list[Any]] | None]:
+        """Text and logprobs of a choice's next output; before its first what is repeated of the prompt."""
+        columns, text, found = self._columns[index], output.text, list[dict[str, list[Any]]]()
+        if self._echo is not None and not self._began[index]:
+            text = self._echo[index // self._n] + text
+            if self._logprobs is not None and of_prompt is not None:
+                found.append(columns.of_prompt(of_prompt, self._logprobs))
+        self._began[index] = True
+        if self._logprobs is None:
+            return text, None
+        return text, _joined([*found, columns.of_answer(output)])
+
+    def _as_choice(self, index: int, text: str, logprobs: Any, finish: FinishReason | None) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish and finish.type}
+        if finish is not None:
+            choice["stop_reason"] = finish.matched if isinstance(finish.matched, str) else None
+        return choice
+
+    def _note(self, item: ChoiceOutput) -> None:
+        prompt, choice = divmod(item.index, self._n)
+        self._prompts[prompt] = item.output.prompt_tokens
+        self._completions[item.index] = item.output.completion_tokens
+        if choice == 0:  # later choices find the first one's prompt in the cache
+            self._cached[prompt] = item.output.cached_tokens
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of all prompts, each once, and of all answers."""
+        prompt, completion = sum(self._prompts), sum(self._completions)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+
+def _joined(found: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    return {name: [value for columns in found for value in columns[name]] for name in _COLUMNS}

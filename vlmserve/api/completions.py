@@ -1,0 +1,162 @@
+"""POST /v1/completions: texts and token ids to go on from, without a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from vlmserve.api.answers import AnswerHead
+from vlmserve.api.body import read_body
+from vlmserve.api.caller import Caller, caller_of
+from vlmserve.api.completion_answers import CompletionWriter
+from vlmserve.api.completion_protocol import CompletionRequest
+from vlmserve.api.convert import named, sampling_of
+from vlmserve.api.errors import describe
+from vlmserve.api.request_id import name_answer
+from vlmserve.api.served_model import ServedModel
+from vlmserve.api.streaming import DONE, EventStream, sse_event, while_connected
+from vlmserve.frontend.request_builder import GenerateReqInput, TextPrompt, TokensPrompt
+from vlmserve.frontend.sampling import MAX_TOP_LOGPROBS, check_range
+from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions
+from vlmserve_common.errors import BadRequestError
+
+_MAX_TOKENS = 16  # OpenAI's, where a request does not say
+_MAX_N = 128
+
+
+async def complete(served: ServedModel, request: Request) -> Response:
+    """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
+    body = await read_body(request, CompletionRequest, served.settings)
+    served.check_name(body.model)
+    own_id = name_answer(request, "cmpl", body.rid)
+    if body.stream:
+        return await EventStream.begin(request.receive, _events(served, body, own_id, caller_of(request)))
+    answer = await while_connected(request.receive, whole_completion(served, body, own_id, caller_of(request)))
+    if body.logprobs is not None or body.prompt_logprobs is not None:  # they are many
+        return await asyncio.to_thread(JSONResponse, answer)
+    return JSONResponse(answer)
+
+
+async def whole_completion(served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
+    """The text_completion. own_id: unlike that of any other. Raises what `errors` describes."""
+    wanted, writer = _prepare(served, body, own_id, caller)
+    try:
+        async with aclosing(served.manager.stream(*wanted)) as batches:
+            return await writer.whole(batches)
+    except BadRequestError as error:
+        raise _named(error) from None
+
+
+async def _events(
+    served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller
+) -> AsyncGenerator[bytes, None]:
+    """As `chat.chat_events`."""
+    wanted, writer = _prepare(served, body, own_id, caller)
+    async with aclosing(served.manager.stream(*wanted)) as batches:
+        try:
+            first = await anext(batches)
+        except BadRequestError as error:
+            raise _named(error) from None
+        yield writer.events(first)
+        try:
+            async for items in batches:
+                yield writer.events(items)
+            yield writer.usage_event()
+        except Exception as error:
+            yield sse_event(describe(error)[1])
+        yield DONE
+
+
+def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -> list[GenerateReqInput]:
+    """One for each prompt. Raises BadRequestError for fields that contradict each other or are not supported."""
+    _check(body)
+    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    k = max((count for count in asked if count is not None), default=None)
+    if k is None and body.echo and body.max_tokens == 0:
+        k = 0  # then the prompt is all that is computed
+    prompts = prompts_of(body)
+    sampling = sampling_of(body.model_copy(update={"max_tokens": _MAX_TOKENS}) if body.max_tokens is None else body)
+    calls = tuple(LogitsProcessorCall(name=c.name, params=c.params or {}) for c in body.logits_processors or ())
+    return [
+        GenerateReqInput(
+            request_id=own_id if len(prompts) == 1 else f"{own_id}-{index}",
+            prompt=TextPrompt(text=prompt) if isinstance(prompt, str) else TokensPrompt(ids=tuple(prompt)),
+            sampling=sampling,
+            n=body.n or 1,
+            num_logprobs=body.logprobs,
+            client=caller.client,
+            tenant=caller.tenant,
+            returns=ReturnOptions(prompt_logprobs=k),
+            logits_processors=calls,
+            ended=caller.ended,
+            **{**named(body), "priority": body.priority or caller.priority},
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts, each a text or token ids."""
+    prompt: Any = body.prompt
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+
+
+def _prepare(
+    served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller
+) -> tuple[list[GenerateReqInput], CompletionWriter]:
+    tokenizer = served.manager.builder.tokenizer
+    wanted = to_generate_requests(body, own_id, caller)
+    echo = None
+    if body.echo:
+        echo = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in prompts_of(body)]
+    writer = CompletionWriter(
+        AnswerHead(id=body.rid or own_id, created=int(time.time()), model=body.model),
+        tokenizer,
+        prompts=len(wanted),
+        n=wanted[0].n,
+        echo=echo,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        hidden_ids=frozenset() if body.skip_special_tokens is False else tokenizer.special_ids,
+    )
+    return wanted, writer
+
+
+def _check(body: CompletionRequest) -> None:
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= _MAX_N:
+        raise _invalid("n", f"n is {n}; it must be between 1 and {_MAX_N}")
+    if body.logprobs is not None:
+        check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
+    if body.best_of not in (None, n):
+        raise _unsupported("best_of", f"best_of {body.best_of} with n {n}: all answers that are made are returned")
+    if body.suffix:
+        raise _unsupported("suffix", "suffix: Qwen-VL models go on from a text, they do not fill gaps")
+    if body.stream_options is not None and not body.stream:
+        raise _invalid("stream_options", "stream_options needs stream: true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise _invalid("prompt_logprobs", "prompt_logprobs comes with a whole answer only: leave stream out")
+    if body.stream and body.echo and body.logprobs is not None and n > 1:
+        raise _invalid("echo", "echo with logprobs and n above 1 comes with a whole answer only: leave stream out")
+
+
+def _named(error: BadRequestError) -> BadRequestError:
+    """What is wrong with a prompt, under the name that it has here."""
+    if error.param == "messages":
+        error.param = "prompt"
+    return error
+
+
+def _invalid(param: str, what: str) -> BadRequestError:
+    return BadRequestError(what, param=param, code="invalid_value")
+
+
+def _unsupported(param: str, what: str) -> BadRequestError:
+    return BadRequestError(f"{what} (not supported)", param=param, code="unsupported_parameter")

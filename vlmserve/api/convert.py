@@ -1,0 +1,151 @@
+"""A chat completion request as the engine takes it, or the reason why it cannot be served."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from vlmserve.api.completion_protocol import CompletionRequest
+from vlmserve.api.protocol import ChatCompletionRequest, NamedRequest
+from vlmserve.api.tools import check_tools, tool_use
+from vlmserve.frontend.file_parts import FindFile
+from vlmserve.frontend.parsers.answer import NO_FORMATS, AnswerFormats
+from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
+from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.structured_output import FORM_FIELDS, grammar_of
+from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions
+from vlmserve_common.errors import BadRequestError
+
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingOverrides))
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def to_generate_request(
+    request: ChatCompletionRequest,
+    request_id: str,
+    *,
+    formats: AnswerFormats = NO_FORMATS,
+    max_n: int = 128,
+    find_file: FindFile,
+    client: str = "",
+    owner: str = "",
+    tenant: str = "",
+    ended: Callable[[RequestStats], None] | None = None,
+) -> GenerateReqInput:
+    """Raises BadRequestError for fields that contradict each other or are not supported yet.
+
+    formats: how the model writes. max_n: most choices of a request. find_file: finds the uploaded files that the client
+    may use. client, owner: who it is, and whose sessions are its own. tenant: see `GenerateReqInput`. ended: is told
+    what became of each choice.
+    """
+    _check_combinations(request)
+    _refuse_unsupported(request)
+    n = 1 if request.n is None else request.n
+    if not 1 <= n <= max_n:
+        raise _invalid("n", f"n is {n}; it must be between 1 and {max_n}")
+    continue_final = bool(request.continue_final_message)
+    add_generation_prompt = request.add_generation_prompt
+    return GenerateReqInput(
+        request_id=request_id,
+        prompt=ChatPrompt(
+            messages=request.messages,  # type: ignore[arg-type]  # kept as the client wrote them
+            tool_use=tool_use(request, formats),
+            reasoning_effort=request.reasoning_effort,
+            add_generation_prompt=not continue_final if add_generation_prompt is None else add_generation_prompt,
+            continue_final_message=continue_final,
+            template_kwargs=request.chat_template_kwargs or {},
+            find_file=find_file,
+        ),
+        sampling=sampling_of(request),
+        mm_processor_kwargs=request.mm_processor_kwargs or {},
+        n=n,
+        num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        client=client,
+        returns=_returns(request),
+        logits_processors=tuple(
+            LogitsProcessorCall(name=call.name, params=call.params or {}) for call in request.logits_processors or ()
+        ),
+        session_id="" if request.session_id is None else f"{owner} {request.session_id}",
+        tenant=tenant,
+        ended=ended,
+        **named(request),
+    )
+
+
+def named(request: NamedRequest) -> dict[str, Any]:
+    """The fields of a `GenerateReqInput` that all requests have."""
+    return {
+        "cache_salt": request.cache_salt or "",
+        "priority": request.priority or 0,
+        "data_parallel_rank": request.data_parallel_rank,
+        "rid": request.rid,
+        "timeout_s": request.timeout,
+    }
+
+
+def _returns(request: ChatCompletionRequest) -> ReturnOptions:
+    hidden = request.return_hidden_states
+    return ReturnOptions(
+        prompt_logprobs=request.prompt_logprobs,
+        logprob_start_len=request.logprob_start_len or 0,
+        token_ids_logprob=tuple(request.token_ids_logprob or ()),
+        temp_scaled_logprobs=bool(request.temp_scaled_logprobs),
+        top_p_normalized_logprobs=bool(request.top_p_normalized_logprobs),
+        hidden_states="none" if not hidden else "all" if hidden is True else hidden,
+    )
+
+
+def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingOverrides:
+    """What a request says about sampling. Raises BadRequestError."""
+    limit = getattr(request, "max_completion_tokens", None)
+    limit = request.max_tokens if limit is None else limit
+    given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}
+    given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if given[name] is not None}
+    if request.logit_bias is not None:
+        given["logit_bias"] = _logit_bias(request.logit_bias)
+    given["grammar"] = grammar_of({name: getattr(request, name) for name in FORM_FIELDS})
+    return SamplingOverrides(**{**given, "max_new_tokens": limit})
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    for key in given:
+        if not _TOKEN_ID.fullmatch(key):
+            raise _invalid("logit_bias", f"logit_bias has the key {key[:40]!r}; its keys must be token ids")
+    return {int(key): bias for key, bias in given.items()}
+
+
+def _check_combinations(request: ChatCompletionRequest) -> None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
+    if request.token_ids_logprob and not request.logprobs and request.prompt_logprobs is None:
+        raise _invalid("token_ids_logprob", "token_ids_logprob needs logprobs: true, or prompt_logprobs")
+    for name in ("prompt_logprobs", "return_hidden_states"):
+        if request.stream and getattr(request, name) not in (None, False):
+            raise _invalid(name, f"{name} comes with a whole answer only: leave stream out")
+    if request.stream_options is not None and not request.stream:
+        raise _invalid("stream_options", "stream_options needs stream: true")
+    check_tools(request)
+
+
+def _refuse_unsupported(request: ChatCompletionRequest) -> None:
+    if request.audio is not None or "audio" in (request.modalities or ()):
+        raise _unsupported("modalities", "audio output")
+    for name in ("prediction", "web_search_options"):
+        if getattr(request, name) is not None:
+            raise _unsupported(name, name)
+    for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, name) is not None:
+            raise BadRequestError(
+                f"{name} is not taken: send {newer}, its later name", param=name, code="unsupported_parameter"
+            )
+
+
+def _invalid(param: str, what: str) -> BadRequestError:
+    return BadRequestError(what, param=param, code="invalid_value")
+
+
+def _unsupported(param: str, what: str) -> BadRequestError:
+    return BadRequestError(f"{what} is not supported yet", param=param, code="unsupported_parameter")

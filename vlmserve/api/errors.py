@@ -1,0 +1,127 @@
+"""OpenAI's error bodies for everything that can go wrong, and nothing of our insides in them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from vlmserve.api.database import is_full
+from vlmserve.config.plain_problems import sentence
+from vlmserve.config.spelling import did_you_mean
+from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
+from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
+from vlmserve_common.errors import BadRequestError, EngineError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+CLIENT_CLOSED_REQUEST = 499
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """{"error": {message, type, param, code}}; type follows from the HTTP status."""
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and body for an exception. Unexpected ones are logged and answered without details."""
+    if isinstance(error, BadRequestError):
+        return error.status, error_body(error.status, str(error), param=error.param, code=error.code)
+    if isinstance(error, EngineUnavailableError):
+        return 503, error_body(503, str(error), code="engine_unavailable")
+    if isinstance(error, RequestTimeoutError):
+        return 504, error_body(504, str(error), code="request_timeout")
+    if isinstance(error, RequestAbortedError):
+        return CLIENT_CLOSED_REQUEST, error_body(CLIENT_CLOSED_REQUEST, str(error), code="request_aborted")
+    if isinstance(error, EngineError):
+        return 500, error_body(500, str(error), code="engine_error")
+    if is_full(error):
+        logger.warning("a request is answered 507: %s", error)
+        return 507, error_body(507, "the server's disk is full (setting --file-store-dir)", code="storage_full")
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return 500, error_body(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def error_response(error: Exception, *, retry_after_s: Callable[[], int] | None = None) -> Response:
+    """`describe` as a response, with Retry-After where trying again makes sense.
+
+    retry_after_s: estimates it for what was refused because of a limit (429).
+
+    Who was too slow gets no further request on the same connection, as the rest of this one may still come on it.
+    """
+    status, body = describe(error)
+    extra: dict[str, str] = {}
+    if status in (429, 503):
+        estimated = status == 429 and retry_after_s is not None
+        extra["Retry-After"] = str(retry_after_s() if estimated else RETRY_AFTER_S)  # type: ignore[misc]
+    if status == 408:
+        extra["Connection"] = "close"
+    return JSONResponse(body, status_code=status, headers=extra)
+
+
+def refuse_invalid(error: ValidationError, raw: Any, known_fields: Collection[str] = ()) -> BadRequestError:
+    """The first problem of a request body, with the path of the field in it as the client wrote it.
+
+    known_fields: those that may have been meant by one that nobody knows.
+    """
+    problem = error.errors(include_url=False)[0]
+    path = _path_in(raw, problem["loc"], absent=problem["type"] == "missing")
+    guess = did_you_mean(path.rpartition(".")[2], known_fields)
+    message = sentence(problem, path or "the request body", guess)
+    return BadRequestError(message, param=path or None, code="invalid_value")
+
+
+def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
+    """Answer every failure of `app` in OpenAI's form. retry_after_s: see `error_response`."""
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"there is nothing at {request.url.path} that takes {request.method}"
+        if error.status_code == 404:
+            paths = [getattr(route, "path", "") for route in app.routes]
+            message += did_you_mean(request.url.path, paths, "; the API begins at /v1, and /docs shows it")
+        elif error.headers and "allow" in {name.lower() for name in error.headers}:
+            message += f"; it takes {', '.join(error.headers.values())}"
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        request.state.error_code = getattr(error, "code", None)
+        return error_response(error, retry_after_s=retry_after_s)
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(BadRequestError, on_error)
+    app.add_exception_handler(EngineError, on_error)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
+
+
+def _path_in(raw: Any, loc: tuple[int | str, ...], *, absent: bool) -> str:
+    """A pydantic location as a path like messages[0].content[1].text, without the tags of unions in it.
+
+    absent: its last step is a field that is not there.
+    """
+    path, value = "", raw
+    for place, step in enumerate(loc):
+        missing = absent and place == len(loc) - 1
+        if (
+            isinstance(value, dict)
+            and value.get("type") == step
+            and loc[place + 1 : place + 2] in [(k,) for k in value]
+        ):
+            continue  # a tag that is the name of a field, too: {"type": "video", "video": ...}
+        if isinstance(step, int) and isinstance(value, list) and step < len(value):
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(step, str) and isinstance(value, dict) and (step in value or missing):
+            path, value = f"{path}.{step}" if path else step, value.get(step)
+    return path

@@ -1,0 +1,121 @@
+"""Puts the API process together: tokenizer, template, processors, TokenizerManager and the HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from vlmserve.api.app import build_app
+from vlmserve.api.control import AskEngine
+from vlmserve.api.file_store import FileStore
+from vlmserve.api.outermost import access
+from vlmserve.api.request_log import requests
+from vlmserve.api.stores import open_stores
+from vlmserve.api.tracing import RequestTracer, otlp_processor
+from vlmserve.config.settings import ServerSettings
+from vlmserve.config.start_settings import StartSettings
+from vlmserve.frontend.media import RequestMedia
+from vlmserve.frontend.stage import make_tokenizer_stage, stage_limits
+from vlmserve.frontend.tokenizer_manager import PreparedMessage, TokenizerManager
+from vlmserve.ipc.messages import SchedulerInput, TokenizerManagerInput
+from vlmserve.ipc.private_dir import PrivateDirectory
+
+
+class ApiFrontend:
+    """The API process's half of a server. `app` is the ASGI application; the rest is the launcher's."""
+
+    def __init__(self, manager: TokenizerManager, media: RequestMedia, app: FastAPI, stack: ExitStack) -> None:
+        self.app = app
+        self.manager = manager
+        self._media = media
+        self._stack = stack
+
+    def start(self) -> None:
+        """Go on with the batches of the last server."""
+        self.app.state.batches.start()
+
+    def handle(self, message: TokenizerManagerInput) -> None:
+        """Take a message from the detokenizer."""
+        self.manager.handle(message)
+
+    def fail_all(self, message: str) -> None:
+        """Answer every pending and every later request with 503 and the message."""
+        self.manager.fail(message)
+
+    def suspend(self, message: str | None) -> None:
+        """Answer later requests with 503 and the message, until it is None."""
+        self.manager.suspend(message)
+
+    async def close(self) -> None:
+        """Free threads and connections."""
+        await self.app.state.batches.stop()
+        self.manager.close()
+        await self._media.close()
+        await asyncio.to_thread(self._stack.close)
+
+
+def make_frontend(
+    settings: ServerSettings,
+    *,
+    max_model_len: int,
+    auto_pixels: int | None = None,
+    model_name: str,
+    send: Callable[[SchedulerInput], None],
+    prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
+    control: AskEngine | None = None,
+    start: StartSettings | None = None,
+) -> ApiFrontend:
+    """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
+    auto_pixels: what `--max-pixels auto` comes to. control: asks the engine what operators want. start: what media
+    processes need.
+
+    Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
+    of uploaded files that another server uses.
+    """
+    engine = settings.engine
+    if settings.access_log:
+        access.setLevel(logging.INFO)  # whatever --log-level is: it was asked for
+    if settings.log_requests:
+        requests.setLevel(logging.INFO)
+    with ExitStack() as stack:
+        files = _open_files(settings, stack)
+        stage = make_tokenizer_stage(
+            engine,
+            stage_limits(settings),
+            max_model_len=max_model_len,
+            auto_pixels=auto_pixels,
+            start=start,
+        )
+        manager = TokenizerManager(
+            builder=stage.builder,
+            media=stage.media,
+            send=send,
+            prepare=prepare,
+            max_pending=engine.dp_size * (engine.max_running_requests + engine.max_queued_requests),
+            request_timeout_s=settings.request_timeout_s,
+            num_replicas=engine.dp_size,
+        )
+        tracer = None
+        if settings.otlp_traces_endpoint is not None:
+            tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
+            stack.callback(tracer.close)
+        app = build_app(manager, model_name, settings, files, control, tracer, open_stores(files, settings, stack))
+        return ApiFrontend(manager, stage.media, app, stack.pop_all())
+
+
+def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
+    """The uploaded files, to be closed by `stack`; those in a private folder go with it."""
+    if settings.file_store_dir is None:
+        folder = stack.enter_context(PrivateDirectory(Path(tempfile.gettempdir()), "vlmserve-files")).path / "files"
+        folder.mkdir()
+    else:
+        folder = Path(settings.file_store_dir)
+    files = FileStore(folder, settings)
+    stack.callback(files.close)
+    return files

@@ -1,0 +1,328 @@
+"""The composition root: makes the processes of a server, ties them together, and takes them down again.
+
+Order, undone backwards whatever happens: listening socket (a taken port is known before a model is loaded) -> private
+directories -> the process that all children are forks of -> child processes -> their readiness -> HTTP. The three
+processes are this one (HTTP, TokenizerManager, media, unless those have processes of their own), the scheduler (models,
+GPU) and the detokenizer; each replica (`--dp-size`) has the latter two, and its other ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
+
+from vlmserve.api.api_keys import read_api_keys
+from vlmserve.api.launch_children import Child, make_directories, prepare_children, start_children
+from vlmserve.api.launch_ranks import rank_mains, serve_node
+from vlmserve.api.listening import listen
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.settings import ServerSettings
+from vlmserve.config.start_settings import StartSettings
+from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, wait_until_ready
+from vlmserve.ipc.messages import TokenizerManagerInput
+from vlmserve.ipc.ready import Ready, ReadyReport, of_all
+from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
+from vlmserve_common.logs import configure_logging
+from vlmserve_common.process.child import ChildProcess
+from vlmserve_common.process.open_files import raise_open_files
+from vlmserve_common.process.stop_signals import (
+    STOP_SIGNALS,
+    StopRequested,
+    ignore_stop_signals,
+    stop_signals_raise,
+)
+
+if TYPE_CHECKING:
+    from vlmserve.api.http_server import HttpServer
+    from vlmserve.ipc.engines import Engines
+
+logger = logging.getLogger(__name__)
+
+# How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
+_FAREWELL_S = 1.0
+_BACKLOG = 2048
+# How long a process that hangs gets to write its stacks to the log.
+_STACKS_S = 1.0
+
+
+class Frontend(Protocol):
+    """The API process's half of the engine, as the launcher needs it.
+
+    app: the ASGI application. start: work that no request asks for may begin. handle: takes a message from the
+    detokenizer. fail_all: answers every pending request, and every later one, with 503 and the message; /health too;
+    may be called again. suspend: while the engine can do nothing, later requests and /health are answered so, but
+    pending ones go on waiting; None ends that. close: frees threads and connections.
+    """
+
+    app: Any
+
+    def start(self) -> None: ...
+
+    def handle(self, message: TokenizerManagerInput) -> None: ...
+
+    def fail_all(self, message: str) -> None: ...
+
+    def suspend(self, message: str | None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+MakeFrontend: TypeAlias = Callable[..., Frontend]
+"""Called as `vlmserve.api.frontend.make_frontend` is."""
+
+
+def run_scheduler_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
+    """The scheduler process."""
+    from vlmserve.engine.process import run_scheduler
+
+    run_scheduler(args, channels, start, ready)
+
+
+def run_detokenizer_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
+    """The detokenizer process."""
+    from vlmserve.frontend.detokenizer_process import run_detokenizer
+
+    run_detokenizer(args, channels, start, ready)
+
+
+def launch_server(
+    settings: ServerSettings,
+    *,
+    scheduler: ChildMain = run_scheduler_process,
+    detokenizer: ChildMain = run_detokenizer_process,
+    make_frontend: MakeFrontend | None = None,
+) -> int:
+    """Serve until a signal (SIGINT, SIGTERM) or a failure; returns the exit status. Call it in the main thread.
+
+    A signal stops new connections and lets running requests finish, for `shutdown_timeout_s` at most; a second one
+    does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
+    """
+    if settings.engine.node_rank:
+        return serve_node(settings)
+    configure_logging(settings.log_level, "api")
+    if settings.otlp_traces_endpoint is not None:
+        from vlmserve.api.tracing import check_extra
+
+        check_extra()  # before minutes go by with the model
+    read_api_keys(settings)  # so that what is wrong with them shows now
+    raise_open_files()
+    if settings.port_file:
+        Path(settings.port_file).unlink(missing_ok=True)  # whoever waits for it must not read an older server's
+    with ExitStack() as stack:
+        stack.enter_context(stop_signals_raise())
+        try:
+            listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
+            settings, model_name = _settle_model(settings)
+            channels, start = make_directories(settings, stack)
+            # The scheduler sets its own number. This process's work, pictures, has threads or processes of its own.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            prepare_children()  # this process has its own imports meanwhile
+            if make_frontend is None:
+                from vlmserve.api.frontend import make_frontend as http_frontend
+
+                make_frontend = http_frontend
+                if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
+                    import torch  # noqa: F401  # not only when the first picture waits for it
+            mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
+            mains.extend(rank_mains(settings.engine))
+            engines = channels.replicas(settings.engine.num_replicas)
+            children = [child for own in engines for child in start_children(mains, settings.engine, own, start, stack)]
+            for child in children:  # all at once, for each may have something to finish
+                stack.callback(child.process.tell_to_stop)
+            # an encoder process, or a rank, that does not come is what those who wait for it have to tell
+            args = settings.engine
+            grace_s = LAST_WORDS_S if args.num_encoders or args.world_size > 1 else 0.0
+            reports = wait_until_ready([child.process for child in children], start, grace_s=grace_s)
+            serving = _Serving(
+                settings=settings,
+                model_name=model_name,
+                api=channels.api,
+                engines=engines,
+                start=start,
+                children=children,
+                listener=listener,
+            )
+            return asyncio.run(serving.run(of_all(reports.values()), make_frontend))
+        except StopRequested as stop:
+            logger.info("stopped by %s before the server was ready", stop)
+            return 0
+        finally:
+            ignore_stop_signals()  # from here on everything is short, and must be done
+
+
+@dataclass(kw_only=True)
+class _Serving:
+    """The time between readiness and the end: HTTP, the way back from the detokenizer, and a watch on the children.
+
+    api: the address that answers come to. engines: the channels of each replica. failure: why it ends, if it has to.
+    watchdog: once there is something to watch.
+    """
+
+    settings: ServerSettings
+    model_name: str
+    api: str
+    engines: Sequence[Channels]
+    start: StartSettings
+    children: Sequence[Child]
+    listener: socket.socket
+    failure: str | None = None
+    watchdog: Watchdog | None = None
+
+    async def run(self, report: ReadyReport, make_frontend: MakeFrontend) -> int:
+        from vlmserve.api.http_server import HttpServer
+        from vlmserve.ipc.engines import connect
+        from vlmserve.ipc.sockets import AsyncReceiver
+
+        loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            engines = connect(self.engines, self.settings.engine, stack)
+            frontend = make_frontend(
+                self.settings,
+                max_model_len=report.max_model_len,
+                auto_pixels=report.auto_pixels,
+                model_name=self.model_name,
+                send=engines.send,
+                prepare=engines.prepare,
+                control=engines.ask,
+                start=self.start,
+            )
+            stack.push_async_callback(frontend.close)
+            server = HttpServer(frontend.app, self.settings, backlog=_BACKLOG, started=self._announce)
+            gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
+            for number in STOP_SIGNALS:
+                loop.add_signal_handler(number, self._on_signal, server, frontend, number)
+            processes = [child.process for child in self.children]
+            for process in processes:
+                loop.add_reader(process.sentinel, self._on_death, process, frontend, server)
+            receiver = AsyncReceiver(
+                self.api,
+                get_args(TokenizerManagerInput),
+                partial(self._receive, frontend, engines),
+                broken=lambda error: self._fail(f"the socket from the engine broke: {error}", frontend, server),
+            )
+            watching = loop.create_task(self._watch(frontend, server))
+            frontend.start()
+            try:
+                await server.serve(sockets=[self.listener])
+            finally:
+                watching.cancel()
+                for process in processes:
+                    loop.remove_reader(process.sentinel)
+                receiver.close()
+            if self.failure is None:
+                logger.info("stopped")
+                return 0
+            logger.error("stopped: %s", self.failure)
+            return 1
+
+    def _announce(self) -> None:
+        host, port = self.listener.getsockname()[:2]
+        if self.settings.port_file:
+            _write_whole(Path(self.settings.port_file), f"{port}\n")
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
+
+    async def _watch(self, frontend: Frontend, server: HttpServer) -> None:
+        """Look after the children for as long as there is a server."""
+        children = {child.process.pid: child.process for child in self.children}
+
+        def suspend(problem: str | None) -> None:
+            if problem is None:
+                logger.warning("all processes go on: requests are taken again")
+            else:
+                logger.warning("%s: requests are answered 503 until then", problem)
+            frontend.suspend(problem)
+            if problem is not None and server.should_exit:  # nothing that is waited for will come
+                self._cut_short(server, frontend)
+
+        def give_up(one: Watched, reason: str) -> None:
+            child = children[one.pid]
+            self._fail(f"{reason}; the stacks of its threads are in the log", frontend, server)
+            child.signal(STACKS_SIGNAL)
+            child.signal(signal.SIGCONT)  # or a stopped one would take no signal
+            asyncio.get_running_loop().call_later(_STACKS_S, child.kill)
+
+        self.watchdog = Watchdog(
+            [
+                Watched(title=child.process.title, pid=child.process.pid, heartbeat=child.heartbeat)
+                for child in self.children
+            ],
+            timeout_s=self.settings.watchdog_timeout_s,
+            clock=time.monotonic,
+            suspend=suspend,
+            give_up=give_up,
+        )
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.watchdog.look()
+
+    def _on_signal(self, server: HttpServer, frontend: Frontend, number: int) -> None:
+        name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
+        if server.should_exit:
+            logger.info("%s again: not waiting any longer", name)
+            self._cut_short(server, frontend)
+            return
+        problem = None if self.watchdog is None else self.watchdog.problem
+        if problem is None:
+            logger.info("%s: running requests get %g s to finish", name, patience_s)
+        else:
+            logger.info("%s: not waiting for running requests: %s", name, problem)
+            patience_s = 0.0
+        server.should_exit = True
+        asyncio.get_running_loop().call_later(patience_s, self._cut_short, server, frontend)
+
+    def _cut_short(self, server: HttpServer, frontend: Frontend) -> None:
+        frontend.fail_all("the server is shutting down")
+        asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, server, "force_exit", True)
+
+    def _on_death(self, child: ChildProcess, frontend: Frontend, server: HttpServer) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(child.sentinel)
+        self._fail(child.how_it_died(), frontend, server)
+
+    def _fail(self, failure: str, frontend: Frontend, server: HttpServer) -> None:
+        if self.failure is not None:
+            return
+        self.failure = failure
+        logger.error("%s: pending requests are answered 503", failure)
+        frontend.fail_all(f"the engine is gone ({failure})")
+        loop = asyncio.get_running_loop()
+        loop.call_later(_FAREWELL_S, setattr, server, "should_exit", True)
+        loop.call_later(2 * _FAREWELL_S, setattr, server, "force_exit", True)
+
+    def _receive(self, frontend: Frontend, engines: Engines, message: TokenizerManagerInput) -> None:
+        try:
+            frontend.handle(message)
+        except Exception:
+            logger.exception("a message from the engine could not be handled")
+        engines.came(message)  # last, for what it ended may have to be taken back where it was
+
+
+def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
+    """Settings whose model is a folder on this machine, and the model's name for clients."""
+    from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
+
+    model = settings.engine.model
+    name = settings.served_model_name or model or DEFAULT_MODEL_NAME
+    folder = resolve_model(model)
+    return replace(settings, engine=replace(settings.engine, model=str(folder))), name
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or none."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)

@@ -1,0 +1,210 @@
+"""What POST /v1/chat/completions answers, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from processors.families.base import Coordinates
+from processors.families.report import VideoReport
+from processors.knobs import Clamp
+from vlmserve.frontend.timings import Timings
+
+FinishType = Literal["stop", "length", "tool_calls"]
+
+
+# ---- log-probabilities
+
+
+class NamedLogprob(TypedDict):
+    """A token. bytes: those of its text, which may be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class AnswerLogprob(NamedLogprob):
+    """A token of the answer. token_ids_logprobs: of the tokens that were asked for."""
+
+    top_logprobs: list[NamedLogprob]
+    token_ids_logprobs: NotRequired[list[float]]
+
+
+class ChoiceLogprobs(TypedDict):
+    content: list[AnswerLogprob]
+    refusal: None
+
+
+class PromptLogprob(TypedDict):
+    """rank: 1 for the likeliest token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+# ---- figures
+
+
+class Size(TypedDict):
+    """In pixels."""
+
+    width: int
+    height: int
+
+
+class Scale(TypedDict):
+    x: float
+    y: float
+
+
+class MediumInfo(TypedDict):
+    """What became of a picture or video. scale: pixels of the source in one of the resized picture."""
+
+    kind: Literal["image", "video"]
+    param: str
+    source_size: Size
+    final_size: Size
+    scale: Scale
+    grid_thw: tuple[int, int, int]
+    tokens: int
+    coordinates: Coordinates
+    clamps: list[Clamp]
+    ignored: list[str]
+    video: VideoReport | None
+
+
+class MediaReport(TypedDict):
+    """Of the request's media, in the order of its prompt."""
+
+    media: list[MediumInfo]
+
+
+class PromptTokensDetails(TypedDict):
+    """What is of the prompt's tokens; the last three with return_usage_details."""
+
+    cached_tokens: int
+    text_tokens: NotRequired[int]
+    image_tokens: NotRequired[int]
+    video_tokens: NotRequired[int]
+
+
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """timings: with return_usage_details."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    timings: NotRequired[Timings | None]
+
+
+class Remarks(TypedDict):
+    """warnings: what could not be done as asked. mm_report, timings: with return_mm_report."""
+
+    warnings: NotRequired[list[str]]
+    mm_report: NotRequired[MediaReport]
+    timings: NotRequired[Timings | None]
+
+
+# ---- answers
+
+
+class FunctionOfCall(TypedDict):
+    """arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class CallOfTool(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionOfCall
+
+
+class AnswerMessage(TypedDict):
+    """content: null where there is nothing but calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CallOfTool]]
+
+
+class ChatChoice(TypedDict):
+    """stop_reason: the stop string that was found."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishType
+    stop_reason: str | None
+    hidden_states: NotRequired[list[list[float]]]
+
+
+class ChatCompletion(Remarks):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids_logprobs: NotRequired[list[list[float] | None]]
+
+
+# ---- in chunks
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    """id, type and the function's name come first, then pieces of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CallDelta]]
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishType | None
+    stop_reason: NotRequired[str | None]
+
+
+class ChatCompletionChunk(Remarks):
+    """A part of a streamed answer; the last one has the usage, if it was asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]

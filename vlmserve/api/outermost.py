@@ -1,0 +1,102 @@
+"""What happens to every HTTP request, whatever becomes of it: an id, a figure in the metrics, a line in the log, and a
+trace."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+from urllib.parse import quote
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vlmserve.api.errors import CLIENT_CLOSED_REQUEST, error_response
+from vlmserve.api.metrics import ServerMetrics
+from vlmserve.api.request_id import HEADER, given_id, new_id
+from vlmserve.api.tracing import TRACED_ROUTES, EndedAnswers, EndedRequest, RequestTracer
+from vlmserve_common.logs import request_id
+
+access = logging.getLogger("vlmserve.access")
+# why a request was turned away, where its error has no code
+_REASONS = {401: "invalid_api_key", 404: "not_found", 405: "not_found", 408: "timeout", 413: "too_large", 429: "busy"}
+
+
+class OutermostMiddleware:
+    """Counts requests by route and status, gives every answer a request id that has none, and answers what nobody else
+    caught with OpenAI's 500.
+
+    access_log: log a line for each request when it has ended: client, method, path, status, duration, request id.
+    tracer: gets each chat request when it has ended.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: ServerMetrics, *, access_log: bool, tracer: RequestTracer | None = None
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._access_log = access_log
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, began_ns = time.monotonic(), time.time_ns()
+        status: int | None = None
+        given = given_id(scope["headers"])
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state |= {"given_request_id": given, "request_id": given or new_id("req"), "answers": EndedAnswers()}
+        token = request_id.set(state["request_id"])
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = state["request_id"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as error:
+            if status is not None:
+                raise
+            await error_response(error)(scope, receive, watched_send)
+        finally:
+            request_id.reset(token)
+            known = CLIENT_CLOSED_REQUEST if status is None else status
+            route = getattr(scope.get("route"), "path", "other")
+            self._count(route, known, state)
+            if self._access_log:
+                _log(scope, known, time.monotonic() - started, state["request_id"])
+            if self._tracer is not None and route in TRACED_ROUTES:
+                self._tracer.record(_ended(scope, route, known, began_ns, state))
+
+    def _count(self, route: str, status: int, state: dict[str, Any]) -> None:
+        self._metrics.observe_http(route, status)
+        if (400 <= status < 500 and status != CLIENT_CLOSED_REQUEST) or status == 503:
+            reason = state.get("error_code") or _REASONS.get(status)
+            self._metrics.observe_refusal(reason or ("unavailable" if status == 503 else "invalid_request"))
+
+
+def _ended(scope: Scope, route: str, status: int, began_ns: int, state: dict[str, Any]) -> EndedRequest:
+    return EndedRequest(
+        request_id=state["request_id"],
+        route=route,
+        began_ns=began_ns,
+        ended_ns=time.time_ns(),
+        headers=scope["headers"],
+        asked=state.get("asked", {}),
+        status=status,
+        error=state.get("error_code"),
+        answers=state["answers"],
+    )
+
+
+def _log(scope: Scope, status: int, seconds: float, name: str) -> None:
+    """Paths as they came, in percent-encoding, so that none can break a line; without the query, which may tell
+    secrets."""
+    host, port = scope.get("client") or ("-", 0)
+    raw = scope.get("raw_path") or quote(scope["path"]).encode()
+    path = quote(raw.decode("latin-1"), safe="/%:@!$&'()*+,;=-._~")
+    access.info("%s:%d %s %s %d %.3f s %s", host, port, scope["method"], path, status, seconds, name)

@@ -1,0 +1,521 @@
+"""The shapes of OpenAI's chat completion requests, strictly typed: what is misspelt or malformed is refused.
+
+Shapes only: whether a value makes sense for the model is decided by `vlmserve.frontend`, what is not supported yet by
+`vlmserve.api.convert`. Messages and tools are validated here but kept as the client wrote them (plain dicts, keys in
+their order), since chat templates print them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from vlmserve.config.fields import MOST_SECONDS
+
+
+class StrictModel(BaseModel):
+    """No unknown fields, no conversions between types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+
+def _keep_raw(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    handler(value)
+    return value
+
+
+def _text_or_parts(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+
+
+def _url_object(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise PydanticCustomError("url_type", "must be a URL, or an object with a url")
+    return {"url": value} if isinstance(value, str) else value
+
+
+def _list_of_one(value: Any) -> Any:
+    if not isinstance(value, str | list | None):
+        raise PydanticCustomError("list_or_text", "must be text or a list")
+    return [value] if isinstance(value, str) else value
+
+
+_CONTENT = Discriminator(
+    _text_or_parts, custom_error_type="content_type", custom_error_message="must be text or a list of parts"
+)
+
+
+# ---- parts of a message
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(StrictModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class MediaSource(StrictModel):
+    """A URL, or the id of an uploaded file in its place."""
+
+    url: str | None = None
+    file_id: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.url is None) == (self.file_id is None):
+            raise PydanticCustomError("media_source", "needs either a url or a file_id")
+        return self
+
+
+class ImageUrl(MediaSource):
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class _ImageFields(StrictModel):
+    """What Qwen's own code takes beside a picture; see `processors.knobs.ImageKnobs`."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+
+
+class ImageUrlPart(_ImageFields):
+    """image_url may also be the URL itself."""
+
+    type: Literal["image_url"]
+    image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=str | ImageUrl)]
+
+
+class ImagePart(_ImageFields):
+    """Qwen's own form."""
+
+    type: Literal["image"]
+    image: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class Embeds(StrictModel):
+    """A safetensors file: a URL, base64, or the id of an uploaded one; see `processors.embeds`."""
+
+    url: str | None = None
+    data: str | None = None
+    file_id: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if [self.url, self.data, self.file_id].count(None) != 2:
+            raise PydanticCustomError("embeds_source", "needs one of url, data and file_id")
+        return self
+
+
+def _data_object(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise PydanticCustomError("data_type", "must be base64 text, or an object with a url, data or a file_id")
+    return {"data": value} if isinstance(value, str) else value
+
+
+class ImageEmbedsPart(StrictModel):
+    """image_embeds may also be the base64 text itself."""
+
+    type: Literal["image_embeds"]
+    image_embeds: Annotated[Embeds, BeforeValidator(_data_object, json_schema_input_type=str | Embeds)]
+
+
+class _VideoFields(StrictModel):
+    """What Qwen's own code takes beside a video; see `processors.video.options.VideoKnobs`."""
+
+    fps: float | None = None
+    sample_fps: float | None = None
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+
+
+class VideoUrlPart(_VideoFields):
+    type: Literal["video_url"]
+    video_url: Annotated[MediaSource, BeforeValidator(_url_object, json_schema_input_type=str | MediaSource)]
+
+
+class FrameFile(StrictModel):
+    """The id of an uploaded picture."""
+
+    file_id: str
+
+
+def _frame_kind(value: Any) -> str | None:
+    return "url" if isinstance(value, str) else "file" if isinstance(value, dict | FrameFile) else None
+
+
+_FRAME = Discriminator(
+    _frame_kind, custom_error_type="frame_type", custom_error_message="must be a URL, or an object with a file_id"
+)
+Frame = Annotated[Annotated[str, Tag("url")] | Annotated[FrameFile, Tag("file")], _FRAME]
+
+
+class VideoPart(_VideoFields):
+    """Qwen's own form: a URL, or the frames', of which some may be uploaded files."""
+
+    type: Literal["video"]
+    video: Annotated[list[Frame], BeforeValidator(_list_of_one, json_schema_input_type=str | list[Frame])]
+
+
+class InputAudioPart(StrictModel):
+    type: Literal["input_audio"]
+    input_audio: dict[str, Any]
+
+
+class File(StrictModel):
+    file_data: str | None = None
+    file_id: str | None = None
+    filename: str | None = None
+
+
+class FilePart(StrictModel):
+    type: Literal["file"]
+    file: File
+
+
+AnyPart = Annotated[
+    TextPart | ImageUrlPart | ImagePart | ImageEmbedsPart | VideoUrlPart | VideoPart | InputAudioPart | FilePart,
+    Field(discriminator="type"),
+]
+AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+TextParts = Annotated[list[TextPart], Field(min_length=1)]
+UserContent = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[AnyPart], Field(min_length=1), Tag("parts")], _CONTENT
+]
+TextContent = Annotated[Annotated[str, Tag("text")] | Annotated[TextParts, Tag("parts")], _CONTENT]
+AssistantContent = Annotated[Annotated[str, Tag("text")] | Annotated[list[AssistantPart], Tag("parts")], _CONTENT]
+
+
+# ---- messages
+
+
+class CalledFunction(StrictModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+
+class SystemMessage(StrictModel):
+    role: Literal["system", "developer"]
+    content: TextContent
+    name: str | None = None
+
+
+class UserMessage(StrictModel):
+    role: Literal["user"]
+    content: UserContent
+    name: str | None = None
+
+
+class AssistantMessage(StrictModel):
+    """What an answer's message looks like when it is sent back, its empty fields included."""
+
+    role: Literal["assistant"]
+    content: AssistantContent | None = None
+    tool_calls: list[Annotated[ToolCall, WrapValidator(_keep_raw)]] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls and self.refusal is None:
+            raise PydanticCustomError("empty_message", "needs content or tool_calls, as a message of the assistant")
+        return self
+
+
+class ToolMessage(StrictModel):
+    role: Literal["tool"]
+    content: TextContent
+    tool_call_id: str
+    name: str | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+# ---- options
+
+
+class Function(StrictModel):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(StrictModel):
+    """schema: by another name, which `BaseModel` has taken."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """format; structures and triggers: of a structural tag, in xgrammar's form, and in its older one."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's: one of these."""
+
+    json_: Annotated[str | dict[str, Any] | bool | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+
+
+def _choice_kind(value: Any) -> str | None:
+    return "word" if isinstance(value, str) else "named" if isinstance(value, dict) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedToolChoice, Tag("named")],
+    Discriminator(
+        _choice_kind,
+        custom_error_type="tool_choice",
+        custom_error_message="must be none, auto, required or a named function",
+    ),
+]
+
+
+Messages = Annotated[list[Annotated[Message, WrapValidator(_keep_raw)]], Field(min_length=1)]
+
+
+class WarmupRequest(StrictModel):
+    """POST /v1/warmup: of a chat completion request what concerns its media. pin: never evict their embeddings."""
+
+    messages: Messages
+    mm_processor_kwargs: dict[str, Any] | None = None
+    model: str | None = None
+    pin: bool | None = None
+
+
+Stop = Annotated[list[str] | None, BeforeValidator(_list_of_one, json_schema_input_type=str | list[str] | None)]
+
+
+class LogitsProcessorName(StrictModel):
+    """params: what the processor is told."""
+
+    name: str
+    params: dict[str, Any] | None = None
+
+
+def _named_object(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+LogitsProcessor = Annotated[
+    LogitsProcessorName, BeforeValidator(_named_object, json_schema_input_type=str | LogitsProcessorName)
+]
+
+
+def _query_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list):
+        return "messages" if value and isinstance(value[0], dict) else "ids"
+    return None
+
+
+TokenIds = Annotated[list[int], Field(min_length=1)]
+Query = Annotated[
+    Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("ids")] | Annotated[Messages, Tag("messages")],
+    Discriminator(
+        _query_kind, custom_error_type="query_type", custom_error_message="must be text, token ids or a conversation"
+    ),
+]
+
+
+def _item_kind(value: Any) -> str | None:
+    return "text" if isinstance(value, str) else "ids" if isinstance(value, list) else None
+
+
+Item = Annotated[
+    Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("ids")],
+    Discriminator(_item_kind, custom_error_type="item_type", custom_error_message="must be text or token ids"),
+]
+
+
+Items = Annotated[list[Item] | None, BeforeValidator(_list_of_one, json_schema_input_type=str | list[Item] | None)]
+
+
+class NamedRequest(StrictModel):
+    """What all requests that are computed have in common: how they are called, scheduled and cached."""
+
+    rid: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$")] = None
+    timeout: Annotated[float | None, Field(gt=0, le=MOST_SECONDS)] = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    data_parallel_rank: Annotated[int | None, Field(ge=0)] = None
+
+
+class FormedRequest(NamedRequest):
+    """What says of which form answers must be: OpenAI's field, then vLLM's and SGLang's. One of them (see
+    `tokenizer.structured_output`)."""
+
+    response_format: Annotated[ResponseFormat | None, WrapValidator(_keep_raw)] = None
+    structured_outputs: Annotated[StructuredOutputs | None, WrapValidator(_keep_raw)] = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class ScoreRequest(NamedRequest):
+    """POST /v1/score: SGLang's fields; then what is ours. A query may be a conversation, media and all."""
+
+    model: str
+    query: Query
+    items: Items = None
+    label_token_ids: TokenIds | None = None
+    apply_softmax: bool = False
+    item_first: bool = False
+
+    labels: Annotated[list[str] | None, Field(min_length=1)] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(FormedRequest):
+    """POST /v1/chat/completions: OpenAI's fields, then the extensions that vLLM and SGLang users know."""
+
+    model: str
+    messages: Messages
+
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stop: Stop = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[Annotated[Tool, WrapValidator(_keep_raw)]] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+
+    # accepted, without an effect on the answer
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    store: bool | None = None
+    user: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    # official, not supported (see convert.py)
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+
+    # extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_mm_report: bool | None = None
+    return_usage_details: bool | None = None
+    session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    prompt_logprobs: int | None = None
+    logprob_start_len: int | None = None
+    token_ids_logprob: list[int] | None = None
+    temp_scaled_logprobs: bool | None = None
+    top_p_normalized_logprobs: bool | None = None
+    return_hidden_states: bool | Literal["last", "all"] | None = None
+    logits_processors: list[LogitsProcessor] | None = None
+
+
+FIELDS_INSIDE = frozenset(
+    name
+    for model in StrictModel.__subclasses__()
+    for cls in (model, *model.__subclasses__())
+    if cls not in (NamedRequest, FormedRequest, ChatCompletionRequest, ScoreRequest, WarmupRequest)
+    for name in cls.model_fields
+)
+"""The fields of all that a request is made of, for guesses at misspelt ones."""

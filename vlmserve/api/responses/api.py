@@ -1,0 +1,200 @@
+"""OpenAI's Responses API over chat completions: there is no other way to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from typing import Any, ParamSpec, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from vlmserve.api.auth import owner_of
+from vlmserve.api.body import read_body
+from vlmserve.api.body_counts import check_items
+from vlmserve.api.caller import Caller, caller_of
+from vlmserve.api.chat import chat_events
+from vlmserve.api.request_id import name_answer
+from vlmserve.api.responses.items import Conversation, to_conversation, with_ids
+from vlmserve.api.responses.protocol import ResponsesRequest
+from vlmserve.api.responses.store import ResponseStore
+from vlmserve.api.responses.to_chat import to_chat_request
+from vlmserve.api.responses.writer import ResponseWriter
+from vlmserve.api.served_model import ServedModel
+from vlmserve.api.streaming import DONE, EventStream, json_text, while_connected
+from vlmserve_common.errors import BadRequestError
+
+_LIST_LIMIT = 100
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class ResponsesApi:
+    """The routes under /v1/responses. What is found belongs to the API key that asks."""
+
+    def __init__(self, served: ServedModel, store: ResponseStore) -> None:
+        self._served = served
+        self._store = store
+        # Writing JSON keeps the interpreter to itself: several threads at it would stop the event loop for long.
+        self._writing = asyncio.Lock()
+
+    def add_routes(self, app: FastAPI) -> None:
+        """Register them."""
+        app.add_api_route("/v1/responses", self.create, methods=["POST"])
+        app.add_api_route("/v1/responses/{response_id}", self.retrieve, methods=["GET"])
+        app.add_api_route("/v1/responses/{response_id}", self.delete, methods=["DELETE"])
+        app.add_api_route("/v1/responses/{response_id}/input_items", self.input_items, methods=["GET"])
+
+    async def create(self, request: Request) -> Response:
+        """The response, or its stream. Raises what `errors` describes; nothing has been sent then."""
+        body = await read_body(request, ResponsesRequest, self._served.settings)
+        self._served.check_name(body.model)
+        own_id = name_answer(request, "resp", body.rid)
+        if body.stream:
+            return await EventStream.begin(request.receive, self._events(body, own_id, caller_of(request)))
+        answer = await while_connected(request.receive, self.whole(body, own_id, caller_of(request)))
+        return await self._written(JSONResponse, answer)
+
+    async def whole(self, body: ResponsesRequest, own_id: str, caller: Caller) -> dict[str, Any]:
+        """The response object. own_id: unlike that of any other. Raises what `errors` describes."""
+        async with aclosing(self._made(body, own_id, caller)) as made:
+            events = [event async for some in made for event in some]
+        return events[-1]["response"]
+
+    async def retrieve(self, request: Request, response_id: str) -> Response:
+        """A stored response."""
+        found = await asyncio.to_thread(self._store.find, owner_of(request), response_id)
+        return JSONResponse(found.response)
+
+    async def delete(self, request: Request, response_id: str) -> Response:
+        """Forget a stored response."""
+        await asyncio.to_thread(self._store.delete, owner_of(request), response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request, response_id: str) -> Response:
+        """A page of the items that a response was asked with, the newest first unless order=asc."""
+        query = request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not (limit.isdecimal() and 1 <= int(limit) <= _LIST_LIMIT):
+            raise _invalid("limit", f"limit is {limit!r}; it must be between 1 and {_LIST_LIMIT}")
+        if order not in ("asc", "desc"):
+            raise _invalid("order", f"order is {order!r}; it must be asc or desc")
+        items = (await asyncio.to_thread(self._store.find, owner_of(request), response_id)).input
+        items = items if order == "asc" else items[::-1]
+        if "after" in query:
+            places = [place for place, item in enumerate(items) if item["id"] == query["after"]]
+            if not places:
+                raise _invalid("after", f"after is {query['after'][:80]!r}; it must be the id of an item in the list")
+            items = items[places[0] + 1 :]
+        page = items[: int(limit)]
+        ids = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return JSONResponse({"object": "list", "data": page, **ids, "has_more": len(page) < len(items)})
+
+    async def _written(self, write: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """What is large with logprobs is written in a thread, one at a time."""
+        async with self._writing:
+            return await asyncio.to_thread(write, *args, **kwargs)
+
+    async def _events(self, body: ResponsesRequest, own_id: str, caller: Caller) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._made(body, own_id, caller)) as made:
+            async for events in made:
+                whole = "response" in events[-1]  # then all of it comes several times
+                yield await self._written(_encoded, events) if whole else _encoded(events)
+
+    async def _made(
+        self, body: ResponsesRequest, own_id: str, caller: Caller
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Events as they come, the last one with the whole response. What fails before the first is raised."""
+        given = with_ids(body.input)
+        before: list[dict[str, Any]] = []
+        if body.previous_response_id is not None:
+            before = await asyncio.to_thread(self._store.conversation, caller.owner, body.previous_response_id)
+        conversation = await asyncio.to_thread(to_conversation, before, given, body.instructions)
+        try:
+            check_items({"messages": conversation.messages}, self._served.settings)  # earlier ones are among them
+        except BadRequestError as error:
+            raise conversation.named(error) from None
+        writer = ResponseWriter(_base(body, own_id))
+        async with aclosing(self._chunks(body, conversation, own_id, caller)) as chunks:
+            first = await anext(chunks)
+            yield [*writer.begin(), *_events_of(writer, first)]
+            async for some in chunks:
+                if events := _events_of(writer, some):
+                    yield events
+        end, response = list(writer.end()), writer.response()
+        if body.store is not False:
+            await self._written(self._store.add, caller.owner, response, given)
+        yield [*end, writer.last(response)]
+
+    async def _chunks(
+        self, body: ResponsesRequest, conversation: Conversation, own_id: str, caller: Caller
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Of the chat. With `truncation: auto` ever more of the oldest turns are left out until the rest fits."""
+        whole, dropped = conversation, 0
+        while True:
+            chat = await asyncio.to_thread(to_chat_request, body, conversation)
+            async with aclosing(chat_events(self._served, chat, own_id, caller)) as events:
+                try:
+                    first = await anext(events)
+                except BadRequestError as error:
+                    dropped = 2 * dropped or 1
+                    shorter = whole.without_turns(dropped) if body.truncation == "auto" else None
+                    if error.code != "context_length_exceeded" or shorter is None:
+                        raise conversation.named(error) from None
+                    conversation = shorter
+                    continue
+                yield _parsed(first)
+                async for some in events:
+                    yield _parsed(some)
+                return
+
+
+def _encoded(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), json_text(event)) for event in events)
+
+
+def _parsed(events: bytes) -> list[dict[str, Any]]:
+    """The chunks that a chat's events hold."""
+    return [json.loads(one.removeprefix(b"data: ")) for one in events.split(b"\n\n") if one and one != DONE.strip()]
+
+
+def _events_of(writer: ResponseWriter, chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for chunk in chunks for event in writer.take(chunk)]
+
+
+def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+    reasoning = body.reasoning
+    choice = body.tool_choice
+    return {
+        "id": own_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _invalid(param: str, what: str) -> BadRequestError:
+    return BadRequestError(what, param=param, code="invalid_value")

@@ -1,0 +1,101 @@
+"""Responses that were made, for those that go on from them: an SQLite file beside the uploaded files.
+
+It holds a bounded number of them, of a bounded size together; the oldest go first.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmserve.api.database import open_database
+from vlmserve.api.streaming import json_text
+from vlmserve_common.errors import BadRequestError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, previous TEXT, size INTEGER NOT NULL,
+    input TEXT NOT NULL, response TEXT NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredResponse:
+    """input: its items, those of the responses before it left out. response: the object. previous: the id of the
+    response that it went on from."""
+
+    input: list[dict[str, Any]]
+    response: dict[str, Any]
+    previous: str | None
+
+
+class ResponseStore:
+    """Thread-safe. most: responses that it keeps; 0 keeps none. most_bytes: of their JSON."""
+
+    def __init__(self, folder: Path, *, most: int, most_bytes: int) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._db = open_database(folder / "responses.sqlite3", _SCHEMA)
+
+    def add(self, owner: str, response: dict[str, Any], given: Sequence[dict[str, Any]]) -> None:
+        """Keep a response, and forget the oldest beyond the limits. One larger than all of the store is not kept."""
+        told, items = json_text(response).decode(), json_text(given).decode()
+        row = (response["id"], owner, response["previous_response_id"], len(told) + len(items), items, told)
+        with self._lock, self._db:
+            self._db.execute(
+                "INSERT INTO responses (id, owner, previous, size, input, response) VALUES (?, ?, ?, ?, ?, ?)", row
+            )
+            count, size = self._db.execute("SELECT count(*), total(size) FROM responses").fetchone()
+            while count > self._most or size > self._most_bytes:
+                seq, freed = self._db.execute("SELECT seq, size FROM responses ORDER BY seq LIMIT 1").fetchone()
+                self._db.execute("DELETE FROM responses WHERE seq = ?", (seq,))
+                count, size = count - 1, size - freed
+
+    def find(self, owner: str, response_id: str) -> StoredResponse:
+        """Raises BadRequestError (404) for one that is not there, or not this owner's, which looks the same."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT input, response, previous FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
+            ).fetchone()
+        if row is None:
+            shown = response_id if len(response_id) <= 80 else response_id[:80] + "..."
+            raise BadRequestError(f"there is no response {shown!r}", code="response_not_found", status=404)
+        return StoredResponse(input=json.loads(row[0]), response=json.loads(row[1]), previous=row[2])
+
+    def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
+        """All items up to a response, its output included, the oldest first. Raises BadRequestError (404)."""
+        return [item for found in reversed(list(self._chain(owner, response_id))) for item in found]
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """Raises BadRequestError (404). What goes on from it cannot be gone on from any more."""
+        self.find(owner, response_id)
+        with self._lock, self._db:
+            self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._db.close()
+
+    def _chain(self, owner: str, response_id: str) -> Iterator[list[dict[str, Any]]]:
+        """The newest first."""
+        at: str | None = response_id
+        while at is not None:
+            try:
+                found = self.find(owner, at)
+            except BadRequestError as error:
+                message = str(error) if at == response_id else f"{error}, which {response_id!r} goes back to"
+                raise BadRequestError(
+                    f"{message}: it was not stored, or has been deleted (setting --max-stored-responses)",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                    status=404,
+                ) from None
+            yield [*found.input, *found.response["output"]]
+            at = found.previous

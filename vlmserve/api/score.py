@@ -1,0 +1,157 @@
+"""POST /v1/score: how likely labels are behind a query and each of some items, as SGLang has it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from vlmserve.api.body import read_body
+from vlmserve.api.caller import Caller, caller_of
+from vlmserve.api.convert import named
+from vlmserve.api.prompt_logprobs import finite
+from vlmserve.api.protocol import ScoreRequest
+from vlmserve.api.request_id import name_answer
+from vlmserve.api.served_model import ServedModel
+from vlmserve.api.streaming import while_connected
+from vlmserve.frontend.file_parts import FindFile
+from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
+from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.scores import label_scores, softmax
+from vlmserve.ipc.messages import ReturnOptions, TextOutput
+from vlmserve_common.errors import BadRequestError
+
+_ONE_TOKEN = SamplingOverrides(max_new_tokens=1, temperature=0.0)
+
+
+async def score_labels(served: ServedModel, request: Request) -> Response:
+    """The answer: a row of scores for each item. Raises what `errors` describes."""
+    body = await read_body(request, ScoreRequest, served.settings)
+    served.check_name(body.model)
+    name = name_answer(request, "score", body.rid)
+    return JSONResponse(await while_connected(request.receive, whole_scores(served, body, name, caller_of(request))))
+
+
+async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> dict[str, Any]:
+    """The answer's body. name: its id, unlike that of any other. Raises what `errors` describes."""
+    find_file = served.files.for_owner(caller.owner)
+    wanted = to_score_requests(
+        body, name, find_file=find_file, client=caller.client, tenant=caller.tenant, ended=caller.ended
+    )
+    wanted = [replace(one, priority=one.priority or caller.priority) for one in wanted]
+    outputs = await _whole(served, wanted)
+    each = wanted[0].num_choices
+    rows = [_logprobs(body, outputs[at : at + each]) for at in range(0, len(outputs), each)]
+    prompt_tokens = sum(output.prompt_tokens for output in outputs)
+    return {
+        "id": body.rid or name,
+        "object": "scoring",
+        "created": int(time.time()),
+        "model": body.model,
+        "scores": [softmax(row) if body.apply_softmax else [math.exp(logprob) for logprob in row] for row in rows],
+        "logprobs": [[finite(logprob) for logprob in row] for row in rows],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
+        },
+    }
+
+
+def to_score_requests(
+    body: ScoreRequest,
+    request_id: str,
+    *,
+    find_file: FindFile | None,
+    client: str = "",
+    tenant: str = "",
+    ended: Callable[[RequestStats], None] | None = None,
+) -> list[GenerateReqInput]:
+    """One for each item: the next token's logprobs at the labels' ids, or the labels' texts as continuations. Raises
+    BadRequestError for fields that contradict each other."""
+    if (body.label_token_ids is None) == (body.labels is None):
+        raise _invalid("label_token_ids", "give label_token_ids, or labels as texts: one of them")
+    if body.items is not None and not body.items:
+        raise _invalid("items", "items is an empty list; it must have an item, or be left out")
+    return [
+        GenerateReqInput(
+            request_id=f"{request_id}-{index}",
+            prompt=_prompt(body, item, index, find_file),
+            sampling=_ONE_TOKEN,
+            mm_processor_kwargs=body.mm_processor_kwargs or {},
+            client=client,
+            tenant=tenant,
+            ended=ended,
+            returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
+            continuations=tuple(body.labels or ()),
+            **named(body),
+        )
+        for index, item in enumerate(body.items or [None])
+    ]
+
+
+def _prompt(body: ScoreRequest, item: str | list[int] | None, index: int, find_file: FindFile | None) -> Prompt:
+    query, first = body.query, body.item_first
+    if isinstance(query, str):
+        if isinstance(item, list):
+            raise _invalid(
+                f"items[{index}]", f"items[{index}] is token ids, and query is text: give both as one of them"
+            )
+        return TextPrompt(text=f"{item or ''}{query}" if first else f"{query}{item or ''}")
+    if isinstance(query[0], int):
+        if isinstance(item, str):
+            raise _invalid(
+                f"items[{index}]", f"items[{index}] is text, and query is token ids: give both as one of them"
+            )
+        ids = [*(item or ()), *query] if first else [*query, *(item or ())]
+        return TokensPrompt(ids=tuple(ids))
+    if isinstance(item, list):
+        raise _invalid(f"items[{index}]", f"items[{index}] is token ids; behind a conversation it must be text")
+    return ChatPrompt(
+        messages=_with_item(query, item, first),  # kept as the client wrote them
+        template_kwargs=body.chat_template_kwargs or {},
+        find_file=find_file,
+    )
+
+
+def _with_item(messages: Sequence[Any], item: str | None, first: bool) -> Sequence[Any]:
+    """A conversation whose last message has the item's text, too."""
+    if item is None:
+        return messages
+    last = messages[-1]
+    if last["role"] != "user":
+        raise _invalid("query", f"query ends with a message of {last['role']!r}; items go into one of 'user'")
+    content = last["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    text = {"type": "text", "text": item}
+    return [*messages[:-1], {**last, "content": [text, *parts] if first else [*parts, text]}]
+
+
+async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> list[TextOutput]:
+    """Of each choice: all that is wanted of it comes with one output."""
+    found: dict[int, TextOutput] = {}
+    async with aclosing(served.manager.stream(*wanted)) as batches:
+        async for items in batches:
+            found |= {item.index: item.output for item in items}
+    return [found[index] for index in sorted(found)]
+
+
+def _logprobs(body: ScoreRequest, outputs: Sequence[TextOutput]) -> list[float]:
+    """Of an item's labels."""
+    if body.labels is not None:
+        scores = label_scores(body.labels, [output.prompt_logprobs for output in outputs])
+        return [score.logprob for score in scores]
+    [output] = outputs
+    assert output.logprobs is not None
+    return list(output.logprobs[0].token_ids_logprobs)
+
+
+def _invalid(param: str, what: str) -> BadRequestError:
+    return BadRequestError(what, param=param, code="invalid_value")

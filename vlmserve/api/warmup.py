@@ -1,0 +1,49 @@
+"""POST /v1/warmup: media are encoded ahead of time, for chat requests to come."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from vlmserve.api.auth import client_of, owner_of, tenant_of
+from vlmserve.api.body import read_body
+from vlmserve.api.protocol import WarmupRequest
+from vlmserve.api.request_id import name_answer
+from vlmserve.api.served_model import ServedModel
+from vlmserve.api.streaming import while_connected
+from vlmserve.frontend.tokenizer_manager import WarmupInput
+from vlmserve.ipc.messages import EncodedItem
+from vlmserve_common.errors import BadRequestError
+
+
+async def warm_up(served: ServedModel, request: Request) -> Response:
+    """The answer, when everything is encoded. Raises what `errors` describes."""
+    body = await read_body(request, WarmupRequest, served.settings)
+    if body.model is not None:
+        served.check_name(body.model)
+    if body.pin and served.settings.engine.embedding_cache_dir is None:
+        raise BadRequestError(
+            "there is nothing to pin: the server keeps no embeddings on disk (setting --embedding-cache-dir)",
+            param="pin",
+            code="no_embedding_cache",
+        )
+    wanted = WarmupInput(
+        request_id=name_answer(request, "warmup"),
+        messages=body.messages,  # type: ignore[arg-type]  # kept as the client wrote them
+        find_file=served.files.for_owner(owner_of(request)),
+        mm_processor_kwargs=body.mm_processor_kwargs or {},
+        pin=bool(body.pin),
+        client=client_of(request),
+        tenant=tenant_of(request),
+    )
+    items = await while_connected(request.receive, served.manager.warm_up(wanted))
+    answer = {"id": wanted.request_id, "object": "warmup", "items": [_describe(item) for item in items]}
+    return JSONResponse(answer)
+
+
+def _describe(item: EncodedItem) -> dict[str, Any]:
+    counts = asdict(item)
+    return {"type": counts.pop("modality").value, "found": item.found, **counts}

@@ -1,0 +1,1 @@
+"""Commands of `vlmserve`: clients of the engine or of a served API."""

@@ -1,0 +1,163 @@
+"""`vlmserve bench caption`: captions from files to lines of JSON, beside the engine alone with the same pictures.
+
+Both sides have one engine, in turns. The engine alone has its pictures in memory, and what it says is thrown away: what
+the other side takes longer is reading, hashing, the journal, the output and the display. Between two rounds nobody gets
+faster by what is cached: pictures differ by a shade from pass to pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from vlmserve.commands.bench.interleaved import ratios
+from vlmserve.commands.caption.arguments import CaptionCommand, read_command
+from vlmserve.commands.caption.local import LocalCaptioner
+from vlmserve.commands.caption.session import Ended, caption
+from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
+from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve_common.errors import EngineError
+
+_COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
+_SIDE = 224
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; prints a table, and with --json writes all figures."""
+    args = _parser().parse_args(argv)
+    figures: dict[str, Any] = {"settings": vars(args)}
+    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-", dir=args.dir) as folder:
+        if args.rounds:
+            figures["throughput"] = _throughput(Path(folder), args)
+        if args.memory_items:
+            figures["memory"] = _memory(Path(folder), args)
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vlmserve bench caption",
+        description="Captions from files, journal and all, beside the engine alone with the same pictures.",
+        epilog="Flags after -- go to `vlmserve caption`, a MODEL too.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--items", type=int, default=1000, help="pictures, drawn, of 224 x 224 pixels")
+    parser.add_argument("--rounds", type=int, default=3, help="of both sides in turn; 0 leaves this part out")
+    text = "also: the command's peak memory with so many items, e.g. 1000 20000, of one token each"
+    parser.add_argument("--memory-items", type=int, nargs="*", default=[], help=text)
+    parser.add_argument("--dir", help="folder for pictures and outputs; default: the system's for temporary files")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
+    parser.add_argument("caption_flags", nargs="*", metavar="-- FLAGS", help="flags for vlmserve caption")
+    return parser
+
+
+def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    command = read_command([*args.caption_flags, str(folder / "none"), "--output", str(folder / "none.jsonl")])
+    captioner = LocalCaptioner(
+        command.settings, concurrency=command.run.concurrency, nothing_twice=command.nothing_twice
+    )
+    alone: list[tuple[float, int]] = []
+    whole: list[tuple[float, int]] = []
+    try:
+        for number in range(args.rounds + 1):
+            pictures = _draw(folder / f"engine-{number}", args.items, shade=2 * number)
+            alone.append(_engine(captioner, command, pictures))
+            pictures = _draw(folder / f"caption-{number}", args.items, shade=2 * number + 1)
+            whole.append(_caption(captioner, args, pictures))
+    finally:
+        asyncio.run(captioner.close())
+    del alone[0], whole[0]  # to warm up
+    for name, rounds in (("engine alone", alone), ("vlmserve caption", whole)):
+        rates = ", ".join(f"{args.items / seconds:.1f}" for seconds, _ in rounds)
+        print(f"{name:18} {rates} items/s; tokens of a round: {', '.join(str(tokens) for _, tokens in rounds)}")
+    ratio = ratios([seconds for seconds, _ in alone], [seconds for seconds, _ in whole])
+    print(f"throughput of vlmserve caption, of the engine alone's: {ratio}")
+    return {"engine_s_and_tokens": alone, "caption_s_and_tokens": whole, "ratio": astuple(ratio)}
+
+
+def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) -> tuple[float, int]:
+    """Seconds and tokens of all pictures, from memory, as many at a time as the command has in work."""
+    pictures = [path.read_bytes() for path in sorted(folder.iterdir())]
+    sampling = SamplingOverrides(max_new_tokens=command.run.options["max_tokens"], temperature=0.0)
+    tokens = 0
+
+    async def ask(number: int, room: asyncio.Semaphore) -> None:
+        nonlocal tokens
+        content = [{"type": "image", "image": pictures[number]}, {"type": "text", "text": command.prompt}]
+        prompt = ChatPrompt(messages=[{"role": "user", "content": content}])
+        request = GenerateReqInput(request_id=f"bench-{number}", prompt=prompt, sampling=sampling)
+        async with room, contextlib.aclosing(captioner.llm.generate(request)) as outputs:
+            async for output in outputs:
+                tokens += len(output.output.token_ids)
+
+    async def ask_all() -> None:
+        room = asyncio.Semaphore(command.run.concurrency)
+        await asyncio.gather(*(ask(number, room) for number in range(len(pictures))))
+
+    started = time.perf_counter()
+    asyncio.run(ask_all())
+    return time.perf_counter() - started, tokens
+
+
+def _caption(captioner: LocalCaptioner, args: argparse.Namespace, folder: Path) -> tuple[float, int]:
+    """The same, from files into lines of JSON."""
+    output = folder.with_suffix(".jsonl")
+    command = read_command([*args.caption_flags, str(folder), "--output", str(output)])
+    started = time.perf_counter()
+    outcome = caption(command, io.BytesIO(), sys.stderr, captioner=captioner)
+    seconds = time.perf_counter() - started
+    if outcome.how is not Ended.FINISHED or outcome.tally.done != args.items:
+        raise EngineError(f"the run did not caption everything: {outcome.told}")
+    return seconds, outcome.tally.completion_tokens
+
+
+def _memory(folder: Path, args: argparse.Namespace) -> dict[str, int]:
+    """Peak memory of the command, in bytes, without its media processes, by the number of items."""
+    found = {}
+    for count in args.memory_items:
+        pictures = _draw(folder / f"memory-{count}", count, shade=0, side=64)
+        output = pictures.with_suffix(".jsonl")
+        words = [*args.caption_flags, str(pictures), "--output", str(output), "--max-tokens", "1"]
+        command = [sys.executable, "-m", "vlmserve.cli", "caption", *words, "--log-level", "warning"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise EngineError(f"vlmserve caption {' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
+        process.returncode = 0  # it has been waited for
+        found[str(count)] = usage.ru_maxrss * 1024
+        print(f"{count} items: peak memory {usage.ru_maxrss / 1024:.0f} MiB")
+    return found
+
+
+def _draw(folder: Path, count: int, *, shade: int, side: int = _SIDE) -> Path:
+    """A folder of pictures of shapes, no two alike. shade: the background's distance from white."""
+    folder.mkdir()
+    for number in range(count):
+        dice = random.Random(number)
+        picture = Image.new("RGB", (side, side), (255 - shade,) * 3)
+        draw = ImageDraw.Draw(picture)
+        for _ in range(dice.randint(1, 4)):
+            size = dice.randint(side // 10, side // 4)
+            x, y = dice.randint(0, side - size), dice.randint(0, side - size)
+            shape = draw.ellipse if dice.random() < 0.5 else draw.rectangle
+            shape((x, y, x + size, y + size), fill=dice.choice(_COLOURS))
+        picture.putpixel((0, 0), (number >> 16 & 255, number >> 8 & 255, number & 255))  # no two alike
+        picture.save(folder / f"{number:06d}.png", compress_level=1)
+    return folder

@@ -1,0 +1,267 @@
+"""`vlmserve bench processors`: from files to patches, beside the reference's processors, in one run.
+
+Ratios are of CPU time, of one thread on each side: what a core can do, however many others want it. A clip is also
+timed by the clock, with the threads that either side takes by itself: how long one user waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from processors.families.base import MultimodalProcessor, ProcessedMedium, data_item
+from processors.fetch.fetching import MediaFetcher, decode_data_url
+from processors.fetch.settings import FetchSettings
+from processors.image.decoding import decode_image
+from processors.inputs import Modality
+from processors.normalize import normalize, value_width
+from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.process_maker import ProcessMaker, ProcessSettings
+from processors.pool.requests import ImageRequest
+from processors.processed import ProcessedImage, ProcessedVideo
+from processors.video.options import VideoLimits
+from vision.towers.runner import pixel_values
+from vision.towers.temporal_patch import temporal_patches
+from vlmserve.commands.bench.interleaved import in_turns, ratios
+from vlmserve.commands.bench.media import clip, jpeg
+from vlmserve.commands.bench.processes import children_of, cpu_time
+from vlmserve.commands.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
+from vlmserve.commands.bench.stalls import longest_hold, longest_stall
+from vlmserve.config.flags import CommandParser
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
+
+_MEASURES = {"cpu": "CPU time", "wall": "by the clock"}
+_HD, _FULL_HD = (1280, 720), (1920, 1080)
+_LEVELS = "vlmserve, 8-bit levels only"
+_STEP_PATCHES = 1024  # of the encoder on a CPU
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts asked for; prints a table each, and with --json writes all figures."""
+    args = _parser().parse_args(argv)
+    torch.set_num_threads(1)
+    figures = {part: PARTS[part](args) for part in args.parts}
+    if args.json:
+        args.json.write_text(json.dumps({"family": args.family, **figures}, indent=2) + "\n")
+    return 0
+
+
+def measure_picture(args: argparse.Namespace) -> dict[str, Any]:
+    """A 1080p JPEG to patches."""
+    data, processor = jpeg(*_FULL_HD, seed=0), our_processor(args.family, threads=1)
+    ours = partial(_picture, processor, data)
+    references = picture_references(args.family, data)
+    _check_equal(_values(ours()), next(iter(references.values()))())
+    print(f"\n1920x1080 JPEG ({len(data) // 1024} KiB) to patches, {args.family}, one thread")
+    return _compare(ours, references, args.rounds)
+
+
+def measure_wait(args: argparse.Namespace) -> dict[str, Any]:
+    """The same by the clock, on a machine with nothing else to do, all cores at each side's disposal."""
+    torch.set_num_threads(available_cpus())
+    try:
+        how = "threads as they are by default"
+        return measure_clip(args, decode_threads=VideoLimits().decode_threads, how=how, measure="wall")
+    finally:
+        torch.set_num_threads(1)
+
+
+def measure_clip(
+    args: argparse.Namespace, *, decode_threads: int = 1, how: str = "one thread", measure: str = "cpu"
+) -> dict[str, Any]:
+    """A 720p clip at 2 frames a second to patches: decoding, sampling, resizing, cutting."""
+    print(f"\nencoding a clip of {args.seconds} s ...", file=sys.stderr)
+    data = clip(*_HD, seconds=args.seconds, rate=30)
+    processor = our_processor(args.family, threads=decode_threads)
+    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
+        path = Path(folder) / "clip.mp4"
+        path.write_bytes(data)
+
+        def ours() -> ProcessedVideo:
+            return processor.process_video(path.read_bytes())
+
+        references, missing = video_references(args.family, path)
+        _check_equal(_values(ours()), next(iter(references.values()))())
+        print(f"\n{args.seconds} s of 1280x720 at 30 frames/s, 2 used, to patches, {args.family}, {how}")
+        for name, why in missing.items():
+            print(f"{name} cannot run here: {why}")
+        return _compare(ours, references, args.rounds, measure)
+
+
+def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
+    """How long the event loop stands still while threads, or processes, do the same work; and Python's lock's part."""
+    pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
+    stalls: dict[str, list[float]] = {"nothing": [], "strangers": [], "threads": [], "processes": []}
+    with _pools(args) as (threads, processes, _):
+        for _ in range(args.rounds):
+            stalls["nothing"].append(asyncio.run(longest_stall(asyncio.sleep(1.0))))
+            with _strangers(args.workers):
+                stalls["strangers"].append(asyncio.run(longest_stall(asyncio.sleep(2.0))))
+            stalls["threads"].append(asyncio.run(longest_stall(threads.load(_requests(pictures)))))
+            stalls["processes"].append(asyncio.run(longest_stall(processes.load(_requests(pictures)))))
+    print(f"\nevent loop's longest stall, ms, while {args.pictures} pictures of 1080p are processed by {args.workers}")
+    print("(strangers: as many processes that only count; what the machine alone is to blame for)")
+    for name, values in stalls.items():
+        each = ", ".join(f"{value * 1e3:.1f}" for value in values)
+        print(f"{name:12}{statistics.median(values) * 1e3:7.1f}   ({each})")
+    processor = our_processor(args.family, threads=1)
+    url = "data:image/png;base64," + base64.b64encode(np.random.default_rng(0).bytes(20 * 2**20)).decode()
+    holds = {
+        "a picture": longest_hold(partial(_picture, processor, pictures[0]), 20),
+        "a data: URL of 20 MiB": longest_hold(partial(decode_data_url, url, FetchSettings().limit(Modality.IMAGE)), 20),
+    }
+    print("longest that one step keeps Python's lock, ms of CPU time")
+    for name, value in holds.items():
+        print(f"{name:24}{value * 1e3:7.1f}")
+    return {"stalls": stalls, "holds": holds}
+
+
+def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
+    """Threads against processes, from files to patches in the hands of another process (which does not read them)."""
+    pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
+    with _pools(args) as (threads, processes, folder):
+        ours, theirs = SharedArrays(folder, spare_bytes=SPARE_BYTES), SharedArrays(folder, mapped=True)
+        pids = [os.getpid(), *children_of(os.getpid())]
+
+        def by(pool: ProcessorPool) -> None:
+            # as many at a time as keep the workers busy: memory for patches that nobody takes is not the question
+            for start in range(0, len(pictures), 2 * args.workers):
+                for medium in asyncio.run(pool.load(_requests(pictures[start : start + 2 * args.workers]))):
+                    feature = medium.feature
+                    theirs.take(ours.put(feature), feature.dtype, feature.shape)
+
+        timings = in_turns(
+            {"threads": partial(by, threads), "processes": partial(by, processes)},
+            args.rounds,
+            lambda: sum(map(cpu_time, pids)),
+        )
+    print(f"\n{args.pictures} pictures of 1080p, {args.workers} workers: medians of {args.rounds} rounds")
+    for name, timing in timings.items():
+        wall = statistics.median(timing.wall)
+        used = statistics.median(timing.cpu)
+        print(f"{name:12}{args.pictures / wall:8.1f} pictures/s{args.pictures / used:8.1f} per CPU second")
+    for what, slow, quick in (
+        ("the clock", timings["processes"].wall, timings["threads"].wall),
+        ("CPU time", timings["processes"].cpu, timings["threads"].cpu),
+    ):
+        print(f"processes take {ratios(slow, quick)} as long by {what}")
+    return {name: asdict(timing) for name, timing in timings.items()}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="vlmserve bench processors",
+        description="From picture and video files to patches, beside the processors of transformers and qwen_vl_utils; "
+        "the event loop's stalls meanwhile; threads against processes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="whose published settings")
+    parser.add_argument("--rounds", type=int, default=5, help="times each alternative runs, in turns")
+    parser.add_argument("--seconds", type=int, default=60, help="length of the clip, a multiple of 10")
+    parser.add_argument("--pictures", type=int, default=32, help="pictures that pass the pool")
+    parser.add_argument("--workers", type=int, default=2, help="threads or processes of the pool")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    return parser
+
+
+def _compare(
+    ours: Callable[[], ProcessedMedium], references: dict[str, Callable[[], Any]], rounds: int, measure: str = "cpu"
+) -> dict[str, dict[str, Any]]:
+    """measure: what ratios are of, "cpu" or "wall"."""
+    timings = in_turns({"vlmserve": _with_values(ours), _LEVELS: ours, **references}, rounds)
+    print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   {_MEASURES[measure]}, times ours (rounds)")
+    for name, timing in timings.items():
+        cpu, wall = statistics.median(timing.cpu), statistics.median(timing.wall)
+        beside = "" if name == "vlmserve" else ratios(getattr(timing, measure), getattr(timings["vlmserve"], measure))
+        print(f"{name:32}{cpu * 1e3:10.1f}{wall * 1e3:10.1f}   {beside}")
+    return {name: asdict(timing) for name, timing in timings.items()}
+
+
+def _values(made: ProcessedMedium) -> np.ndarray:
+    return pixel_values(temporal_patches(data_item(made)), torch.device("cpu")).numpy()
+
+
+def _check_equal(ours: np.ndarray, theirs: Any) -> None:
+    """What is compared in speed must be the same work: the same patches, to a level of 255."""
+    other = np.asarray(theirs)
+    off = float(np.abs(ours - other).max()) if ours.shape == other.shape else float("inf")
+    print(f"largest difference of a patch value: {off:.2g}")
+    if not off < 0.02:
+        raise AssertionError(f"patches differ: {ours.shape} and {other.shape}, by {off}")
+
+
+def _picture(processor: MultimodalProcessor, data: bytes) -> ProcessedImage:
+    return processor.process_image(decode_image(data, processor.limits.decode))
+
+
+def _with_values(make: Callable[[], ProcessedMedium]) -> Callable[[], None]:
+    """What the reference makes: patches, and their values, which ours has from the encoder, as many at a time."""
+
+    def run() -> None:
+        made = make()
+        assert made.normalization is not None
+        step = torch.empty(_STEP_PATCHES, value_width(made.feature, made.normalization), dtype=torch.float32)
+        for start in range(0, len(made.feature), _STEP_PATCHES):
+            levels = made.feature[start : start + _STEP_PATCHES]
+            normalize(levels, made.normalization, step[: len(levels)])
+
+    return run
+
+
+def _requests(pictures: Sequence[bytes]) -> list[ImageRequest]:
+    return [ImageRequest(source=data) for data in pictures]
+
+
+@contextmanager
+def _strangers(count: int) -> Iterator[None]:
+    """So many busy processes that have nothing to do with this one."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _pools(args: argparse.Namespace) -> Iterator[tuple[ProcessorPool, ProcessorPool, Path]]:
+    """Of threads and of processes, and the folder of these for shared memory."""
+    processor = our_processor(args.family, threads=1)
+    settings = PoolSettings(max_workers=args.workers, cache_mib=0)
+    with PrivateDirectory(shared_memory_base(), "vlmserve-bench") as private, ExitStack() as stack:
+        maker = ProcessMaker(processor, ProcessSettings(count=args.workers, shared_dir=private.path))
+        processes = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, maker)
+        stack.callback(lambda: asyncio.run(processes.close()))
+        maker.wait_ready()
+        threads = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings)
+        stack.callback(lambda: asyncio.run(threads.close()))
+        yield threads, processes, private.path
+
+
+PARTS = {
+    "picture": measure_picture,
+    "clip": measure_clip,
+    "wait": measure_wait,
+    "loop": measure_loop,
+    "pool": measure_pool,
+}

@@ -1,0 +1,207 @@
+"""The scheduler by itself, for `vlmserve bench sched`: a worker that answers at once, and requests by the thousand."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
+from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
+from vision.towers.temporal_patch import EncodeBatch
+from vision.workers.backend import EncodeResult
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.executor.device_queue import DeviceQueue, InlineQueue
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
+from vlmserve.ipc.messages import SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.req_to_token import ReqPoolAllocator
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.policy import make_policy
+from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.sessions import Sessions
+
+T = TypeVar("T")
+
+PROMPT_TOKENS = 256
+SHARED_TOKENS = 128
+_MOST_NEW = 512
+_VOCABULARY = 50_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What the scheduler has to do. waiting: requests. clients: whose they are. depth: steps in flight."""
+
+    running: int = 256
+    waiting: int = 10_000
+    policy: str = "fcfs"
+    page: int = 16
+    depth: int = 1
+    clients: int = 4
+
+
+class _NoEncoder:
+    """Text needs none."""
+
+    has_work = False
+
+    def workers(self) -> tuple[int, ...]:
+        return (0,)
+
+    def start(self, worker: int, batch: EncodeBatch) -> None:
+        raise AssertionError("there is nothing to encode")
+
+    def cancel(self, worker: int, number: int) -> None:
+        raise AssertionError("there is nothing to encode")
+
+    def collect(self) -> list[EncodeResult]:
+        return []
+
+    def wait_handles(self) -> tuple[int, ...]:
+        return ()
+
+    def work(self, budget_s: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class InstantWorker:
+    """Answers every step at once, with token 1. seconds: of this thread's CPU time that this took."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def forward(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
+        """Nothing is computed."""
+        return batch
+
+    def sample(self, forwarded: ModelWorkerBatch, info: SamplingBatchInfo) -> ModelWorkerResult:
+        """One token for each request that gets one."""
+        before = time.thread_time()
+        count = len(info.batch_indices)
+        result = ModelWorkerResult(
+            step=forwarded.step,
+            compute_s=0.01,
+            next_token_ids=np.ones(count, dtype=np.int64),
+            logprobs=np.full(count, np.nan, dtype=np.float32),
+            top_ids=np.zeros((count, 0), dtype=np.int64),
+            top_logprobs=np.zeros((count, 0), dtype=np.float32),
+        )
+        self.seconds += time.thread_time() - before
+        return result
+
+
+class _InstantQueue(InlineQueue):
+    """As many steps in flight as asked for; each is done when it is launched."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.least_reqs = 0
+
+
+class Subject:
+    """A scheduler under a load, which is kept up: for each request that ends, another one comes.
+
+    Answers have 64 to 512 tokens, so that some end in most steps. Prompts have 256 tokens, half of them shared with
+    others of the same client.
+    """
+
+    def __init__(self, load: Load) -> None:
+        rng = np.random.default_rng(0)
+        self.load = load
+        self._rng = rng
+        self._stems = [rng.integers(0, _VOCABULARY, SHARED_TOKENS) for _ in range(4 * load.clients)]
+        self._came = 0
+        context = PROMPT_TOKENS + _MOST_NEW + load.page
+        size = load.running * context // load.page * load.page * 2
+        allocator = TokenToKVPoolAllocator(size, load.page)
+        self.kv = KVCacheManager(allocator, RadixCache(allocator), ReqPoolAllocator(load.running, context))
+        self.worker = InstantWorker()
+        device: DeviceQueue = _InstantQueue(load.depth)
+        self.ended = 0
+        self.scheduler = Scheduler(
+            EngineArgs(
+                model="none",
+                max_running_requests=load.running,
+                max_queued_requests=2 * load.waiting + 2 * load.running,
+                page_size=load.page,
+                schedule_policy=load.policy,  # type: ignore[arg-type]
+                max_decode_slowdown=0,
+                max_step_s=0,
+            ),
+            max_req_len=PROMPT_TOKENS + _MOST_NEW,
+            eos_token_ids=frozenset({0}),
+            kv=self.kv,
+            worker=self.worker,
+            encoder=_no_encoder(),
+            device=device,
+            sessions=Sessions(self.kv.prefix_cache, max_sessions=0, timeout_s=1, clock=time.monotonic),
+            policy=make_policy(load.policy, match=self.kv.matched_len, path=self.kv.matched_path),
+            new_token_ratio=NewTokenRatio(1.0),
+            media_keys=MediaKeyTable(),
+            send=self._take,
+        )
+        for _ in range(load.running + load.waiting):
+            self._come()
+        while len(self.scheduler.running_batch) < load.running:
+            self.scheduler.step()
+
+    def _come(self) -> None:
+        own = self._rng.integers(0, _VOCABULARY, PROMPT_TOKENS - SHARED_TOKENS)
+        stem = self._stems[int(self._rng.integers(len(self._stems)))]
+        message = TokenizedGenerateReqInput(
+            rid=f"r{self._came}",
+            input_ids=np.concatenate([stem, own]),
+            sampling_params=SamplingParams(max_new_tokens=int(self._rng.integers(64, _MOST_NEW)), seed=self._came),
+            client=f"client {self._came % self.load.clients}",
+        )
+        self._came += 1
+        self.scheduler.handle(message)
+
+    def _take(self, output: SchedulerOutput) -> None:
+        self.ended += sum(one.finish_reason is not None for one in getattr(output, "outputs", ()))
+
+    def turns(self, count: int) -> list[float]:
+        """Seconds of this thread's CPU time that so many turns of the loop took, without the worker's."""
+        found = []
+        for _ in range(count):
+            while self.ended:
+                self.ended -= 1
+                self._come()
+            self.worker.seconds = 0.0
+            before = time.thread_time()
+            self.scheduler.step()
+            found.append(time.thread_time() - before - self.worker.seconds)
+        return found
+
+
+def _no_encoder() -> EncoderPool:
+    return EncoderPool(
+        _NoEncoder(),
+        EmbeddingCache(MemoryTier(0, torch.device("cpu"))),
+        fingerprint=b"none",
+        embed_shape=EmbedShape(merge=1, width=1, dtype=torch.float32),
+        limits=PoolLimits(max_patches=1, space_bytes=0),
+    )
+
+
+def cpu_seconds(run: Callable[[], T]) -> tuple[float, T]:
+    """Of this thread, and what came of it. The collector's turn does not come meanwhile."""
+    gc.disable()
+    try:
+        before = time.thread_time()
+        result = run()
+        return time.thread_time() - before, result
+    finally:
+        gc.enable()

@@ -1,0 +1,173 @@
+"""`vlmserve bench soak`: thousands of requests, many of them left by their clients; does anything grow?
+
+A server with small caches is started. Between stretches of the load its clients leave, it becomes idle, and what its
+processes hold is looked at. Caches fill during the warm-up and are bounded by their settings; what still grows after
+that is a leak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from vlmserve.commands.bench.processes import MIB
+from vlmserve.commands.bench.soak_client import SoakClients
+from vlmserve.commands.bench.soak_requests import FILES, Mix
+from vlmserve.commands.bench.soak_watch import Growth, Sample, growth, table, take_sample
+from vlmserve.commands.client.own_server import OwnServer
+from vlmserve.config.flags import CommandParser
+from vlmserve.config.number_words import above_zero, not_negative, positive
+
+# Small: they are full when the warm-up ends, evict from then on, and KV slots run out now and then.
+_SMALL = (
+    *("--max-model-len", "4096", "--max-total-tokens", "6144", "--chunked-prefill-size", "256"),
+    *("--max-running-requests", "16", "--max-sessions", "16"),
+    *("--encoder-cache-mib", "4", "--processor-cache-mib", "4"),
+)
+_MODEL = "soak"
+_IDLE_WITHIN_S = 60.0
+_LOOK_EVERY_S = 0.2
+_ABOUT = """\
+Sends thousands of requests of all kinds to a server of its own, a part of them cut off by their clients: in the body,
+while they wait, in the stream. Checks that memory, descriptors, sockets, threads, processes, shared blocks and
+temporary files do not grow, that pools balance, and that every other answer is right. Exit status 1 if not.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it; prints tables, and with --json writes all figures."""
+    args = _parser().parse_args(argv)
+    figures = _soak(args)
+    if args.json:
+        args.json.write_text(
+            json.dumps({"settings": vars(args) | {"json": str(args.json)}, **figures}, indent=2) + "\n"
+        )
+    return int(not figures["passed"])
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="vlmserve bench soak",
+        usage="%(prog)s [options] [-- FLAGS ...]",
+        description=_ABOUT,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--requests", type=positive, default=20_000, help="in all", metavar="N")
+    parser.add_argument("--warm-up", type=positive, default=2000, help="of these, before the first look", metavar="N")
+    parser.add_argument("--every", type=positive, default=1000, help="requests between two looks", metavar="N")
+    text = "part of the requests that clients leave, of 1; some of these are answered before"
+    parser.add_argument("--cut-off", type=float, default=0.46, help=text, metavar="X")
+    parser.add_argument("--concurrency", type=positive, default=16, help="requests at a time", metavar="N")
+    text = "most bytes that memory may grow by with a request, by the slope of the last three quarters"
+    parser.add_argument("--bytes-per-request", type=above_zero, default=1024, help=text, metavar="N")
+    parser.add_argument("--seed", type=not_negative, default=0, help="of all requests", metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    parser.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="flags for the server, a MODEL too")
+    return parser
+
+
+def _soak(args: argparse.Namespace) -> dict[str, Any]:
+    mix = Mix(_MODEL, seed=args.seed, cut_off=args.cut_off)
+    samples: list[Sample] = []
+    pools: list[str] = []
+    words = ["--served-model-name", _MODEL, "--log-level", "warning", *_SMALL, *args.server_flags]
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        own = {"TMPDIR": folder, "XDG_RUNTIME_DIR": folder}
+        with OwnServer(words, own, startup_timeout_s=600.0) as server:
+            clients = SoakClients(server.base_url, mix.request, at_a_time=args.concurrency)
+            started = time.perf_counter()
+            done = 0
+            for end in [*range(args.warm_up, args.requests, args.every), args.requests]:
+                asyncio.run(clients.run(range(done, end)))
+                done = end
+                _delete_files(server.base_url)
+                pools += [f"after {done}: {problem}" for problem in _await_idle(server.base_url)]
+                samples.append(_settled(server.pid, Path(folder), done))
+                told = f"{clients.cut_off} cut off, {time.perf_counter() - started:.0f} s"
+                print(f"{done} requests, {told}, {samples[-1].memory / MIB:.1f} MiB", file=sys.stderr, flush=True)
+            wall_s = time.perf_counter() - started
+    return _report(args, samples, clients, pools, wall_s)
+
+
+def _delete_files(url: str) -> None:
+    """Uploads whose clients left before they deleted them: they are kept, as they should be."""
+    with httpx2.Client(base_url=url, timeout=_IDLE_WITHIN_S, trust_env=False) as http:
+        while files := http.get(FILES).raise_for_status().json()["data"]:
+            for file in files:
+                http.delete(f"{FILES}/{file['id']}").raise_for_status()
+
+
+def _await_idle(url: str) -> list[str]:
+    """Wait until nothing is left of any request; what does not balance then."""
+    with httpx2.Client(base_url=url, timeout=_IDLE_WITHIN_S, trust_env=False) as http:
+        deadline = time.monotonic() + _IDLE_WITHIN_S
+        while True:
+            info = http.get("/server_info").raise_for_status().json()
+            held = _held_bytes(http.get("/metrics").raise_for_status().text)
+            stats = info["scheduler"]
+            left = {
+                "requests of the API process": info["num_pending"],
+                "running requests": stats["num_running_reqs"],
+                "waiting requests": stats["num_waiting_reqs"],
+                "bytes of embeddings held": held,
+                "KV slots that nobody has": stats["kv_total_tokens"]
+                - sum(stats[f"kv_{kind}_tokens"] for kind in ("free", "cached", "locked")),
+                "places of the request pool taken": stats["req_pool_total"] - stats["req_pool_free"],
+            }
+            problems = [f"{count} {what}" for what, count in left.items() if count]
+            if not problems or time.monotonic() > deadline:
+                return problems
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _held_bytes(metrics: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith("vlmserve:embedding_cache_held_bytes")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines) if lines else float("nan")
+
+
+def _settled(pid: int, folder: Path, requests: int) -> Sample:
+    """Once connections that clients have closed are closed here, too: two looks that see the same."""
+    deadline = time.monotonic() + _IDLE_WITHIN_S
+    before = take_sample(pid, folder, requests)
+    while True:
+        time.sleep(_LOOK_EVERY_S)
+        now = take_sample(pid, folder, requests)
+        if now.descriptors == before.descriptors or time.monotonic() > deadline:
+            return now
+        before = now
+
+
+def _report(
+    args: argparse.Namespace, samples: Sequence[Sample], clients: SoakClients, pools: Sequence[str], wall_s: float
+) -> dict[str, Any]:
+    grown: list[Growth] = growth(samples, bytes_per_request=args.bytes_per_request)
+    passed = all(one.bounded for one in grown) and not pools and not clients.wrong
+    print(f"{args.requests} requests in {wall_s:.0f} s, {clients.cut_off} of them cut off\n\n{table(samples)}\n")
+    print("\n".join(map(str, grown)))
+    for (kind, outcome), count in sorted(clients.outcomes.items()):
+        print(f"  {kind:<28} {outcome:<24} {count:>6}")
+    for problem in (*pools, *clients.wrong):
+        print(f"not right: {problem}")
+    print("nothing grows" if passed else "FAILED")
+    return {
+        "passed": passed,
+        "seconds": wall_s,
+        "cut_off": clients.cut_off,
+        "outcomes": {f"{kind}: {outcome}": count for (kind, outcome), count in sorted(clients.outcomes.items())},
+        "wrong": clients.wrong,
+        "pools": list(pools),
+        "growth": [asdict(one) | {"bounded": one.bounded} for one in grown],
+        "samples": [asdict(one) for one in samples],
+        "cpus": os.cpu_count(),
+    }

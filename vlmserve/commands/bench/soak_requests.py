@@ -1,0 +1,191 @@
+"""What a soak asks of a server: requests of all kinds, and where their clients leave them, by seed and number."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from vlmserve.commands.bench.media import clip
+from vlmserve.commands.bench.questions import draw_picture, picture_part
+from vlmserve.commands.client.data_urls import data_url
+
+CHAT, SCORE, FILES = "/v1/chat/completions", "/v1/score", "/v1/files"
+SESSIONS = 64
+_REPEATED = 8  # pictures that come again and again
+_SIDES = (64, 96, 128, 160, 224)
+_WORDS = ("red", "a", "circle", "left", "of", "two", "small", "squares", "and", "the", "number", "under", "it")
+_LONG_WORDS = 900  # some 1000 tokens: several chunks of a prompt
+_TOO_LONG_WORDS = 20_000
+_FORM = "multipart/form-data; boundary=soak"
+Body: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Where a client leaves; one of these. body: with so much of the body sent (part of 1). after_s: so many seconds
+    from when it began to send. events: with so many events of the stream read."""
+
+    body: float | None = None
+    after_s: float | None = None
+    events: int | None = None
+
+    def __str__(self) -> str:
+        return "in its body" if self.body is not None else "waiting" if self.events is None else "in its stream"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoakRequest:
+    """A POST. statuses: of the answers that are right. cut: None where the client stays to the end."""
+
+    number: int
+    kind: str
+    path: str = CHAT
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    statuses: Sequence[int] = (200,)
+    cut: Cut | None = None
+
+
+class Mix:
+    """All requests of a soak. cut_off: part of them that are left by their clients, of 1. model: its name there."""
+
+    def __init__(self, model: str, *, seed: int, cut_off: float) -> None:
+        self._model = model
+        self._seed = seed
+        self._cut_off = cut_off
+        self._pictures = [draw_picture(_SIDES[at % len(_SIDES)], [seed, at]) for at in range(_REPEATED)]
+        self._clips = [clip(side, 64, seconds=1, rate=10) for side in (64, 96, 128)]
+
+    def request(self, number: int) -> SoakRequest:
+        """The request of that number, 0 and up."""
+        dice = random.Random(f"{self._seed}-{number}")
+        kind = dice.choices(list(_KINDS), [weight for weight, _ in _KINDS.values()])[0]
+        made = _KINDS[kind][1](self, dice, number)
+        # of another client each time: what is kept of clients must not grow either
+        address = ".".join(["10", *(str(dice.randrange(256)) for _ in range(3))])
+        headers = {"Content-Type": made.get("type", "application/json"), "X-Forwarded-For": address}
+        cut, body = None, made["body"]
+        if dice.random() < self._cut_off:
+            cut = _cut(dice, streams=isinstance(body, dict) and made.get("path", CHAT) == CHAT)
+            if isinstance(body, dict) and "messages" in body:  # so long that nobody has the whole answer before
+                body |= {"max_tokens": 300, "ignore_eos": True, "stream": cut.events is not None or dice.random() < 0.5}
+        return SoakRequest(
+            number=number,
+            kind=kind,
+            path=made.get("path", CHAT),
+            body=json.dumps(body).encode() if isinstance(body, dict) else body,
+            headers=headers,
+            statuses=made.get("statuses", (200,)),
+            cut=cut,
+        )
+
+    def _chat(self, dice: random.Random, *parts: object, words: int = 12, **fields: object) -> dict[str, Any]:
+        text = " ".join(dice.choices(_WORDS, k=words))
+        body: Body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+            "max_tokens": dice.randint(1, 24),
+            "temperature": dice.choice((0, 1)),
+            "stream": dice.random() < 0.5,
+        }
+        if dice.random() < 0.1:
+            body |= {"logprobs": True, "top_logprobs": 3}
+        if dice.random() < 0.1:
+            body |= {"stop": ["circle", "square"]}
+        return {"body": body | fields}
+
+    def _new_picture(self, dice: random.Random, number: int, place: int = 0) -> bytes:
+        return draw_picture(dice.choice(_SIDES), [self._seed, _REPEATED + number, place])
+
+    def text(self, dice: random.Random, _: int) -> dict[str, Any]:
+        return self._chat(dice)
+
+    def same_picture(self, dice: random.Random, _: int) -> dict[str, Any]:
+        return self._chat(dice, picture_part(dice.choice(self._pictures)))
+
+    def new_picture(self, dice: random.Random, number: int) -> dict[str, Any]:
+        return self._chat(dice, picture_part(self._new_picture(dice, number)))
+
+    def pictures(self, dice: random.Random, number: int) -> dict[str, Any]:
+        new = [picture_part(self._new_picture(dice, number, place)) for place in range(2)]
+        return self._chat(dice, *new, picture_part(dice.choice(self._pictures)))
+
+    def video(self, dice: random.Random, _: int) -> dict[str, Any]:
+        return self._chat(dice, {"type": "video_url", "video_url": {"url": data_url(dice.choice(self._clips))}})
+
+    def frames(self, dice: random.Random, number: int) -> dict[str, Any]:
+        frames = [data_url(draw_picture(64, [self._seed, _REPEATED + number, place])) for place in range(4)]
+        return self._chat(dice, {"type": "video", "video": frames})
+
+    def choices(self, dice: random.Random, number: int) -> dict[str, Any]:
+        parts = [picture_part(self._new_picture(dice, number))] if dice.random() < 0.5 else []
+        return self._chat(dice, *parts, n=dice.randint(2, 4))
+
+    def long(self, dice: random.Random, _: int) -> dict[str, Any]:
+        return self._chat(dice, words=_LONG_WORDS)
+
+    def session(self, dice: random.Random, _: int) -> dict[str, Any]:
+        return self._chat(dice, session_id=f"session {dice.randrange(SESSIONS)}")
+
+    def salted(self, dice: random.Random, number: int) -> dict[str, Any]:
+        return self._chat(dice, cache_salt=f"tenant {number}")
+
+    def in_time(self, dice: random.Random, _: int) -> dict[str, Any]:
+        fields: Body = {"timeout": dice.uniform(0.01, 0.3), "max_tokens": 300, "ignore_eos": True}
+        # a stream that has begun says so in itself
+        return self._chat(dice, **fields) | {"statuses": (200, 504)}
+
+    def score(self, dice: random.Random, number: int) -> dict[str, Any]:
+        query = self._chat(dice, picture_part(self._new_picture(dice, number)))["body"]["messages"]
+        body = {"model": self._model, "query": query, "labels": ["yes", "no", "a circle"], "apply_softmax": True}
+        return {"path": SCORE, "body": body}
+
+    def file(self, dice: random.Random, number: int) -> dict[str, Any]:
+        parts = b'--soak\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+        picture = parts % (b"file", b'; filename="new.png"', self._new_picture(dice, number))
+        body = parts % (b"purpose", b"", b"vision") + picture + b"--soak--\r\n"
+        return {"path": FILES, "body": body, "type": _FORM}
+
+    def wrong(self, dice: random.Random, number: int) -> dict[str, Any]:
+        picture = self._pictures[0]
+        broken: list[dict[str, Any]] = [
+            {"body": b'{"model": "' + str(number).encode()},
+            self._chat(dice, temperature=9),
+            self._chat(dice, model=f"other {number}"),
+            self._chat(dice, words=_TOO_LONG_WORDS),
+            self._chat(dice, picture_part(picture[: dice.randrange(10, len(picture))])),
+            self._chat(dice, {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:1/{number}.png"}}),
+            self._chat(dice, {"type": "video_url", "video_url": {"url": data_url(self._clips[0][:600])}}),
+            self._chat(dice, {"type": "file", "file": {"file_id": f"file-{number}"}}),
+        ]
+        return dice.choice(broken) | {"statuses": range(400, 500)}
+
+
+_KINDS: dict[str, tuple[int, Callable[[Mix, random.Random, int], dict[str, Any]]]] = {
+    "text": (28, Mix.text),
+    "a picture that came before": (14, Mix.same_picture),
+    "a new picture": (18, Mix.new_picture),
+    "three pictures": (4, Mix.pictures),
+    "a video": (2, Mix.video),
+    "frames": (2, Mix.frames),
+    "several answers": (6, Mix.choices),
+    "a long prompt": (4, Mix.long),
+    "a session": (6, Mix.session),
+    "a cache salt": (3, Mix.salted),
+    "a time limit": (2, Mix.in_time),
+    "a score": (2, Mix.score),
+    "an upload": (2, Mix.file),
+    "a wrong request": (7, Mix.wrong),
+}
+
+
+def _cut(dice: random.Random, *, streams: bool) -> Cut:
+    where = dice.random()
+    if where < 0.2:
+        return Cut(body=dice.random())
+    if where < 0.6 or not streams:
+        return Cut(after_s=dice.uniform(0, 0.3))
+    return Cut(events=dice.randint(1, 40))

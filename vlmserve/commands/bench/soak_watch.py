@@ -1,0 +1,142 @@
+"""What a server holds while nobody asks anything of it: memory, descriptors, files; and whether that grows (Linux)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmserve.commands.bench.processes import MIB, children_of
+
+COUNTS = ("processes", "threads", "descriptors", "sockets", "blocks", "files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Of all processes of a server, when so many requests had ended.
+
+    pss: bytes by the name of the processes, pages that several have divided among them; their sum is the server's
+    memory. rss: bytes, such pages counted in each. descriptors: sockets included. blocks: files of shared memory.
+    files: in its temporary directory.
+    """
+
+    requests: int
+    pss: dict[str, int]
+    rss: int
+    processes: int
+    threads: int
+    descriptors: int
+    sockets: int
+    blocks: int
+    files: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all processes."""
+        return sum(self.pss.values())
+
+
+def take_sample(pid: int, temporary: Path, requests: int) -> Sample:
+    """Of a server and all processes under it. temporary: its own, as TMPDIR and XDG_RUNTIME_DIR."""
+    pss: Counter[str] = Counter()
+    rss = threads = 0
+    targets: list[str] = []
+    pids = [pid, *children_of(pid)]
+    for one in pids:
+        folder = Path(f"/proc/{one}")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+            name = (folder / "comm").read_text().strip()
+            fields = _fields(folder / "smaps_rollup")
+            pss[name if one != pid else "api"] += fields["Pss"]
+            rss += fields["Rss"]
+            threads += len(os.listdir(folder / "task"))
+            for fd in (folder / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    targets.append(os.readlink(fd))
+    shared = {target for target in targets if target.startswith("/dev/shm/vlmserve-") and os.path.isdir(target)}
+    return Sample(
+        requests=requests,
+        pss=dict(sorted(pss.items())),
+        rss=rss,
+        processes=len(pids),
+        threads=threads,
+        descriptors=len(targets),
+        sockets=sum(target.startswith("socket:") for target in targets),
+        blocks=sum(len(os.listdir(folder)) for folder in shared),
+        files=sum(len(names) for _, _, names in os.walk(temporary)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """One thing that must not grow. found, limit: in `unit`."""
+
+    name: str
+    found: float
+    limit: float
+    unit: str
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it stays within the limit."""
+        return self.found <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "" if self.bounded else ": IT GROWS"
+        return f"{self.name:<16} {self.found:>8.0f} of at most {self.limit:g} {self.unit}{verdict}"
+
+
+def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growth]:
+    """What grows from the first sample (after the warm-up) to the last.
+
+    Memory, of each process and of those that last: the median slope between any two samples of the last half. A step
+    that comes once, such as a pool's page that is written to for the first time, does not count; what goes on does.
+    Media processes are replaced at any time, and begin small again: in a sum they would hide others' growth.
+    Everything else: the last sample, which may not be above the most of the first quarter.
+    """
+    late = samples[len(samples) // 2 :]
+    memory = {f"of {name}": [one.pss.get(name, 0) for one in late] for name in samples[-1].pss}
+    lasting = [values for name, values in memory.items() if not name.startswith("of media-")]
+    memory = {"memory": list(map(sum, zip(*lasting, strict=True)))} | memory
+    found = [
+        Growth(name=name, found=_slope(late, values), limit=bytes_per_request, unit="bytes a request")
+        for name, values in memory.items()
+    ]
+    early = samples[: max(1, len(samples) // 4)]
+    for name in COUNTS:
+        most = max(getattr(sample, name) for sample in early)
+        found.append(Growth(name=name, found=getattr(samples[-1], name), limit=most, unit="early in the run"))
+    return found
+
+
+def _slope(samples: Sequence[Sample], values: Sequence[int]) -> float:
+    points = [(one.requests, value) for one, value in zip(samples, values, strict=True)]
+    return statistics.median(
+        (after[1] - one[1]) / (after[0] - one[0]) for one, after in itertools.combinations(points, 2)
+    )
+
+
+def table(samples: Sequence[Sample]) -> str:
+    """A line for each sample."""
+    names = list(dict.fromkeys(name for sample in samples for name in sample.pss))
+    lines = ["  requests  MiB: all" + "".join(f"{name[:12]:>13}" for name in names)]
+    lines[0] += "".join(f"{name[:11]:>12}" for name in COUNTS)
+    for one in samples:
+        memory = "".join(f"{one.pss.get(name, 0) / MIB:>13.1f}" for name in names)
+        counts = "".join(f"{getattr(one, name):>12}" for name in COUNTS)
+        lines.append(f"{one.requests:>10} {one.memory / MIB:>9.1f}{memory}{counts}")
+    return "\n".join(lines)
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Bytes, of lines such as `Pss:  1234 kB`."""
+    found = {}
+    for line in file.read_text().splitlines()[1:]:
+        name, _, value = line.partition(":")
+        found[name] = int(value.split()[0]) * 1024
+    return found

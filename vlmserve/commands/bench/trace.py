@@ -1,0 +1,114 @@
+"""`vlmserve bench trace`: where the device waits for the host, step by step, with a trace to look at.
+
+Nothing of it was run on a GPU yet: on a CPU torch's operators stand for kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmserve.commands.bench.trace_steps import KindFigures, figures, range_name, read_steps
+from vlmserve.commands.offline.inputs import Conversation
+from vlmserve.commands.offline.llm import LLM
+from vlmserve.config.flags import CommandParser
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PendingResult, SamplingBatchInfo
+from vlmserve.models.attention.base import ForwardMode
+from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve.scheduler.step import ModelWorker
+from vlmserve_common.errors import EngineError
+
+_COLUMNS = ("steps", "wall ms", "busy ms", "gaps ms", "before ms", "launches", "copies", "waits")
+
+
+class RecordedWorker:
+    """A worker whose steps are ranges of the trace."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self._worker = worker
+
+    def forward(self, batch: ModelWorkerBatch) -> Any:
+        """See `ModelWorker`."""
+        name = range_name(
+            batch.step, f"{ForwardMode(batch.forward_mode).name.lower()} of {len(batch.req_pool_indices)}"
+        )
+        with torch.profiler.record_function(name):
+            return name, self._worker.forward(batch)
+
+    def sample(self, forwarded: Any, info: SamplingBatchInfo) -> PendingResult:
+        """See `ModelWorker`."""
+        name, rest = forwarded
+        with torch.profiler.record_function(name):
+            return self._worker.sample(rest, info)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the workload once to warm up and once recorded; prints a table. EngineError without a device."""
+    args = _parser().parse_args(argv)
+    settings = {"device": args.device, "dtype": args.dtype, "disable_overlap_schedule": args.disable_overlap_schedule}
+    with closing(LLM(args.model, **settings)) as llm:
+        print(f"{llm.args.model} on {llm.info.device} in {llm.info.dtype}, torch {torch.__version__}")
+        _run(llm, args, seed=0)
+        assert isinstance(llm._scheduler, Scheduler), "of one group"
+        llm._scheduler.wrap_worker(RecordedWorker)
+        # a step is computed by the scheduler's thread or by the device's
+        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+        with torch.profiler.profile(experimental_config=every_thread) as recording:
+            _run(llm, args, seed=1)
+        recording.export_chrome_trace(str(args.output))
+    found = figures(read_steps(json.loads(args.output.read_text())["traceEvents"]))
+    if not found:
+        raise EngineError(f"{args.output} has fewer than two steps: ask for more --output-tokens")
+    print(f"medians of each kind of steps; a trace for https://ui.perfetto.dev or chrome://tracing is in {args.output}")
+    print("\n".join(_table(found)))
+    return 0
+
+
+def _run(llm: LLM, args: argparse.Namespace, *, seed: int) -> None:
+    """seed: of the pictures, so that none is found in a cache."""
+    rng = np.random.default_rng(seed)
+    pictures = [rng.integers(0, 256, (args.image_size, args.image_size, 3), dtype=np.uint8) for _ in range(args.images)]
+    asked: list[Conversation] = []
+    for number in range(args.requests):
+        shown = [{"type": "image", "image": pictures[number % args.images]}] if pictures else []
+        text = {"type": "text", "text": f"What do you see, and how often? Answer {number}."}
+        asked.append([{"role": "user", "content": [*shown, text]}])
+    llm.chat_batch(asked, max_tokens=args.output_tokens, temperature=0.0, ignore_eos=True)
+
+
+def _table(found: Sequence[KindFigures]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", *_COLUMNS)]
+    for one in found:
+        times = (one.wall, one.busy, one.gaps, one.before)
+        counts = (one.launches, one.copies, one.waits)
+        rows.append((one.kind, str(one.steps), *(f"{us / 1000:.3f}" for us in times), *(f"{n:g}" for n in counts)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="vlmserve bench trace",
+        description="A short offline workload under torch's profiler: a trace, and for each kind of steps the time "
+        "from one's end to the next one's (wall), how long the device was busy, how long it did nothing inside a step "
+        "(gaps) and before it, kernels launched, copies, and calls that waited for all of the device's work. On a CPU "
+        "torch's operators stand for kernels; our own are not seen. Recording slows the host down.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", default="", help="checkpoint folder or name; default: the built-in model")
+    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1 ..., or cpu")
+    parser.add_argument("--dtype", default="auto", help="as of vlmserve serve")
+    parser.add_argument("--requests", type=int, default=8, help="conversations, all at once")
+    parser.add_argument("--images", type=int, default=2, help="different pictures, shown in turns; 0: text only")
+    parser.add_argument("--image-size", type=int, default=256, help="side of a picture in pixels")
+    parser.add_argument("--output-tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--disable-overlap-schedule", action="store_true", help="one step at a time")
+    parser.add_argument("--output", type=Path, default=Path("vlmserve-trace.json"), help="where the trace is written")
+    return parser

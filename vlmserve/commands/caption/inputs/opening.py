@@ -1,0 +1,247 @@
+"""From the words of a command line to what they stand for."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, TypeAlias
+
+from processors.fetch.blocking import BlockingFetcher
+from vlmserve.commands.caption.inputs.files import ItemFile
+from vlmserve.commands.caption.inputs.folders import LocalTree
+from vlmserve.commands.caption.inputs.lines import AddressList, JsonLines
+from vlmserve.commands.caption.inputs.media import MediaReader
+from vlmserve.commands.caption.inputs.source import HTTP, Columns, Source, need, path_in, reason
+from vlmserve.commands.caption.inputs.tables import Table
+from vlmserve.commands.caption.inputs.tars import Tar
+from vlmserve.commands.caption.inputs.trees import Entry, Files
+from vlmserve.commands.caption.item import Failed, Found, MediumItem
+from vlmserve.commands.client.media_names import local_path, scheme_of
+from vlmserve.config.checks import SettingsError
+
+InputFormat: TypeAlias = Literal["media", "list", "jsonl", "parquet", "tar"]
+_FORMATS: dict[str, InputFormat] = {
+    ".txt": "list",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".tar": "tar",
+    ".tgz": "tar",
+}
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MOST_NAMES = 1_000_000
+
+
+class Inputs:
+    """All that a command line names, in its order. It may be gone through again, but for a list on standard input."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+
+    def __iter__(self) -> Iterator[Found]:
+        """Nothing is read before it is asked for, and nothing is kept."""
+        for source in self._sources:
+            yield from source
+
+    @property
+    def ignored(self) -> int:
+        """Files in folders that were left out so far, since they are neither pictures nor videos."""
+        return sum(source.ignored for source in self._sources if isinstance(source, Files))
+
+    def count(self) -> Iterator[int | None]:
+        """How many items have been counted so far; None, and no more, where only reading everything would tell."""
+        total = 0
+        for source in self._sources:
+            for number in source.count():
+                if number is None:
+                    yield None
+                    return
+                total += number
+                yield total
+
+
+def open_inputs(
+    words: Sequence[str],
+    *,
+    fetcher: BlockingFetcher,
+    stdin: BinaryIO,
+    columns: Columns | None = None,
+    input_format: InputFormat | None = None,
+    request_fields: Collection[str] | None = None,
+) -> Inputs:
+    """What the words of a command line stand for.
+
+    fetcher: may read any local file, for the user has named it. input_format: of all files and of standard input,
+    whatever their names say. request_fields: the only ones of chat requests that count; None: all. Raises
+    SettingsError for a word that stands for nothing, and for a missing package.
+    """
+    words = list(dict.fromkeys(words))
+    opener = _Opener(
+        media=MediaReader(fetcher),
+        columns=columns or Columns(),
+        stdin=iter((stdin,)),
+        format=input_format,
+        request_fields=request_fields,
+        named=frozenset(os.path.abspath(os.path.expanduser(word)) for word in words),
+    )
+    return Inputs([opener.source(word) for word in words])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OneMedium:
+    """See `Source`."""
+
+    item: Callable[[], MediumItem]
+
+    def __iter__(self) -> Iterator[Found]:
+        yield self.item()
+
+    def count(self) -> Iterator[int | None]:
+        return iter((1,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Each:
+    """See `Source`. names: files, and what could not be searched for them. open: makes a source of one."""
+
+    names: Callable[[], Iterator[str | Failed]]
+    open: Callable[[str], Source]
+
+    def __iter__(self) -> Iterator[Found]:
+        for name in self.names():
+            yield from (name,) if isinstance(name, Failed) else self.open(name)
+
+    def count(self) -> Iterator[int | None]:
+        for name in self.names():
+            if isinstance(name, str):
+                yield from self.open(name).count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opener:
+    media: MediaReader
+    columns: Columns
+    stdin: Iterator[BinaryIO]
+    format: InputFormat | None
+    request_fields: Collection[str] | None
+    named: frozenset[str]
+
+    def source(self, word: str) -> Source:
+        if word == "-":
+            return self._file(ItemFile(address=word, stream=self.stdin), self.format or "list")
+        scheme = scheme_of(word)
+        if scheme and os.path.lexists(word):  # a file with a colon in its name
+            return self._local(os.path.join(os.curdir, word))
+        if scheme == "file":
+            return self._local(str(local_path(word, Path())))
+        if _RANGE.search(word):
+            return self._range(word)
+        return self._remote(word) if scheme else self._local(os.path.expanduser(word))
+
+    def _range(self, word: str) -> Source:
+        names = 1
+        for first, last in _RANGE.findall(word):
+            names *= abs(int(last) - int(first)) + 1
+        if names > _MOST_NAMES:
+            raise SettingsError(f"INPUT {word!r} stands for {names} names; the most are {_MOST_NAMES}")
+        if not scheme_of(word) and not any(os.path.lexists(name) for name in _expanded(word)):
+            raise SettingsError(f"INPUT {word!r}: there is none of these files")
+        self._one_file(next(_expanded(word)))
+        return _Each(names=lambda: _expanded(word), open=self._one_file)
+
+    def _local(self, path: str) -> Source:
+        if os.path.isdir(path):
+            tree = LocalTree(self.media, self.named - {os.path.abspath(path)})
+            return Files(tree=tree, word=path, is_pattern=False, can_count=True)
+        try:
+            os.stat(path)
+        except OSError as error:
+            if not glob.has_magic(path):
+                raise SettingsError(f"INPUT {path!r}: {error.strerror}") from None
+            return self._pattern(path)
+        return self._one_file(path)
+
+    def _pattern(self, pattern: str) -> Source:
+        tree = LocalTree(self.media)
+        files = Files(tree=tree, word=pattern, is_pattern=True, can_count=True, searches_matches=True)
+        if next(tree.matches(pattern), None) is None:
+            raise SettingsError(f"INPUT {pattern!r}: nothing matches this pattern")
+        return self._media_or_each(files, lambda entry: entry.path)
+
+    def _remote(self, word: str) -> Source:
+        scheme = scheme_of(word)
+        is_media = self._format(word) == "media"
+        if is_media and (scheme == "data" or (scheme in HTTP and "::" not in word)):
+            return self._one_file(word)
+        from vlmserve.commands.caption.inputs.remote import file_system
+        from vlmserve.commands.caption.inputs.remote_folders import RemoteTree
+
+        system, path = file_system(word)
+        tree = RemoteTree(word, system, path, self.media)
+        is_pattern = scheme not in HTTP and glob.has_magic(path)
+        files = Files(tree=tree, word=path, is_pattern=is_pattern)
+        if is_pattern:
+            return self._media_or_each(files, lambda entry: tree.address(entry.path))
+        try:
+            info = system.info(path)
+        except Exception as error:  # whatever a driver raises
+            raise SettingsError(f"INPUT {word!r}: {reason(error)}") from None
+        if not is_media:
+            return self._one_file(word)
+        if info["type"] == "directory":
+            return files
+        entry = Entry(path=info["name"], name=info["name"], is_folder=False, info=info)
+        return _OneMedium(item=lambda: tree.item(entry, ""))
+
+    def _media_or_each(self, files: Files, address: Callable[[Entry], str]) -> Source:
+        """Of a pattern."""
+        if self._format(files.word) == "media":
+            return files
+        self._one_file(files.word)  # whose packages are missing, if they are
+        return _Each(names=lambda: files.named(address), open=self._one_file)
+
+    def _one_file(self, address: str) -> Source:
+        """Raises SettingsError for a missing package."""
+        format = self._format(address)
+        if format == "media":
+            return _OneMedium(item=lambda: self.media.item(address))
+        if scheme_of(address):
+            from vlmserve.commands.caption.inputs.remote import file_system
+
+            file_system(address)
+        return self._file(ItemFile(address=address), format)
+
+    def _file(self, file: ItemFile, format: InputFormat) -> Source:
+        if format == "jsonl":
+            fields = self.request_fields
+            return JsonLines(file=file, media=self.media, columns=self.columns, request_fields=fields)
+        if format == "list":
+            return AddressList(file=file, media=self.media)
+        if format == "parquet":
+            need(file.address, "pyarrow")
+            return Table(file=file, media=self.media, columns=self.columns)
+        return Tar(file=file, media=self.media, columns=self.columns)
+
+    def _format(self, address: str) -> InputFormat:
+        if self.format is not None:
+            return self.format
+        name = path_in(address).lower().removesuffix(".gz")
+        return _FORMATS.get(os.path.splitext(name)[1], "media")
+
+
+def _expanded(word: str) -> Iterator[str]:
+    """The names that a word with ranges stands for, as WebDataset's shards are written: shard-{000000..000099}.tar.
+    Numbers are as wide as the range's first."""
+    match = _RANGE.search(word)
+    if match is None:
+        yield word
+        return
+    first, last = int(match[1]), int(match[2])
+    step = 1 if first <= last else -1
+    for number in range(first, last + step, step):
+        yield from _expanded(f"{word[: match.start()]}{number:0{len(match[1])}}{word[match.end() :]}")

@@ -1,0 +1,197 @@
+"""Tars of samples, as WebDataset has them: files that differ only in what follows the first dot belong together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from processors.inputs import Modality
+from vlmserve.commands.caption.inputs.files import BROKEN, ItemFile
+from vlmserve.commands.caption.inputs.media import MediaReader, Own
+from vlmserve.commands.caption.inputs.records import jsonable
+from vlmserve.commands.caption.inputs.source import Columns, printable
+from vlmserve.commands.caption.inputs.tar_members import members
+from vlmserve.commands.caption.item import Failed, Found
+from vlmserve.commands.client.media_names import PICTURES, VIDEOS
+from vlmserve_common.errors import BadRequestError
+
+_MOST_TEXT_BYTES = 2**20
+_MOST_FILES = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Medium:
+    name: str
+    ending: str
+    offset: int
+    size: int
+    read: Callable[[], bytes]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sample:
+    """problem: why it cannot be had; its files are passed over then."""
+
+    key: str
+    files: int = 0
+    held_bytes: int = 0
+    media: list[_Medium] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+    def fail(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        self.media.clear()
+        self.fields.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tar:
+    """See `Source`. A sample's picture or video is an item, its other small files are the item's fields: JSON's are
+    put among them, texts go by their endings. The item is called shard.tar/key; where a sample has several, all are
+    items, called shard.tar/key.ending."""
+
+    file: ItemFile
+    media: MediaReader
+    columns: Columns
+
+    def __iter__(self) -> Iterator[Found]:
+        samples = 0
+        try:
+            signature = self.file.signature()
+            with self.file.open() as file:
+                for sample in self._samples(file):
+                    samples += 1
+                    yield from self._found(sample, signature)
+                if self.file.is_compressed:
+                    file.read(_MOST_TEXT_BYTES)  # at its end is what tells whether it is whole
+        except BROKEN as error:
+            yield self.file.broken(error, done=samples, what="sample")
+
+    def count(self) -> Iterator[int | None]:
+        if self.file.path is None or self.file.is_compressed:
+            yield None
+            return
+        try:
+            with self.file.open() as file:
+                for member in members(file):
+                    key, ending = _split(member.name)
+                    if key and _modality(ending) is not None:
+                        yield 1
+        except BROKEN:
+            return
+
+    def _samples(self, file: BinaryIO) -> Iterator[_Sample]:
+        sample: _Sample | None = None
+        for member in members(file):
+            key, ending = _split(member.name)
+            if not key:
+                continue
+            if sample is None or sample.key != key:
+                if sample is not None:
+                    yield sample
+                sample = _Sample(key=key)
+            sample.files += 1
+            if sample.files > _MOST_FILES:
+                sample.fail(f"it has more than {_MOST_FILES} files")
+            if sample.problem is None:
+                self._take(sample, file, member.name, ending, member.size)
+        if sample is not None:
+            yield sample
+
+    def _take(self, sample: _Sample, file: BinaryIO, name: str, ending: str, size: int) -> None:
+        modality = _modality(ending)
+        if modality is None:
+            if size <= _MOST_TEXT_BYTES:
+                _add_field(sample.fields, ending, _exactly(file, size))
+            return
+        limit = self.media.fetcher.settings.limit(modality)
+        if size > limit.bytes:
+            sample.fail(f"{printable(name)} has {size} bytes, the limit is {limit.bytes} (setting {limit.setting})")
+            return
+        offset = file.tell()
+        if self.file.path is not None and not self.file.is_compressed:
+            read = functools.partial(_part_of, self.file.path, offset, size)
+        else:
+            sample.held_bytes += size
+            most = self.media.fetcher.settings.limit(Modality.VIDEO)
+            if sample.held_bytes > most.bytes:
+                sample.fail(f"its files have more than {most.bytes} bytes (setting {most.setting})")
+                return
+            read = functools.partial(bytes, _exactly(file, size))
+        sample.media.append(_Medium(name=name, ending=ending, offset=offset, size=size, read=read))
+
+    def _found(self, sample: _Sample, signature: str) -> Iterator[Found]:
+        name = f"{self.file.name}/{printable(sample.key)}"
+        if sample.problem is not None:
+            yield Failed(id=name, message=sample.problem, code="sample_too_large")
+        fields = {"key": printable(sample.key), **sample.fields}
+        prompt = fields.get(self.columns.prompt or "")
+        id = fields.get(self.columns.id or "")
+        for medium in sample.media:
+            own = Own(
+                id=(name if id in (None, "") else str(id)) + (f".{medium.ending}" if len(sample.media) > 1 else ""),
+                fields=fields,
+                prompt=prompt if isinstance(prompt, str) else None,
+            )
+            yield self.media.held(
+                medium.read, own, signature=f"{signature} {medium.offset}", size=medium.size, name=medium.name
+            )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Key and ending; no key for what belongs to no sample."""
+    folder, base = os.path.split(name.removeprefix("./"))
+    stem, dot, ending = base.partition(".")
+    return (os.path.join(folder, stem), ending.lower()) if stem and dot else ("", "")
+
+
+def _modality(ending: str) -> Modality | None:
+    suffix = f".{ending.rpartition('.')[2]}"
+    if suffix in PICTURES:
+        return Modality.IMAGE
+    return Modality.VIDEO if suffix in VIDEOS else None
+
+
+def _add_field(fields: dict[str, Any], ending: str, data: bytes) -> None:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return
+    if "\0" in text:
+        return
+    value: Any = text.strip()
+    if ending == "json" or ending.endswith(".json"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = jsonable(json.loads(text))
+        if ending == "json" and isinstance(value, dict):
+            fields.update(value)
+            return
+    elif ending == "cls" and value.isdecimal():
+        value = int(value)
+    fields[ending] = value
+
+
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise EOFError("unexpected end of data")
+    return data
+
+
+def _part_of(path: Path, offset: int, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+    except OSError as error:
+        raise BadRequestError(f"cannot read {str(path)!r}: {error.strerror}", code="invalid_media_url") from None
+    if len(data) < size:
+        raise BadRequestError(f"{str(path)!r} is shorter than before", code="invalid_media_url")
+    return data

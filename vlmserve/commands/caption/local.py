@@ -1,0 +1,110 @@
+"""Captions by the engine, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from vlmserve.api.answers import AnswerHead, AnswerWriter
+from vlmserve.api.body import checked
+from vlmserve.api.convert import to_generate_request
+from vlmserve.api.protocol import ChatCompletionRequest
+from vlmserve.commands.caption.captioner import CaptionStopped
+from vlmserve.commands.caption.item import ChatRequest
+from vlmserve.commands.offline.async_llm import AsyncLLM
+from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
+from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats
+from vlmserve.frontend.request_builder import ChatPrompt
+from vlmserve.frontend.stage import stage_limits
+from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
+from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.errors import BadRequestError
+
+MOST_CHOICES = 128
+_SAMPLED_BYTES = 1 << 20
+_ENCODER_CACHE_MIB = 64
+_NO_MESSAGES = [{"role": "user", "content": "-"}]
+
+
+class LocalCaptioner:
+    """See `Captioner`. concurrency: requests at a time. nothing_twice: see `CaptionCommand`. llm: the engine inside.
+
+    Raises CheckpointError, EngineError or SettingsError.
+    """
+
+    def __init__(self, settings: ServerSettings, *, concurrency: int, nothing_twice: bool = False) -> None:
+        weights = _weights_digest(resolve_model(settings.engine.model))
+        self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
+        engine = settings.engine
+        if nothing_twice and resolve_device(engine.device).type == "cpu":
+            # room for what is in work, which a CPU encodes a little of at a time, and not for what will not come again
+            engine = replace(engine, encoder_cache_mib=min(engine.encoder_cache_mib, _ENCODER_CACHE_MIB))
+        self.llm = AsyncLLM(
+            engine,
+            stage_limits(settings),
+            joined=True,
+            max_pending=concurrency * MOST_CHOICES,
+            log_level=settings.log_level,
+        )
+        self._formats = choose_formats(
+            settings.tool_call_parser, settings.reasoning_parser, self.llm.builder.template.text
+        )
+        how = f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}"
+        self.identity = f"{weights} {blake3.blake3(how.encode()).hexdigest(16)}"
+
+    async def start(self) -> None:
+        """It is ready."""
+
+    async def ask(self, request: ChatRequest) -> dict[str, Any]:
+        body = {"model": self.model, **request.options, "messages": _NO_MESSAGES}
+        chat = checked(body, ChatCompletionRequest)
+        head = AnswerHead(id=f"chatcmpl-{uuid.uuid4().hex}", created=int(time.time()), model=self.model)
+        wanted = to_generate_request(chat, head.id, max_n=MOST_CHOICES, find_file=_no_file)
+        assert isinstance(wanted.prompt, ChatPrompt)
+        wanted = replace(wanted, prompt=replace(wanted.prompt, messages=request.messages))
+        writer = AnswerWriter(
+            head,
+            self.llm.builder.tokenizer,
+            n=wanted.n,
+            logprobs=bool(chat.logprobs),
+            mm_report=bool(chat.return_mm_report),
+            reading=AnswerReading(reasoning=self._formats.reasoning),
+        )
+        try:
+            async with contextlib.aclosing(self.llm.generate(wanted)) as outputs:
+                return await writer.whole(outputs)
+        except EngineUnavailableError as error:
+            raise CaptionStopped(str(error)) from None
+
+    def notes(self) -> list[str]:
+        return []
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.llm.close)
+
+
+def _no_file(file_id: str) -> Any:
+    raise BadRequestError(f"there are no uploaded files here, such as {file_id!r}", code="file_not_found")
+
+
+def _weights_digest(folder: Path) -> str:
+    """Another one for other weights or another tokenizer: of all names and sizes, and of the ends of each file."""
+    digest = blake3.blake3()
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in (".json", ".jinja", ".safetensors"):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLED_BYTES))
+            file.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(file.read(_SAMPLED_BYTES))
+    return digest.hexdigest(16)

@@ -1,0 +1,83 @@
+"""Which output a command line asks for, and where its journal is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmserve.commands.caption.feed import Shard
+from vlmserve.commands.caption.outputs.base import Output, PartNames
+from vlmserve.commands.caption.outputs.jsonl import JsonLines
+from vlmserve.commands.caption.outputs.parquet import Parquet
+from vlmserve.commands.caption.outputs.sidecars import Sidecars
+from vlmserve.commands.caption.outputs.tars import Tars
+from vlmserve.config.checks import SettingsError
+
+_NUMBER = re.compile(r"%0?\d*d")
+_LINES, _PARQUET, _TAR = (".jsonl", ".ndjson"), ".parquet", ".tar"
+_JOURNAL = ".vlmserve-caption"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputSettings:
+    """output: as the command line has it; None: beside the files. suffix, overwrite: see `Sidecars`. items_per_file:
+    in a part of parquet or tars."""
+
+    output: str | None
+    suffix: str
+    overwrite: bool
+    items_per_file: int
+
+
+def choose_output(settings: OutputSettings) -> Output:
+    """Told by the name. SettingsError for one that says nothing, or misses its number."""
+    name = settings.output
+    if name is None:
+        return Sidecars(None, suffix=settings.suffix, overwrite=settings.overwrite)
+    kind = _kind(name)
+    if kind == "folder":
+        return Sidecars(Path(name), suffix=settings.suffix, overwrite=settings.overwrite)
+    if kind in _LINES:
+        return JsonLines(Path(name))
+    names = PartNames(name)
+    if kind == _PARQUET:
+        return Parquet(names, items_per_file=settings.items_per_file)
+    return Tars(names, items_per_file=settings.items_per_file)
+
+
+def choose_journal(output: str | None, folders: Sequence[Path], shard: Shard) -> Path:
+    """Beside the output, or in it if it is a folder. folders: of the local files, where there is no output; the
+    journal goes to the one that holds them all, or to this process's if only the root does."""
+    part = f"-{shard.index}-of-{shard.count}" if shard.count > 1 else ""
+    if output is None:
+        common = Path(os.path.commonpath([folder.absolute() for folder in folders])) if folders else Path.cwd()
+        return (Path.cwd() if common == Path(common.root) else common) / f"{_JOURNAL}{part}.journal"
+    if _kind(output) == "folder":
+        return Path(output) / f"{_JOURNAL}{part}.journal"
+    path = Path(_NUMBER.sub("N", output))
+    return path.with_name(f"{path.name}.journal")
+
+
+def _kind(name: str) -> str:
+    """A suffix, or "folder"."""
+    path = Path(name)
+    numbers = _NUMBER.findall(path.name)
+    suffix = path.suffix.lower()
+    if path.is_dir() or name.endswith("/") or not suffix:
+        if path.exists() and not path.is_dir():
+            raise SettingsError(f"--output is {name!r}, which is there and no folder")
+        return "folder"
+    if suffix not in (*_LINES, _PARQUET, _TAR):
+        raise SettingsError(
+            f"--output is {name!r}; it must end with .jsonl, .parquet or .tar, or be a folder (with / at its end)"
+        )
+    if suffix in _LINES and numbers:
+        raise SettingsError(f"--output is {name!r}; lines of JSON are one file, without a number in its name")
+    if suffix in _LINES:
+        return suffix
+    if path.name.count("%") != len(numbers) or len(numbers) > 1 or "%" in str(path.parent):
+        raise SettingsError(f"--output is {name!r}; a number of parts is written %05d, once, in the file's name")
+    return suffix

@@ -1,0 +1,169 @@
+"""How far a run is, for people: a live display on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from vlmserve.commands.caption.result import Tally
+
+_LOOK_EVERY_S, _ON_TERMINAL_S, _ELSEWHERE_S = 0.1, 0.2, 10.0
+_RATE_OVER_S = 60.0
+
+
+class Counts(Protocol):
+    """What is shown. total, counted, passed, worked_on, skipped, failed: see `caption.result.Tally`.
+
+    hits: what was there already and not computed again. work: in the unit `unit`.
+    """
+
+    total: int
+    counted: bool
+    skipped: int
+    failed: int
+
+    @property
+    def unit(self) -> str: ...
+    @property
+    def passed(self) -> int: ...
+    @property
+    def worked_on(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def work(self) -> int: ...
+
+
+class Progress:
+    """Shows a tally that others change; `show` is called often. A context manager. name: of the command.
+
+    On a terminal it is drawn by rich, where that is installed.
+    """
+
+    def __init__(self, name: str, tally: Counts, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._tally = tally
+        self._out = out
+        self._clock = clock
+        self._begin()
+        self._live = _make_live(out) if out.isatty() else None
+
+    def _begin(self) -> None:
+        self._started = self._shown = self._clock()
+        self._marks: deque[tuple[float, int, int]] = deque([(self._started, 0, 0)])
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return self._clock() - self._started
+
+    def __enter__(self) -> Self:
+        self._begin()
+        if self._live is not None:
+            self._live.start()
+            self._log_to(self._out, sys.stderr)  # which is the display's now: lines go above it
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._log_to(sys.stderr, self._out)
+            self._live.update("")
+            self._live.stop()
+
+    def _log_to(self, before: TextIO, now: TextIO) -> None:
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                handler.setStream(now)
+
+    async def keep_shown(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.show()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def show(self) -> None:
+        """Writes now and then."""
+        now = self._clock()
+        if now - self._shown < (_ON_TERMINAL_S if self._live is not None else _ELSEWHERE_S):
+            return
+        self._shown = now
+        tally = self._tally
+        self._marks.append((now, tally.worked_on, tally.work))
+        while len(self._marks) > 2 and now - self._marks[1][0] > _RATE_OVER_S:
+            self._marks.popleft()
+        if self._live is not None:
+            self._live.update(self._drawn(), refresh=True)
+        else:
+            print(f"{self._name}: {self.line()}", file=self._out, flush=True)
+
+    def line(self) -> str:
+        """Where the run is."""
+        tally = self._tally
+        then, items, work = self._marks[0]  # a minute ago
+        seconds = max(self._clock() - then, 1e-9)
+        items_s, work_s = (tally.worked_on - items) / seconds, (tally.work - work) / seconds
+        total = f"{tally.total}" if tally.counted else f"{tally.total}+" if tally.total else "?"
+        parts = [f"{tally.passed}/{total}", f"{items_s:.1f} items/s", f"{work_s:.0f} {tally.unit}/s"]
+        left = tally.total - tally.passed
+        if tally.counted and items_s > 0 and left >= 0:
+            parts.append(f"ETA {_clock_time(left / items_s)}")
+        parts += [f"{tally.hits} cache hits", f"{tally.failed} failures"]
+        if tally.skipped:
+            parts.append(f"{tally.skipped} finished before")
+        return ", ".join(parts)
+
+    def _drawn(self) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        tally = self._tally
+        total = tally.total if tally.counted else None
+        table = Table.grid(expand=True)
+        table.add_row(ProgressBar(total, tally.passed, pulse=total is None, animation_time=self._clock()))
+        table.add_row(Text(self.line(), overflow="fold"))
+        return table
+
+
+def _make_live(out: TextIO) -> Live | None:
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        return None
+    return Live(console=Console(file=out), auto_refresh=False, transient=True, redirect_stdout=False)
+
+
+def summary(tally: Tally, seconds: float, notes: Sequence[str], *, ended: str) -> dict[str, Any]:
+    """Everything about a run, for JSON. ended: "finished", "interrupted" or "stopped"."""
+    return {**asdict(tally), "seconds": round(seconds, 3), "ended": ended, "notes": list(notes)}
+
+
+def describe(tally: Tally, seconds: float, *, ended: str) -> str:
+    """The same for people."""
+    made = tally.done + tally.reused
+    rate = made / seconds if seconds > 0 else 0.0
+    parts = [f"{ended}: {made} captioned in {seconds:.1f} s ({rate:.1f} items/s, {tally.completion_tokens} tokens)"]
+    told = (
+        (tally.reused, "of them the same as others"),
+        (tally.skipped, "finished before"),
+        (tally.failed, "failed"),
+        (tally.failed_before, "failed before (--retry-failed tries them again)"),
+        (tally.repeated, "named twice"),
+    )
+    return ", ".join([*parts, *(f"{count} {what}" for count, what in told if count)])
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,81 @@
+"""The files of a chat's messages: those named by path or URL are found, put in as bytes, and sent as data: URLs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from processors.fetch.settings import FetchSettings
+from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.inputs import Modality
+from processors.plain_words import first_bytes
+from vlmserve.frontend.message_parts import map_parts
+from vlmserve_common.errors import BadRequestError
+
+Message: TypeAlias = Mapping[str, Any]
+_MODALITIES = {
+    "image_url": Modality.IMAGE,
+    "image": Modality.IMAGE,
+    "video_url": Modality.VIDEO,
+    "video": Modality.VIDEO,
+}
+
+
+def told_modality(data: bytes) -> Modality:
+    """What the first bytes of a file tell. Raises BadRequestError if it is no medium."""
+    modality = modality_of(data[:HEAD_BYTES])
+    if modality is None:
+        what = f"neither a picture nor a video of a supported format; it begins with {first_bytes(data)}"
+        raise BadRequestError(f"the file is {what if data else 'empty'}", code="unsupported_content")
+    return modality
+
+
+def modality_within_limit(data: bytes, settings: FetchSettings) -> Modality:
+    """As `told_modality`, of a file that was read without knowing what it is. Raises BadRequestError, too, if it is
+    larger than the limit."""
+    modality = told_modality(data)
+    limit = settings.limit(modality)
+    if len(data) > limit.bytes:
+        what = f"the file has {len(data)} bytes, the limit is {limit.bytes} (setting {limit.setting})"
+        raise BadRequestError(what, code="invalid_media_url")
+    return modality
+
+
+def named_files(messages: Sequence[Message]) -> Iterator[tuple[str, str, Modality]]:
+    """Of all files that messages name: where in the request, the path or URL, the kind. data: URLs stay as they are."""
+    for number, message in enumerate(messages):
+        parts = message.get("content")
+        for place, part in enumerate(parts if isinstance(parts, list) else ()):
+            for address in _named_by(part):
+                yield f"messages[{number}].content[{place}]", address, _MODALITIES[part["type"]]
+
+
+def with_files(messages: Sequence[Message], files: Mapping[tuple[str, Modality], bytes]) -> list[Message]:
+    """Messages with bytes in place of what `named_files` names, in parts of Qwen's form ({"type": "image", "image":
+    bytes})."""
+
+    def with_file(part: Mapping[str, Any], _place: str) -> Mapping[str, Any]:
+        if not _named_by(part):
+            return part
+        kind = part["type"]
+        modality, value = _MODALITIES[kind], part[kind]
+        others = {name: given for name, given in part.items() if name not in ("type", kind)}
+        if isinstance(value, Mapping):
+            others |= {name: given for name, given in value.items() if name != "url"}
+            value = value["url"]
+        if isinstance(value, list):
+            # uploaded files stay as they are
+            content: object = [files.get((one, modality), one) if isinstance(one, str) else one for one in value]
+        else:
+            content = files[value, modality]
+        return {**others, "type": modality.value, modality.value: content}
+
+    return map_parts(messages, with_file)
+
+
+def _named_by(part: Mapping[str, Any]) -> list[str]:
+    value = part.get(part["type"]) if part.get("type") in _MODALITIES else None
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    values = value if isinstance(value, list) else [value]
+    return [address for address in values if isinstance(address, str) and not address.startswith("data:")]

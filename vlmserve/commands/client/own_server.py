@@ -1,0 +1,99 @@
+"""A server in processes of its own, for a command that needs one while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from vlmserve.commands.client.chat_client import ChatClient
+from vlmserve.config.settings import ENV_PREFIX
+from vlmserve_common.errors import EngineError
+from vlmserve_common.process.child import die_with_parent
+
+
+class OwnServer:
+    """`vlmserve serve` on a port of 127.0.0.1 that the system chooses; `base_url` is http://127.0.0.1:PORT.
+
+    A context manager. Make it in a thread that outlives it: the server ends with that thread, also when this process is
+    killed. words: of the command line, a MODEL too. environment: variables beside those of this process.
+    startup_timeout_s: the server has a limit of its own, too. command: the module and first words that `words` follow.
+    Raises EngineError if it does not start.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        startup_timeout_s: float = float("inf"),
+        command: Sequence[str] = ("vlmserve.cli", "serve"),
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="vlmserve-own-")
+        port_file = Path(self._folder.name) / "port"
+        whole = [sys.executable, "-m", *command, *words]
+        whole += ["--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)]
+        self._process = subprocess.Popen(
+            whole,
+            env={**os.environ, **(environment or {})},
+            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
+            process_group=0,  # a terminal's Ctrl-C is its owner's affair, who need not want to end
+        )
+        self.pid = self._process.pid
+        deadline = time.monotonic() + startup_timeout_s
+        try:
+            while not port_file.exists():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    what = f"the server did not start (its last lines say why): vlmserve serve {' '.join(words)}"
+                    raise EngineError(what)
+                time.sleep(0.1)  # waiting for another process, not synchronising with it
+        except BaseException:
+            self.close()
+            raise
+        self.base_url = f"http://127.0.0.1:{port_file.read_text().strip()}"
+
+    @property
+    def status(self) -> int | None:
+        """The exit status (negative: the signal that killed it); None while the server runs."""
+        return self._process.poll()
+
+    def wait(self) -> int:
+        """The exit status, once the server has ended."""
+        return self._process.wait()
+
+    def close(self) -> None:
+        """Stop the server and wait for it."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def own_model(words: Sequence[str]) -> Iterator[tuple[OwnServer, ChatClient, str]]:
+    """An own server that nobody else can use, a client of it, and its model's name. words: as of `OwnServer`."""
+    key = secrets.token_urlsafe()
+    quiet = ("--log-level", "warning", "--shutdown-timeout-s", "0")
+    with OwnServer([*quiet, *words], {ENV_PREFIX + "API_KEY": key}) as server:
+        client = ChatClient(server.base_url, api_key=key)
+        yield server, client, asyncio.run(client.model())

@@ -1,0 +1,237 @@
+"""The page: Gradio's components and which function each event calls. Everything it does is done elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from gradio.components.chatbot import FileMessage, TextMessage
+
+from vlmserve.commands.demo import panels
+from vlmserve.commands.demo.chat import Chat, Outcome, View
+from vlmserve.commands.demo.conversation import Message, Question, last_question
+from vlmserve.commands.demo.request import FIELDS
+from vlmserve.commands.demo.samples import make_thumbnails
+
+_HEADERS = ["", "label", "x1", "y1", "x2", "y2"]
+_STYLE = Path(__file__).parent / "page.css"
+# A click on a sample; the conversation may be out of sight then.
+_SAMPLE_CLICKS = """
+element.addEventListener('click', (event) => {
+  const sample = event.target.closest('[data-sample]');
+  if (!sample) return;
+  document.getElementById('chat').scrollIntoView({block: 'nearest'});
+  trigger('click', {index: Number(sample.dataset.sample)});
+});
+"""
+
+
+class Page:
+    """A page to chat with one model. samples: questions offered to begin with. note: a sentence on the model."""
+
+    def __init__(self, chat: Chat, samples: Sequence[Question], note: str = "") -> None:
+        self._chat = chat
+        self._samples = samples
+        self._note = note
+        self._blocks = self._build()
+
+    def launch(self, host: str, port: int, *, share: bool, allowed_paths: Sequence[Path]) -> str:
+        """Serve the page from threads of its own; returns its address. allowed_paths: of the samples' files.
+
+        Raises OSError where the port is taken.
+        """
+        _, url, shared = self._blocks.launch(
+            server_name=host,
+            server_port=port,
+            share=share,
+            allowed_paths=[str(path) for path in allowed_paths],
+            css_paths=_STYLE,
+            prevent_thread_lock=True,
+            quiet=True,
+            inbrowser=False,
+            max_file_size="512mb",
+            run_history=False,
+            enable_monitoring=False,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            footer_links=["api"],
+        )
+        return shared or url
+
+    def close(self) -> None:
+        """Stop serving; answers under way are broken off."""
+        self._blocks.close(verbose=False)
+
+    def _build(self) -> gr.Blocks:
+        with gr.Blocks(title=f"vlmserve: {self._chat.model}", analytics_enabled=False) as blocks:
+            gr.HTML(panels.head(self._chat.model, self._note), elem_id="head")
+            with gr.Row(equal_height=False):
+                with gr.Column(scale=3, min_width=300):
+                    chatbot = gr.Chatbot(
+                        show_label=False,
+                        elem_id="chat",
+                        height=None,
+                        min_height=70,
+                        placeholder="Nothing asked yet",
+                        buttons=["copy"],
+                    )
+                    _take_back_little(chatbot)
+                    box = gr.MultimodalTextbox(
+                        label="question",
+                        show_label=False,
+                        placeholder="Your question; drop pictures and clips here, or add them by the paper clip",
+                        file_count="multiple",
+                        autofocus=True,
+                    )
+                with gr.Column(scale=2, min_width=300, visible=False, elem_id="panels") as column:
+                    picture = gr.Image(
+                        label="boxes and points",
+                        interactive=False,
+                        format="png",
+                        visible=False,
+                        buttons=["download", "fullscreen"],
+                        elem_id="drawing",
+                    )
+                    rows = gr.Dataframe(
+                        label="in pixels of the picture as it was sent",
+                        headers=_HEADERS,
+                        column_widths=["10%", "30%", "15%", "15%", "15%", "15%"],
+                        wrap=True,
+                        interactive=False,
+                        visible=False,
+                        elem_id="rows",
+                    )
+                    saw = gr.HTML(elem_id="saw")
+            gallery = gr.HTML(
+                panels.gallery(make_thumbnails(self._samples)), elem_id="samples", js_on_load=_SAMPLE_CLICKS
+            )
+            with gr.Accordion("Settings", open=False, elem_id="settings"):
+                settings = _settings_inputs()
+            outputs = [box, chatbot, column, picture, rows, saw]
+            asked = box.submit(self._ask, [box, chatbot, *settings], outputs, api_name="ask", concurrency_limit=None)
+            again = chatbot.retry(
+                self._ask_again, [chatbot, *settings], outputs, api_visibility="private", concurrency_limit=None
+            )
+            sampled = gallery.click(
+                self._ask_sample,
+                settings,
+                outputs,
+                cancels=[asked, again],
+                api_visibility="private",
+                concurrency_limit=None,
+            )
+            nothing = outputs[2:]
+            stopping: list[Any] = [asked, again, sampled]
+            box.stop(_stopped, None, [box, *nothing], cancels=stopping, api_visibility="private", queue=False)
+            chatbot.clear(lambda: _panels(None), None, nothing, api_visibility="private")
+        return blocks
+
+    async def _ask(
+        self,
+        message: dict[str, Any],
+        history: list[Message],
+        max_tokens: str | None = None,
+        temperature: str | None = None,
+        top_p: str | None = None,
+        seed: str | None = None,
+        detail: Any = None,
+        min_pixels: str | None = None,
+        max_pixels: str | None = None,
+        fps: str | None = None,
+    ) -> AsyncIterator[list[Any]]:
+        """Ask about pictures and videos. (This is the text of the page's own API; so are the names.)"""
+        settings = (max_tokens, temperature, top_p, seed, detail, min_pixels, max_pixels, fps)
+        question = Question(text=message["text"], media=tuple(map(Path, message["files"])))
+        async for update in self._updates(history, question, settings):
+            yield update
+
+    async def _ask_again(self, history: list[Message], *settings: Any) -> AsyncIterator[list[Any]]:
+        found = last_question(history)
+        if found is not None:
+            async for update in self._updates(*found, settings):
+                yield update
+
+    async def _ask_sample(self, chosen: gr.EventData, *settings: Any) -> AsyncIterator[list[Any]]:
+        async for update in self._updates([], self._samples[chosen.index], settings):
+            yield update
+
+    async def _updates(
+        self, history: Sequence[Message], question: Question, settings: Sequence[Any]
+    ) -> AsyncIterator[list[Any]]:
+        """Values of the outputs, in their order, after each step."""
+        form = dict(zip(FIELDS, settings, strict=True))
+        view = View(messages=history)
+        box, aside = _busy(), _waiting()
+        async with aclosing(self._chat.ask(history, question, form)) as views:
+            async for view in views:
+                yield [box, view.messages, *aside]
+                box, aside = gr.skip(), [gr.skip()] * 4
+        # The messages again: who calls the page's API gets what came last.
+        yield [_ready(), view.messages, *_panels(view.outcome)]
+
+
+def _take_back_little(chatbot: gr.Chatbot) -> None:
+    """Have it take texts and uploaded files back from the page. Other things that a caller may put into the history
+    would be made of what the caller says, local files too. (Gradio writes a file beside the code for a subclass.)"""
+    preprocess = chatbot._preprocess_content
+
+    def check(message: Any) -> Any:
+        if not isinstance(message, TextMessage | FileMessage):
+            raise gr.Error("a conversation holds texts and files only")
+        return preprocess(message)
+
+    chatbot._preprocess_content = check  # type: ignore[assignment,method-assign]
+
+
+def _settings_inputs() -> list[Any]:
+    """An input for each of FIELDS, in their order.
+
+    Numbers are asked for as texts: Gradio's own field for them makes 0 of an empty one as soon as it is shown."""
+
+    def field(label: str, empty: str = "as the server has it") -> gr.Textbox:
+        return gr.Textbox(None, label=label, placeholder=empty, max_lines=1, min_width=140)
+
+    with gr.Row():
+        max_tokens, temperature = field("most tokens of an answer"), field("temperature")
+        top_p, seed = field("top-p"), field("seed", "another one each time")
+    with gr.Row():
+        min_pixels, max_pixels = field("least pixels of a picture"), field("most pixels of a picture")
+        fps = field("frames a second of a clip")
+        detail = gr.Radio(["auto", "low", "high"], value="auto", label="detail of pictures", min_width=140)
+    return [max_tokens, temperature, top_p, seed, detail, min_pixels, max_pixels, fps]
+
+
+def _waiting() -> list[Any]:
+    """What the panels are while there is no answer: as many as there were, with nothing of the last one."""
+    hidden = gr.update(value=None, visible=False)
+    return [gr.skip(), hidden, hidden, panels.WAITING]
+
+
+def _panels(outcome: Outcome | None) -> list[Any]:
+    """What column, picture, rows and saw show: nothing where there is no outcome. (Gradio empties what it is given: it
+    is made anew each time.)"""
+    drawing = None if outcome is None else outcome.drawing
+    image, rows = (None, None) if drawing is None else (drawing.image, [list(row) for row in drawing.rows])
+    saw = "" if outcome is None else panels.saw(outcome.media, outcome.num_media, outcome.stats, outcome.notes)
+    return [
+        gr.update(visible=outcome is not None),
+        gr.update(value=image, visible=drawing is not None),
+        gr.update(value=rows, visible=drawing is not None),
+        saw,
+    ]
+
+
+def _busy() -> dict[str, Any]:
+    return gr.update(value=None, interactive=False, submit_btn=False, stop_btn=True)
+
+
+def _stopped() -> list[Any]:
+    return [_ready(), *_panels(None)]
+
+
+def _ready() -> dict[str, Any]:
+    return gr.update(interactive=True, submit_btn=True, stop_btn=False)

@@ -1,0 +1,149 @@
+"""The machine, as far as serving feels it: system, CPU, memory, shared memory, open files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlmserve.commands.doctor.finding import Finding, Status
+from vlmserve.ipc.private_dir import shared_memory_base
+from vlmserve_common.compute.cpus import available_cpus, cpu_name
+from vlmserve_common.compute.memory import available_host_memory, show_gib, total_host_memory
+from vlmserve_common.kernels.build import (
+    CannotBuild,
+    best_level,
+    better_level,
+    cache_folder,
+    compiler,
+    cpu_words,
+    find,
+)
+
+# What matrix products go by, as the kernel calls them.
+_ON_X86 = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
+_ON_ARM = ("asimd", "sve", "bf16", "i8mm")
+_X86, _BFLOAT16_ON_X86 = "fpu", {"avx512_bf16", "amx_bf16"}
+_LITTLE_MEMORY = 2 * 2**30
+_LITTLE_SHARED, _TOO_LITTLE_SHARED = 2**30, 128 * 2**20
+_FEW_FILES = 1024
+
+
+def machine_findings() -> Iterator[Finding]:
+    """All of them."""
+    yield system()
+    yield cpu()
+    yield operators()
+    yield memory()
+    yield shared_memory(shared_memory_base())
+    yield open_files()
+
+
+def system() -> Finding:
+    """The operating system, and the Python that runs this."""
+    name, kernel, kind, distribution = platform.system(), platform.release(), platform.machine(), ""
+    with contextlib.suppress(OSError):
+        distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    text = ", ".join(filter(None, [distribution, f"{name} {kernel} {kind}"]))
+    foreign = name != "Linux"
+    return Finding(
+        name="system",
+        text=f"{text}: vlmserve is made for Linux" if foreign else text,
+        status=Status.PROBLEM if foreign else Status.OK,
+        remedy="run it on Linux, or in a Linux container" if foreign else None,
+        data={"system": name, "release": kernel, "machine": kind, "distribution": distribution},
+    )
+
+
+def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
+    """Cores, and instructions for matrix products."""
+    usable, there = available_cpus(), os.cpu_count() or 1
+    model, flags = cpu_name(cpuinfo), cpu_words(cpuinfo)
+    instructions = [name for name in (*_ON_X86, *_ON_ARM) if name in flags]
+    slow = _X86 in flags and not _BFLOAT16_ON_X86 & flags
+    text = f"{model}: {usable} of {there} cores usable" if usable != there else f"{model}: {there} cores"
+    if instructions:
+        text += f"; {' '.join(instructions)}"
+    if slow:
+        text += "; no bfloat16 products in hardware: they are computed in float32"
+    return Finding(
+        name="cpu",
+        text=text,
+        status=Status.NOTE if slow else Status.OK,
+        data={"model": model, "cores": there, "usable_cores": usable, "instructions": instructions},
+    )
+
+
+def operators(cpuinfo: Path = Path("/proc/cpuinfo"), cache: Path | None = None) -> Finding:
+    """What computes on this CPU, and why nothing faster does."""
+    words, cache = cpu_words(cpuinfo), cache or cache_folder()
+    level, text, remedy = None, "", None
+    try:
+        level = best_level(words)
+        better = better_level(level, words)
+        text = f"for {level}"
+        if better is not None:
+            text += f" (this CPU lacks {', '.join(better[1])} for {better[0]})"
+        built = find(level, cache)
+        text += (
+            f", in {built.parent}" if built else f", to be built with {compiler()} at the first start: takes seconds"
+        )
+    except CannotBuild as error:
+        text = f"torch's, which are slower: {error}"
+        remedy = None if level is None else "install a C++ compiler (apt-get install g++)"
+    return Finding(
+        name="operators",
+        text=text,
+        status=Status.NOTE if text.startswith("torch's") else Status.OK,
+        remedy=remedy,
+        data={"level": level, "folder": str(cache)},
+    )
+
+
+def memory() -> Finding:
+    """Of the machine, and what limits leave of it."""
+    available = available_host_memory()
+    total, limit = total_host_memory()
+    limited = "" if limit is None else f", of which the control group (container) allows {show_gib(limit)}"
+    little = available < _LITTLE_MEMORY
+    return Finding(
+        name="memory",
+        text=f"{show_gib(total)}{limited}; {show_gib(available)} available",
+        status=Status.NOTE if little else Status.OK,
+        remedy="end other programs, or raise the container's limit (docker run --memory)" if little else None,
+        data={"total_bytes": total, "limit_bytes": limit, "available_bytes": available},
+    )
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Where the patches of pictures and videos lie on their way between processes."""
+    room = os.statvfs(folder)
+    total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
+    text, status, remedy = f"{folder}: {show_gib(total)}, {show_gib(free)} free", Status.OK, None
+    if free < _LITTLE_SHARED:
+        status = Status.PROBLEM if free < _TOO_LITTLE_SHARED else Status.NOTE
+        text += "; large pictures, videos and many requests at a time may find no room in it"
+        remedy = "docker run --shm-size=2g ... (without a container: mount -o remount,size=2g /dev/shm)"
+    return Finding(
+        name="shared memory",
+        text=text,
+        status=status,
+        remedy=remedy,
+        data={"folder": str(folder), "total_bytes": total, "free_bytes": free},
+    )
+
+
+def open_files() -> Finding:
+    """The limit, which connections and media files count towards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < _FEW_FILES
+    return Finding(
+        name="open files",
+        text=f"{soft} at the most; each connection is one" if few else f"{soft} at the most",
+        status=Status.NOTE if few else Status.OK,
+        remedy="ulimit -n 65536" if few else None,
+        data={"soft": soft, "hard": hard},
+    )

@@ -1,0 +1,150 @@
+"""The packages that vlmserve needs and can use, beside those that are installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmserve.commands.doctor.finding import Finding, Status
+from vlmserve.commands.doctor.probing import Probed
+
+NAME = "vlmserve"
+ROOT = Path(__file__).resolve().parents[3]
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*([^;]*)")
+_EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
+_MODULES = {"pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq"}
+# Of interest to nobody who does not work on vlmserve.
+_EXTRAS_LEFT_OUT = ("dev",)
+# Beside whose modules others must be installed that we do without.
+_NOT_IMPORTED = ("qwen-vl-utils",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirement:
+    """text: as pip takes it. bounds: of its version, "" for any. installed: the version that is, if one is."""
+
+    text: str
+    name: str
+    bounds: str
+    installed: str | None
+
+    @property
+    def module(self) -> str | None:
+        """What to import to see whether it works, if that tells."""
+        name = self.name.lower()
+        return None if name in _NOT_IMPORTED else _MODULES.get(name, name.replace("-", "_"))
+
+    @property
+    def lacks(self) -> str | None:
+        """What is wrong with it, as far as that can be known without importing it."""
+        if self.installed is None:
+            return f"is not installed, and {self.bounds or 'any version'} is needed"
+        if _outside(self.installed, self.bounds):
+            return f"{self.installed} is installed, and {self.bounds} is needed"
+        return None
+
+
+def read_requirements(folder: Path = ROOT) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """What is always needed, and what each extra needs: of the checkout if this is one, else of the installed package.
+
+    A checkout's metadata are those of the day when it was installed.
+    """
+    project = _project(folder)
+    if project is not None:
+        needed, extras = project["dependencies"], project["optional-dependencies"]
+    else:
+        needed, extras = [], {}
+        for line in importlib.metadata.requires(NAME) or ():
+            found = _EXTRA.search(line)
+            (needed if found is None else extras.setdefault(found.group(1), [])).append(line)
+    extras = {extra: lines for extra, lines in extras.items() if extra not in _EXTRAS_LEFT_OUT}
+    return list(map(_requirement, needed)), {extra: list(map(_requirement, lines)) for extra, lines in extras.items()}
+
+
+def needed_findings(needed: Sequence[Requirement], imports: Mapping[str, Probed]) -> Iterator[Finding]:
+    """For each package that is always needed. imports: module -> whether it can be imported."""
+    for requirement in needed:
+        error = None
+        if requirement.installed is not None and requirement.module is not None:
+            error = imports[requirement.module].error
+        broken = error and f"{requirement.installed} is installed, and cannot be imported: {error}"
+        lacks = requirement.lacks or broken
+        remedy = None
+        if lacks:  # one command for all that are missing
+            again = ["--force-reinstall"] if broken else []
+            missing = requirement.installed is None
+            remedy = install() if missing else pip_install(*again, requirement.text)
+        yield Finding(
+            name=requirement.name,
+            text=lacks or f"{requirement.installed} ({requirement.bounds or 'any version'})",
+            status=Status.PROBLEM if lacks else Status.OK,
+            remedy=remedy,
+            data={"installed": requirement.installed, "needed": requirement.bounds, "import_error": error},
+        )
+
+
+def extra_findings(extras: Mapping[str, Sequence[Requirement]]) -> Iterator[Finding]:
+    """For each extra: whether all of it is there."""
+    for extra, requirements in extras.items():
+        lacking = [f"{requirement.name} {requirement.lacks}" for requirement in requirements if requirement.lacks]
+        there = ", ".join(f"{requirement.name} {requirement.installed}" for requirement in requirements)
+        yield Finding(
+            name=extra,
+            text="; ".join(lacking) or there,
+            status=Status.NOTE if lacking else Status.OK,
+            remedy=install(extra) if lacking else None,
+            data={requirement.name: requirement.installed for requirement in requirements},
+        )
+
+
+def install(extra: str | None = None) -> str:
+    """The command that installs vlmserve, or an extra of it too, into this Python."""
+    brackets = f"[{extra}]" if extra else ""
+    if _project(ROOT) is None:
+        return pip_install(NAME + brackets)
+    return pip_install("-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}{brackets}")
+
+
+def pip_install(*words: str) -> str:
+    """A command for a shell. (uv makes environments without pip.)"""
+    if importlib.util.find_spec("pip") is None:
+        words = tuple("--reinstall" if word == "--force-reinstall" else word for word in words)
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *words])
+    return shlex.join([sys.executable, "-m", "pip", "install", *words])
+
+
+def _project(folder: Path) -> dict[str, Any] | None:
+    """What a checkout's pyproject.toml says; None where this is an installed package, whoever's file may lie there."""
+    file = folder / "pyproject.toml"
+    if not file.is_file():
+        return None
+    project: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    return project if project.get("name") == NAME else None
+
+
+def _requirement(line: str) -> Requirement:
+    found = _REQUIREMENT.match(line)
+    assert found is not None, line
+    name, bounds = found.group(1), found.group(2).strip()
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    return Requirement(text=line.partition(";")[0].strip(), name=name, bounds=bounds, installed=installed)
+
+
+def _outside(version: str, bounds: str) -> bool:
+    """Whether a version is not within bounds; False where nothing is there to tell."""
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        return False
+    return not SpecifierSet(bounds).contains(version, prereleases=True)

@@ -1,0 +1,60 @@
+"""Runs probes in child processes and tells what became of each, a crash included."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probed:
+    """result: of a probe that went well. error: why one did not."""
+
+    result: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def lacks_module(self) -> bool:
+        """Whether it failed only because a package is not there."""
+        return self.error is not None and self.error.startswith("ModuleNotFoundError")
+
+
+def run_probes(names: Sequence[str], *, patience_s: float = _PATIENCE_S) -> dict[str, Probed]:
+    """Each once, one after the other; after one that ends its process, the others in another."""
+    found: dict[str, Probed] = {}
+    left = list(dict.fromkeys(names))
+    while left:
+        how, lines = _run(left, patience_s)
+        for line in lines:
+            message = json.loads(line)
+            found[message["name"]] = Probed(result=message.get("result"), error=message.get("error"))
+        left = [name for name in left if name not in found]
+        if left:  # they are tried in order: the first is the one that broke the process
+            found[left.pop(0)] = Probed(error=how)
+    return found
+
+
+def _run(names: Sequence[str], patience_s: float) -> tuple[str, list[str]]:
+    """How the child ended, and the whole lines that it printed."""
+    command = [sys.executable, "-m", "vlmserve.commands.doctor.probes", *names]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=patience_s, check=False)
+    except subprocess.TimeoutExpired as late:
+        return f"nothing came of it within {patience_s:g} s", _whole_lines(late.stdout or b"")
+    last_words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    if done.returncode < 0:
+        how = f"it crashed the process ({signal.Signals(-done.returncode).name})"
+    else:
+        how = f"it ended the process with status {done.returncode}"
+    return ": ".join([how, *last_words]), _whole_lines(done.stdout)
+
+
+def _whole_lines(output: bytes) -> list[str]:
+    return output.decode(errors="replace").split("\n")[:-1]

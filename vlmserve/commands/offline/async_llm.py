@@ -1,0 +1,249 @@
+"""A model in this process for many requests at a time: an event loop asks, a thread of the engine's own computes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+import torch
+
+from vlmserve.commands.offline.engine import build_offline_engine
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.control import EngineControl
+from vlmserve.engine.profiling import Profiler
+from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
+from vlmserve.frontend.request_builder import GenerateReqInput, RequestBuilder
+from vlmserve.frontend.stage import StageLimits
+from vlmserve.frontend.tokenizer_manager import ChoiceOutput, EngineUnavailableError, TokenizerManager
+from vlmserve.ipc.control_messages import (
+    AbortRequestsReq,
+    ContinueReq,
+    ControlRefused,
+    ControlRequest,
+    ControlResult,
+    FlushCacheReq,
+    FlushCacheResult,
+    PauseReq,
+)
+from vlmserve.ipc.messages import (
+    BatchTextOutput,
+    BatchTokenizedGenerateReqInput,
+    BatchTokenOutput,
+    GetStatsReq,
+    RequestsLost,
+    SchedulerInput,
+    SchedulerOutput,
+    SchedulerStats,
+    TextOutput,
+)
+from vlmserve_common.errors import EngineError
+from vlmserve_common.process.wake_up import WakeUp
+
+logger = logging.getLogger(__name__)
+
+_STOP = object()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Asked:
+    """A control message on its way to the engine's thread. answer: of the event loop."""
+
+    question: ControlRequest
+    answer: asyncio.Future[ControlResult]
+
+
+class AsyncLLM:
+    """`generate` is called in one event loop, which runs until `close`.
+
+    joined: an answer comes whole, as one output: a step of many requests then costs the event loop nothing.
+    max_pending: answers waiting or running at a time. Raises CheckpointError, EngineError or SettingsError.
+    """
+
+    def __init__(
+        self, args: EngineArgs, limits: StageLimits, *, joined: bool, max_pending: int, log_level: str = "info"
+    ) -> None:
+        self._engine = build_offline_engine(args, limits, self._take, log_level=log_level)
+        self._torch_threads = torch.get_num_threads()
+        self.args, self.info = self._engine.args, self._engine.info
+        self._detokenizer = DetokenizerManager(self._engine.stage.tokenizer)
+        self._control = EngineControl(
+            self._engine.scheduler, Profiler("engine"), device=self.info.device, dtype=self.info.dtype
+        )
+        self._asked: set[asyncio.Future[ControlResult]] = set()
+        self._unfinished: dict[str, TextOutput] | None = {} if joined else None
+        self._inbox: queue.SimpleQueue[SchedulerInput | object] = queue.SimpleQueue()
+        self._wake_up = WakeUp()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._manager = TokenizerManager(
+            builder=self._engine.stage.builder,
+            media=self._engine.stage.media,
+            send=self._put,
+            max_pending=max_pending,
+        )
+        self._thread = threading.Thread(target=self._run, name="engine")
+        self._thread.start()
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """What makes requests of messages, the tokenizer with it."""
+        return self._engine.stage.builder
+
+    def describe_media_settings(self) -> str:
+        """A text that is another where the same medium may become other patches."""
+        return self._engine.stage.media.describe_settings()
+
+    async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
+        """See `TokenizerManager.generate`."""
+        self._loop = asyncio.get_running_loop()
+        async with contextlib.aclosing(self._manager.generate(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def generate_batch(self, requests: Sequence[GenerateReqInput]) -> AsyncGenerator[ChoiceOutput, None]:
+        """Several requests as one; see `TokenizerManager.stream`."""
+        self._loop = asyncio.get_running_loop()
+        async with contextlib.aclosing(self._manager.stream(*requests)) as batches:
+            async for items in batches:
+                for item in items:
+                    yield item
+
+    async def stats(self) -> SchedulerStats | None:
+        """The scheduler's figures; None if the engine has failed or does not get to it in a second."""
+        self._loop = asyncio.get_running_loop()
+        return await self._manager.scheduler_stats()
+
+    async def abort(self, request_id: str | None = None) -> list[str]:
+        """End a request by its `request_id` (or `rid`), or all of them; returns the ids of those that there were. Their
+        `generate` raises RequestAbortedError. Nothing is left of them when this returns."""
+        ended = self._manager.abort(request_id)
+        await self._control_engine(AbortRequestsReq(rids=tuple(rid for one in ended for rid in one.rids)))
+        return [one.request_id for one in ended]
+
+    async def flush_cache(self) -> int:
+        """Forget the cached prefixes that no request uses; returns how many tokens these had."""
+        result = await self._control_engine(FlushCacheReq())
+        assert isinstance(result, FlushCacheResult)
+        return result.tokens
+
+    async def pause(self) -> None:
+        """Begin no further step until `resume`; requests wait. EngineError if that is so already."""
+        await self._control_engine(PauseReq())
+
+    async def resume(self) -> None:
+        """Go on after `pause`. EngineError if there was none."""
+        await self._control_engine(ContinueReq())
+
+    async def _control_engine(self, question: ControlRequest) -> ControlResult:
+        """What the engine's thread answers between two steps. EngineError with its reason where it refuses."""
+        if self._manager.unavailable is not None:
+            raise EngineUnavailableError(self._manager.unavailable)
+        self._loop = asyncio.get_running_loop()
+        asked = _Asked(question=question, answer=self._loop.create_future())
+        self._asked.add(asked.answer)
+        asked.answer.add_done_callback(self._asked.discard)
+        self._put(asked)
+        result = await asked.answer
+        if isinstance(result, ControlRefused):
+            raise EngineError(result.message)
+        return result
+
+    def close(self) -> None:
+        """End the engine after the step in work, and its processes. Blocks; while the event loop runs, call it in
+        another thread than that."""
+        closing, loop = self._engine.stage.media.close(), self._loop
+        if loop is not None and loop.is_running():
+            asyncio.run_coroutine_threadsafe(closing, loop).result()
+        else:
+            asyncio.run(closing)
+        self._put(_STOP)
+        self._thread.join()
+        self._wake_up.close()
+        self._manager.close()
+        self._engine.stack.close()
+
+    def _put(self, message: SchedulerInput | object) -> None:
+        self._inbox.put(message)
+        self._wake_up.call()
+
+    # ---------------------------------------------------------------- in the engine's thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._torch_threads)  # each thread has its own
+        scheduler, busy = self._engine.scheduler, False
+        try:
+            while True:
+                if not busy:
+                    # paused, the encoder's results wait with the requests
+                    handles = [] if self._control.paused else scheduler.wait_handles()
+                    wait([self._wake_up.fd, *handles])
+                if not self._take_messages():
+                    return
+                busy = self._control.step()
+        except Exception as error:
+            logger.exception("the engine failed")
+            self._tell(self._fail, f"the engine has failed: {type(error).__name__}: {error}")
+
+    def _take_messages(self) -> bool:
+        """Hand what has come to the scheduler; False when it is time to stop."""
+        scheduler = self._engine.scheduler
+        self._wake_up.take()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._inbox.get_nowait()
+                if message is _STOP:
+                    return False
+                if isinstance(message, _Asked):
+                    self._tell(_settle, message.answer, self._control.handle(message.question))
+                elif isinstance(message, BatchTokenizedGenerateReqInput):
+                    for request in message.requests:
+                        scheduler.handle(request)
+                elif isinstance(message, GetStatsReq):
+                    self._tell(self._manager.handle, scheduler.stats())
+                elif not isinstance(message, RequestsLost):  # which only processes can lose
+                    scheduler.handle(message)  # type: ignore[arg-type]
+        return True
+
+    def _fail(self, reason: str) -> None:
+        """In the event loop: nobody answers any more."""
+        self._manager.fail(reason)
+        for answer in tuple(self._asked):
+            if not answer.done():
+                answer.set_exception(EngineUnavailableError(reason))
+
+    def _take(self, batch: SchedulerOutput) -> None:
+        if not isinstance(batch, BatchTokenOutput):
+            self._tell(self._manager.handle, batch)
+            return
+        texts, aborts = self._detokenizer.process(batch)
+        for abort in aborts:
+            self._engine.scheduler.handle(abort)
+        outputs = texts.outputs if self._unfinished is None else self._join(texts.outputs, self._unfinished)
+        if outputs:
+            self._tell(self._manager.handle, BatchTextOutput(outputs=tuple(outputs)))
+
+    def _join(self, outputs: tuple[TextOutput, ...], unfinished: dict[str, TextOutput]) -> list[TextOutput]:
+        """What is whole now."""
+        whole = []
+        for output in outputs:
+            output = join_outputs(unfinished.pop(output.rid, None), output)
+            if output.finish_reason is None:
+                unfinished[output.rid] = output
+            else:
+                whole.append(output)
+        return whole
+
+    def _tell(self, function: object, *args: object) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
+
+
+def _settle(answer: asyncio.Future[ControlResult], result: ControlResult) -> None:
+    if not answer.done():  # else nobody waits for it any more
+        answer.set_result(result)

@@ -1,0 +1,332 @@
+"""The offline form: the same stages as the server, in one process and without sockets."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
+
+import numpy as np
+
+from processors.families.base import ProcessedMedium
+from processors.families.report import MediumReport, report_json
+from processors.fetch.settings import FetchSettings
+from vlmserve.commands.offline.engine import build_offline_engine
+from vlmserve.commands.offline.inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
+from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
+from vlmserve.frontend.request_builder import (
+    ChatPrompt,
+    EmbedsPrompt,
+    GenerateReqInput,
+    TextPrompt,
+    TokenizedPrompt,
+    TokensPrompt,
+)
+from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.scores import LabelScore, label_scores
+from vlmserve.frontend.stage import StageLimits
+from vlmserve.ipc.messages import (
+    AbortReq,
+    BatchTokenOutput,
+    LogitsProcessorCall,
+    PromptLogprobs,
+    ReturnOptions,
+    SchedulerOutput,
+    SchedulerStats,
+    TextOutput,
+    TokenizedGenerateReqInput,
+    TokenLogprobs,
+)
+from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.process.loop_thread import LoopThread
+
+_NOTHING_MORE = ReturnOptions()
+_AHEAD = 16
+"""Requests that wait with their media loaded while the engine computes, and these media, together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer. finish_reason: "stop" or "length". logprobs: one entry per token if they were asked for. So with
+    prompt_logprobs and hidden_states (float32 [tokens, hidden]), see `ReturnOptions`.
+
+    mm_report: what became of the prompt's media, as the API's field of that name; warnings: what could not be done as
+    it was asked for, a sentence each.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    mm_report: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+    hidden_states: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A request whose media are on their way."""
+
+    request: GenerateReqInput
+    tokenized: TokenizedPrompt
+    media: Future[list[ProcessedMedium]]
+
+
+class LLM(AbstractContextManager["LLM"]):
+    """A model loaded into this process.
+
+        with LLM("Qwen/Qwen3-VL-2B-Instruct") as llm:
+            print(llm.chat("What is this?", images=["cat.png"], max_tokens=64).text)
+
+    model: as in `EngineArgs`; without one, the small model that comes with the package.
+    settings: any field of `EngineArgs`, also by the names of vLLM and SGLang, and max_images_per_request and
+    max_videos_per_request. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or SettingsError.
+    Not thread-safe. engine: its parts, to measure them one by one.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] = "", *, fetch: FetchSettings | None = None, **settings: Any
+    ) -> None:
+        args, counts = read_settings(model, settings)
+        limits = StageLimits(fetch=fetch or FetchSettings(), counts=counts)
+        engine = self.engine = build_offline_engine(args, limits, self._take)
+        self.args, self.info, self._runner = engine.args, engine.info, engine.runner
+        self._scheduler, self._stack = engine.scheduler, engine.stack
+        self._media, self.builder = engine.stage.media, engine.stage.builder
+        self._loop = LoopThread("media")
+        self._stack.callback(self._loop.close)
+        self._stack.callback(lambda: self._loop.run(self._media.close()))
+        self._detokenizer = DetokenizerManager(engine.stage.tokenizer)
+        self._answers: dict[str, TextOutput | None] = {}  # so far
+        args = self.args
+        self._max_waiting = min(args.max_running_requests, args.max_queued_requests)
+        self._requests = 0
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingOverrides | None = None,
+        *,
+        images: Any = (),
+        videos: Any = (),
+        num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        returns: ReturnOptions = _NOTHING_MORE,
+        logits_processors: Sequence[LogitsProcessorCall] = (),
+        **options: Unpack[SamplingOptions],
+    ) -> Completion:
+        """The answer to one conversation: a text, or messages in OpenAI's form. Media may be paths, URLs, bytes, PIL
+        images and arrays; never pass on strangers' messages, since a path in them is read.
+
+        images, videos: one or several, shown before the text. mm_processor_kwargs: how media are prepared where a part
+        does not say (`processors.families.processor_kwargs`). returns: what is wanted besides the answer.
+        logits_processors: the operator's, by name. options: sampling as keywords, such as max_tokens=64.
+        """
+        return self.chat_batch(
+            [conversation(messages, images, videos)],
+            sampling,
+            num_logprobs=num_logprobs,
+            mm_processor_kwargs=mm_processor_kwargs,
+            returns=returns,
+            logits_processors=logits_processors,
+            **options,
+        )[0]
+
+    def chat_batch(
+        self,
+        conversations: Sequence[Conversation],
+        sampling: SamplingOverrides | None = None,
+        *,
+        num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        returns: ReturnOptions = _NOTHING_MORE,
+        logits_processors: Sequence[LogitsProcessorCall] = (),
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion]:
+        """The answers to several conversations, computed together, in order. BadRequestError for the first bad one."""
+        if isinstance(conversations, str):
+            raise TypeError("chat_batch takes a list of conversations; chat takes one")
+        prompts = [ChatPrompt(messages=conversation(messages)) for messages in conversations]
+        request = self._request(sampling, options, num_logprobs, mm_processor_kwargs, returns, logits_processors)
+        return [answer for [answer] in self._run([replace(request, prompt=prompt) for prompt in prompts])]
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | TextPrompt | TokensPrompt | EmbedsPrompt],
+        sampling: SamplingOverrides | None = None,
+        *,
+        num_logprobs: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        returns: ReturnOptions = _NOTHING_MORE,
+        logits_processors: Sequence[LogitsProcessorCall] = (),
+        **options: Unpack[SamplingOptions],
+    ) -> list[Completion]:
+        """Continuations of prompts that are rendered already; of one text, a list of one."""
+        several = [prompts] if isinstance(prompts, str) else prompts
+        wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in several]
+        request = self._request(sampling, options, num_logprobs, mm_processor_kwargs, returns, logits_processors)
+        return [answer for [answer] in self._run([replace(request, prompt=prompt) for prompt in wrapped])]
+
+    def score(
+        self,
+        messages: Conversation,
+        labels: Sequence[str],
+        *,
+        images: Any = (),
+        videos: Any = (),
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[LabelScore]:
+        """How likely the model holds each of some answers to a conversation, in their order; see `chat`."""
+        return self.score_batch(
+            [conversation(messages, images, videos)], labels, mm_processor_kwargs=mm_processor_kwargs
+        )[0]
+
+    def score_batch(
+        self,
+        conversations: Sequence[Conversation],
+        labels: Sequence[str],
+        *,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[list[LabelScore]]:
+        """`score` of several conversations, computed together. A conversation is computed once for all labels."""
+        if isinstance(labels, str) or not labels:
+            raise TypeError("labels are one or more texts in a list")
+        request = self._request(None, {}, None, mm_processor_kwargs, _NOTHING_MORE, ())
+        prompts = [ChatPrompt(messages=conversation(messages)) for messages in conversations]
+        wanted = [replace(request, prompt=prompt, continuations=tuple(labels)) for prompt in prompts]
+        return [label_scores(labels, [answer.prompt_logprobs for answer in answers]) for answers in self._run(wanted)]
+
+    def stats(self) -> SchedulerStats:
+        """Plain figures of the engine."""
+        return self._scheduler.stats()
+
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes; returns how many tokens these had."""
+        return self._scheduler.flush_cache()
+
+    def close(self) -> None:
+        """End the media threads and the encoder's workers. The model goes with the object."""
+        self._stack.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _request(
+        sampling: SamplingOverrides | None,
+        options: Mapping[str, Any],
+        num_logprobs: int | None,
+        mm_processor_kwargs: Mapping[str, Any] | None,
+        returns: ReturnOptions,
+        logits_processors: Sequence[LogitsProcessorCall],
+    ) -> GenerateReqInput:
+        """What all requests of a call share: its prompt and its name are still to come."""
+        return GenerateReqInput(
+            request_id="",
+            prompt=TextPrompt(text=""),
+            sampling=sampling_of(sampling, options),
+            num_logprobs=num_logprobs,
+            mm_processor_kwargs=mm_processor_kwargs or {},
+            returns=returns,
+            logits_processors=tuple(logits_processors),
+        )
+
+    def _run(self, requests: Sequence[GenerateReqInput]) -> list[list[Completion]]:
+        """The choices of each request."""
+        reports: dict[str, tuple[MediumReport, ...]] = {}
+        warnings: dict[str, tuple[str, ...]] = {}
+        choices: list[list[str]] = []
+        try:
+            with closing(self._loading(requests)) as loadings:
+                for loading in loadings:
+                    # the engine goes on meanwhile
+                    while not loading.media.done() and not self._scheduler.is_idle():
+                        self._scheduler.step_or_wait()
+                    messages, media, said = self._build(loading)
+                    choices.append([message.rid for message in messages])
+                    for message in messages:
+                        # only so many wait at a time, pictures and all
+                        while self._scheduler.num_waiting >= self._max_waiting:
+                            self._scheduler.step_or_wait()
+                        reports[message.rid], warnings[message.rid] = media, said
+                        self._answers[message.rid] = None
+                        self._scheduler.handle(message)
+            while not self._scheduler.is_idle():
+                self._scheduler.step_or_wait()
+            self._scheduler.step()  # the checks of an idle engine
+            return [[_completion(self._answers[rid], reports[rid], warnings[rid]) for rid in rids] for rids in choices]
+        finally:
+            for rid in reports:
+                answer = self._answers.pop(rid)
+                if answer is None or answer.finish_reason is None:  # an exception came first
+                    self._scheduler.handle(AbortReq(rid=rid))
+
+    def _loading(self, requests: Iterable[GenerateReqInput]) -> Generator[_Loading, None, None]:
+        """The requests in order, while the media of those that come next are being loaded already."""
+        ahead = deque[_Loading]()
+        try:
+            for request in requests:
+                try:
+                    named, tokenized = self._tokenize(request)
+                except BadRequestError:
+                    yield from ahead  # one of these may fail, too, and comes first
+                    raise
+                media = tokenized.media
+                while ahead and sum(1 + len(loading.tokenized.media) for loading in ahead) + len(media) >= _AHEAD:
+                    yield ahead.popleft()
+                ahead.append(_Loading(named, tokenized, self._loop.start(self._media.load(media))))
+            while ahead:
+                yield ahead.popleft()
+        finally:
+            for loading in ahead:
+                loading.media.cancel()
+
+    def _tokenize(self, request: GenerateReqInput) -> tuple[GenerateReqInput, TokenizedPrompt]:
+        number, self._requests = self._requests, self._requests + 1
+        named = replace(request, request_id=f"offline-{number}")
+        return named, self.builder.tokenize(named, default_seed=self.args.random_seed + number)
+
+    def _build(
+        self, loading: _Loading
+    ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...], tuple[str, ...]]:
+        tokenized, media = loading.tokenized, loading.media.result()
+        messages = self.builder.build(loading.request, tokenized, self.builder.expand(tokenized, media))
+        return messages, self._media.report(tokenized.media, media), tokenized.notes.warnings
+
+    def _take(self, batch: SchedulerOutput) -> None:
+        assert isinstance(batch, BatchTokenOutput)
+        texts, aborts = self._detokenizer.process(batch)
+        for abort in aborts:
+            self._scheduler.handle(abort)
+        for output in texts.outputs:
+            if output.rid in self._answers:  # else given up
+                self._answers[output.rid] = join_outputs(self._answers[output.rid], output)
+
+
+def _completion(answer: TextOutput | None, media: tuple[MediumReport, ...], warnings: tuple[str, ...]) -> Completion:
+    if answer is None or answer.finish_reason is None:
+        raise EngineError("a request ended without an answer")
+    reason = answer.finish_reason
+    if reason.type == "error":
+        if reason.status < 500:
+            raise BadRequestError(reason.message, status=reason.status)
+        raise EngineError(reason.message)
+    return Completion(
+        text=answer.text,
+        token_ids=answer.token_ids,
+        finish_reason=reason.type,
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        logprobs=answer.logprobs,
+        mm_report=report_json(media),
+        warnings=(*warnings, *(warning for medium in media for warning in medium.warnings())),
+        prompt_logprobs=answer.prompt_logprobs,
+        hidden_states=answer.hidden_states,
+    )

@@ -1,0 +1,91 @@
+"""Our answers: each case whole, again out of a warm prefix cache, and all together in small chunks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmserve.commands.offline.llm import LLM, Completion
+from vlmserve.commands.verify.cases import Case
+from vlmserve.commands.verify.comparison import TOP, Answer, Step
+from vlmserve.frontend.sampling import SamplingOverrides
+
+WHOLE, WARM, CHUNKS = "whole", "warm cache", "small chunks"
+_CHUNK = 32  # tokens: every case is cut, most of them inside a picture
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """What both sides are told. dtype: "float32", "bfloat16" or "float16". num_threads: of a CPU, None for all.
+    parallel: settings of this engine that have processes share the model (tp_size and its like)."""
+
+    dtype: str
+    device: str
+    max_tokens: int
+    num_threads: int | None = None
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+
+
+def our_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
+    """Variant -> answers, in the order of the cases. No model is left in memory. Raises as `LLM` does."""
+    answers = {**_one_by_one(folder, cases, settings), CHUNKS: _in_chunks(folder, cases, settings)}
+    free_memory()
+    return answers
+
+
+def free_memory() -> None:
+    """Give back what a model has left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _one_by_one(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
+    answers: dict[str, list[Answer]] = {WHOLE: [], WARM: []}
+    with _load(folder, cases, settings, chunked_prefill_size=-1) as llm:
+        for case in cases:
+            llm.flush_cache()
+            for variant in (WHOLE, WARM):
+                answers[variant].append(_answer(llm.chat(case.messages, _greedy(settings), num_logprobs=TOP)))
+    return answers
+
+
+def _in_chunks(folder: Path, cases: Sequence[Case], settings: RunSettings) -> list[Answer]:
+    conversations = [case.messages for case in cases]
+    chunks = {"chunked_prefill_size": _CHUNK, "enable_mixed_chunk": True, "disable_radix_cache": True}
+    with _load(folder, cases, settings, **chunks) as llm:
+        return [_answer(got) for got in llm.chat_batch(conversations, _greedy(settings), num_logprobs=TOP)]
+
+
+def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant: Any) -> LLM:
+    free_memory()  # of the one before
+    return LLM(
+        str(folder),
+        dtype=settings.dtype,
+        device=settings.device,
+        num_threads=settings.num_threads,
+        **settings.parallel,
+        max_running_requests=len(cases),
+        max_pixels="checkpoint",
+        video_reference="transformers",
+        sampling_defaults="openai",  # not the checkpoint's penalties: it is the model that is compared
+        **variant,
+    )
+
+
+def _greedy(settings: RunSettings) -> SamplingOverrides:
+    return SamplingOverrides(temperature=0.0, max_new_tokens=settings.max_tokens)
+
+
+def _answer(completion: Completion) -> Answer:
+    assert completion.logprobs is not None
+    steps = (
+        Step(token_id=one.token_id, logprob=one.logprob, top=dict(zip(one.top_ids, one.top_logprobs, strict=True)))
+        for one in completion.logprobs
+    )
+    return Answer(prompt_tokens=completion.prompt_tokens, steps=tuple(steps), cached_tokens=completion.cached_tokens)

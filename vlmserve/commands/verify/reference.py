@@ -1,0 +1,138 @@
+"""The answers of `transformers`: its processor, its model class, its greedy search."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+
+from vlmserve.commands.verify.cases import Case, media_paths
+from vlmserve.commands.verify.comparison import TOP, Answer, Step
+from vlmserve.commands.verify.ours import RunSettings
+from vlmserve.commands.verify.plain_clip import length_of, read_frames
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
+from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
+from vlmserve_common.errors import EngineError
+
+_READERS: Mapping[str, str] = MappingProxyType({"fp8": "accelerate", "compressed-tensors": "compressed_tensors"})
+"""quant_method -> what transformers reads such checkpoints with."""
+_DEFAULT_FPS = 2.0  # of ours too, where a checkpoint says nothing
+
+
+def check_reference_can_run() -> None:
+    """Raises EngineError when something is not installed, before anything expensive has begun."""
+    for name in ("transformers", "torchvision"):
+        if importlib.util.find_spec(name) is None:
+            raise EngineError(
+                f"this compares with the processors and models of transformers, which need {name}: install it with "
+                "pip install 'vlmserve[verify]', or pip install --no-deps torchvision beside a torch of another build"
+            )
+
+
+def check_reference_can_load(folder: Path) -> None:
+    """Raises EngineError when transformers lacks what it reads a quantised checkpoint with; CheckpointError."""
+    config = Fields(read_hf_config(folder), "config.json")
+    for fields in (config, text_fields(config)):
+        method = fields.section("quantization_config").string("quant_method", "")
+        package = _READERS.get(method)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise EngineError(
+                f"{folder}: transformers reads checkpoints of quant_method {method!r} with {package}: install it with "
+                f"pip install {package.replace('_', '-')}"
+            )
+
+
+def reference_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> list[Answer]:
+    """Greedy answers of the checkpoint, in the order of the cases."""
+    make_torchvision_importable()
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it advises those who use it for work
+    reference = Reference(folder, settings)
+    return [reference.answer(case) for case in cases]
+
+
+class Reference:
+    """A checkpoint loaded by `transformers`."""
+
+    def __init__(self, folder: Path, settings: RunSettings) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+
+        self._max_tokens = settings.max_tokens
+        self._device = resolve_device(settings.device)
+        self._processor: Any = AutoProcessor.from_pretrained(folder)
+        model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
+        self._model = model.to(self._device).eval()
+        own = model.generation_config
+        # nothing but where answers end: no sampling, no penalties
+        model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+
+    @torch.no_grad()
+    def answer(self, case: Case) -> Answer:
+        """The answer to one conversation."""
+        inputs = self._inputs(case)
+        self._model.model.rope_deltas = None  # of the answer before
+        out = self._model.generate(
+            **inputs,
+            max_new_tokens=self._max_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        length = inputs["input_ids"].shape[1]
+        ids = out.sequences[0, length:].tolist()
+        steps = [_step(row[0], token) for row, token in zip(out.logits, ids, strict=True)]
+        return Answer(prompt_tokens=length, steps=tuple(steps))
+
+    def _inputs(self, case: Case) -> Any:
+        text = self._processor.apply_chat_template(
+            [_without_media(message) for message in case.messages], tokenize=False, add_generation_prompt=True
+        )
+        images = [ImageOps.exif_transpose(Image.open(path)) for path in media_paths(case, "image")]
+        clips = [self._read_video(path) for path in media_paths(case, "video")]
+        videos: dict[str, Any] = {}
+        if clips:
+            videos = {
+                "videos": [frames for frames, _ in clips],
+                "video_metadata": [metadata for _, metadata in clips],
+                "do_sample_frames": False,  # they have been, while they were read
+            }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = self._processor(text=[text], images=images or None, return_tensors="pt", **videos)
+        return inputs.to(self._device)
+
+    def _read_video(self, path: Path) -> tuple[Any, Any]:
+        """Frames uint8 [T, H, W, 3] and metadata; of all there are, those that transformers' processor asks for."""
+        from transformers.video_utils import VideoMetadata
+
+        frames, rate = length_of(path)
+        metadata = VideoMetadata(total_num_frames=frames, fps=rate)
+        processor = self._processor.video_processor
+        names = ("num_frames", "min_frames", "max_frames", "temporal_patch_size")
+        asked = {name: getattr(processor, name, None) for name in names}
+        fps = None if asked["num_frames"] else getattr(processor, "fps", None) or _DEFAULT_FPS
+        metadata.frames_indices = [int(index) for index in processor.sample_frames(metadata, fps=fps, **asked)]
+        return read_frames(path, metadata.frames_indices), metadata
+
+
+def _without_media(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {**message, "content": [p if p["type"] == "text" else {"type": p["type"]} for p in content]}
+
+
+def _step(logits: torch.Tensor, token: int) -> Step:
+    logprobs = torch.log_softmax(logits.float(), -1)
+    best = logprobs.topk(TOP)
+    top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return Step(token_id=token, logprob=float(logprobs[token]), top=top)

@@ -1,0 +1,185 @@
+"""The command line of `vlmserve warmup`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlmserve.config.checks import SettingsError
+from vlmserve.config.flags import CommandParser, add_settings
+from vlmserve.config.model_path import is_model
+from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
+
+if TYPE_CHECKING:
+    from vlmserve.commands.warmup.local import LocalTarget
+    from vlmserve.commands.warmup.remote import RemoteTarget
+
+USAGE_ERROR = 2
+_INTERRUPTED = 130
+_ABOUT = """\
+Encode pictures and videos ahead of time, so that servers with the same weights and settings start warm.
+
+An INPUT is what `vlmserve caption` takes: a picture or video file, a folder (searched with all that is in it), a
+pattern in quotes, an http(s) or data URL, a list (.txt: a path or URL a line, # begins a comment), "-" (such a list on
+standard input), a .jsonl file with a picture, a video or a chat request a line, whose media are encoded with all their
+knobs, a .parquet file or a WebDataset .tar. Paths in a file are relative to its folder.
+
+Without --url, only the vision tower is loaded, here, and what it makes goes into --embedding-cache-dir. With --url, a
+running server encodes; files and URLs are read here and sent to it.
+"""
+_EPILOG = """\
+examples:
+  vlmserve warmup pictures/ --embedding-cache-dir DIR
+  vlmserve warmup Qwen/Qwen3-VL-2B-Instruct requests.jsonl --embedding-cache-dir DIR --pin --resume done.jsonl
+  find . -name '*.mp4' | vlmserve warmup - --url http://127.0.0.1:8000 --errors failed.jsonl
+
+The exit status is 1 if anything failed, 2 for a wrong command line, 130 if interrupted.
+"""
+_REQUEST_FIELDS = ("messages", "mm_processor_kwargs")
+_GROUPS = ("pictures", "videos", "vision encoder")
+_OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "log_level", "startup_timeout_s"}
+# Of no effect here.
+_LEFT_OUT = {
+    "allowed_local_media_path",
+    "enable_mm_embeds",
+    "max_queued_media",
+    "processor_cache_mib",
+    "video_reference",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status. Raises VlmserveError or OSError, with a message fit for the user, when nothing can be done."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        with contextlib.ExitStack() as closing:
+            return _run(args, _settings(args), closing)
+    except SettingsError as error:
+        for line in str(error).splitlines():
+            print(f"vlmserve warmup: error: {line}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="vlmserve warmup", usage="%(prog)s [MODEL] INPUT... [options]", description=_ABOUT, epilog=_EPILOG
+    )
+    parser.add_argument(
+        "words",
+        metavar="[MODEL] INPUT...",
+        nargs="+",
+        help="MODEL: checkpoint folder, or a Hugging Face hub id; left out: the small built-in one. INPUT: see above",
+    )
+    parser.add_argument("--url", metavar="URL", help="let the server at http://host:port encode")
+    parser.add_argument("--api-key", metavar="KEY", help="of that server [env: VLMSERVE_API_KEY]")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="media, or requests of a .jsonl file, in work at a time; "
+        "default: 4 with --url, else workers for media plus one",
+    )
+    parser.add_argument("--pin", action="store_true", help="never evict what is encoded or found")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="note in FILE what is finished, and pass over what it says is, unless that was evicted",
+    )
+    parser.add_argument("--errors", type=Path, metavar="FILE", help="write what failed to FILE, a line of JSON each")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    names = {setting.name for setting in iter_settings() if setting.group in _GROUPS}
+    add_settings(parser, (names | _OTHERS) - _LEFT_OUT)
+    return parser
+
+
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    """Leaves in `args.words` the inputs alone, and in `args.concurrency` a number."""
+    names = {setting.name for setting in iter_settings()}
+    flags = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    if args.url is None and "model" not in flags and is_model(args.words[0], alone=len(args.words) == 1):
+        flags["model"] = args.words.pop(0)
+    settings = load_settings(flags, config=args.config)
+    engine = settings.engine
+    if not args.words:
+        raise SettingsError(f"{flags['model']!r} is a model: name an INPUT, too")
+    if args.url is None and engine.embedding_cache_dir is None:
+        raise SettingsError("name the folder that keeps embeddings (--embedding-cache-dir), or a server (--url)")
+    if args.url is not None and ("model" in flags or "embedding_cache_dir" in flags):
+        raise SettingsError("with --url, the server's own model and --embedding-cache-dir are used: name none here")
+    if args.concurrency is None:
+        args.concurrency = 4 if args.url is not None else engine.max_mm_workers + engine.media_processes + 1
+    if args.concurrency < 1:
+        raise SettingsError(f"--concurrency is {args.concurrency}; it must be 1 or more")
+    return settings
+
+
+def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib.ExitStack) -> int:
+    from processors.fetch.blocking import BlockingFetcher
+    from vlmserve.commands.caption.inputs import open_inputs
+    from vlmserve.commands.caption.progress import Progress
+    from vlmserve.commands.warmup.journal import Journal
+    from vlmserve.commands.warmup.run import WarmupRun
+    from vlmserve.commands.warmup.tally import Tally
+    from vlmserve.frontend.stage import stage_limits
+    from vlmserve_common.logs import configure_logging
+
+    # Local files are read wherever they are: the user has named them.
+    fetcher = BlockingFetcher(dataclasses.replace(stage_limits(settings).fetch, allowed_local_media_path="/"))
+    closing.callback(fetcher.close)
+    stdin = io.BytesIO(sys.stdin.buffer.read() if "-" in args.words else b"")
+    inputs = open_inputs(args.words, fetcher=fetcher, stdin=stdin, request_fields=_REQUEST_FIELDS)
+    configure_logging(settings.log_level, "warmup")
+    tally = Tally()
+    for number in inputs.count():
+        tally.counted = number is not None
+        tally.total = number or tally.total
+    target = _make_target(args, settings)
+    progress = Progress("warmup", tally, sys.stderr)
+    notes: list[str] = []
+
+    async def warm_up() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(target.close)
+            stack.callback(lambda: notes.extend(target.notes()))
+            stack.callback(closing.close)  # here, for threads that wait for downloads keep the loop from ending
+            errors = args.errors and stack.enter_context(args.errors.open("w", encoding="utf-8"))
+            journal = args.resume and stack.enter_context(contextlib.closing(Journal(args.resume, target.settings)))
+            stack.enter_context(progress)
+            stack.callback(asyncio.create_task(progress.keep_shown()).cancel)
+            run = WarmupRun(target=target, tally=tally, journal=journal, errors=errors, concurrency=args.concurrency)
+            await run.run(iter(inputs))
+            tally.total = tally.passed
+
+    interrupted = False
+    try:
+        asyncio.run(warm_up())
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        seconds, tally.ignored = progress.seconds, inputs.ignored
+        if args.json:
+            told = {"seconds": round(seconds, 3), "interrupted": interrupted, "notes": notes}
+            json.dump({**dataclasses.asdict(tally), **told}, sys.stdout, indent=2)
+            print()
+        else:
+            print("\n".join([tally.describe(seconds), *notes]))
+    return _INTERRUPTED if interrupted else int(tally.failed > 0)
+
+
+def _make_target(args: argparse.Namespace, settings: ServerSettings) -> LocalTarget | RemoteTarget:
+    if args.url is not None:
+        from vlmserve.commands.warmup.remote import RemoteTarget
+
+        return RemoteTarget(args.url, api_key=settings.api_key, pin=args.pin)
+    from vlmserve.commands.warmup.local import LocalTarget
+
+    return LocalTarget(settings, pin=args.pin)

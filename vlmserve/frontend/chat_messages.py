@@ -1,0 +1,284 @@
+"""OpenAI chat messages to what a chat template takes, and the media they bring, in prompt order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from processors.families.processor_kwargs import RequestKnobs
+from processors.fetch.media_file import MediaFile
+from processors.knobs import ImageKnobs
+from processors.video.options import VideoKnobs
+from vlmserve.frontend.media_sources import picture_source, video_source
+from vlmserve_common.errors import BadRequestError
+
+Message = Mapping[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of Qwen's video parts -> `VideoKnobs`; sample_fps is the rate of frames that come as a list.
+_VIDEO_FIELDS = {
+    "fps": "fps",
+    "sample_fps": "fps",
+    "nframes": "num_frames",
+    "min_frames": "min_frames",
+    "max_frames": "max_frames",
+    "min_pixels": "min_pixels",
+    "max_pixels": "max_pixels",
+    "total_pixels": "total_pixels",
+    "resized_height": "resized_height",
+    "resized_width": "resized_width",
+    "video_start": "video_start",
+    "video_end": "video_end",
+}
+_IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+# type of a part -> what may stand in it, as the API has it: what is mistyped is told without a server, too
+_KNOWN_FIELDS = {
+    "text": ("text",),
+    "refusal": ("refusal",),
+    "image_url": ("image_url", *_IMAGE_FIELDS),
+    "image": ("image", "detail", *_IMAGE_FIELDS),
+    "image_embeds": ("image_embeds",),
+    "video_url": ("video_url", *_VIDEO_FIELDS),
+    "video": ("video", *_VIDEO_FIELDS),
+}
+_OTHER_PARTS = ("input_audio", "audio_url")
+_PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageRef:
+    """A picture named in a message. source: a URL, an uploaded file, or (offline) bytes, a Path or a Pillow picture.
+
+    param: where it stands in the request, e.g. "messages[0].content[1]", for errors about it. knobs: what the part
+    says about its size; detail: its OpenAI word for it; defaults: what the request says about all pictures.
+    """
+
+    source: Any
+    param: str
+    detail: str | None = None
+    knobs: ImageKnobs = field(default_factory=ImageKnobs)
+    defaults: ImageKnobs = field(default_factory=ImageKnobs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoRef:
+    """A video named in a message. source: a tuple of its frames (as of `ImageRef`), or as there, but for a picture.
+
+    knobs: what the part says about frames and sizes; defaults: what the request says about all videos.
+    """
+
+    source: Any
+    param: str
+    knobs: VideoKnobs = field(default_factory=VideoKnobs)
+    defaults: VideoKnobs = field(default_factory=VideoKnobs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbedsRef:
+    """A picture that comes encoded. source: a URL, an uploaded file, or (offline) bytes, a Path or tensors by name."""
+
+    source: Any
+    param: str
+
+
+MediaRef: TypeAlias = ImageRef | VideoRef | EmbedsRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateMessages:
+    """Messages for the template; the n-th media placeholder it writes stands for media[n]."""
+
+    messages: list[dict[str, Any]]
+    media: list[MediaRef]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaCounts:
+    """Most pictures and videos in a request."""
+
+    images: int = 64
+    videos: int = 8
+
+
+def to_template_messages(messages: Sequence[Message], *, reserved: Collection[str] = ()) -> TemplateMessages:
+    """Convert OpenAI messages (plain dicts): "developer" is "system", a picture is {"type": "image"}, a video
+    {"type": "video"}.
+
+    reserved: texts of placeholder tokens; written out in a message they would ask for a picture that is not there.
+    Raises BadRequestError naming the message or part.
+    """
+    if not messages:
+        raise BadRequestError("messages must not be empty", param="messages")
+    converted: list[dict[str, Any]] = []
+    media: list[MediaRef] = []
+    for index, message in enumerate(messages):
+        converted.append(_convert_message(message, f"messages[{index}]", media, reserved))
+    return TemplateMessages(messages=converted, media=media)
+
+
+def settle_media(media: Sequence[MediaRef], knobs: RequestKnobs | None, most: MediaCounts) -> list[MediaRef]:
+    """A request's media, with what it says about all of them. Raises BadRequestError if there are too many."""
+    videos = sum(isinstance(medium, VideoRef) for medium in media)
+    _check_count("picture", len(media) - videos, most.images)
+    _check_count("video", videos, most.videos)
+    return list(media) if knobs is None else [_with_defaults(ref, knobs) for ref in media]
+
+
+def _with_defaults(ref: MediaRef, knobs: RequestKnobs) -> MediaRef:
+    if isinstance(ref, ImageRef):
+        return replace(ref, defaults=knobs.image)
+    if isinstance(ref, VideoRef):
+        return replace(ref, defaults=knobs.video)
+    return ref
+
+
+def _check_count(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        setting = f"--max-{'images' if what == 'picture' else 'videos'}-per-request"
+        raise BadRequestError(
+            f"the request has {count} {what}s, the limit is {limit} (setting {setting})", param="messages"
+        )
+
+
+def _convert_message(message: Message, param: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadRequestError(f"{param}.role is {role!r}; it must be one of {', '.join(ROLES)}", param=f"{param}.role")
+    content = message.get("content")
+    if content is None:
+        # Templates go through the content of every message; None would stop them.
+        content = ""
+    elif isinstance(content, str):
+        _check_text(content, f"{param}.content", reserved)
+    elif isinstance(content, Sequence):
+        content = [
+            _convert_part(part, f"{param}.content[{i}]", role, media, reserved) for i, part in enumerate(content)
+        ]
+    else:
+        raise BadRequestError(
+            f"{param}.content is of type {type(content).__name__}; it must be text or a list of parts",
+            param=f"{param}.content",
+        )
+    result: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    result |= {key: message[key] for key in _PASSED_ON if message.get(key) is not None}
+    if "reasoning" in result:  # the newer name of what templates look for
+        result.setdefault("reasoning_content", result["reasoning"])
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_convert_tool_call(call) for call in message["tool_calls"]]
+    return result
+
+
+def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise BadRequestError(
+            f"{param} is of type {type(part).__name__}; it must be an object with a type", param=param
+        )
+    kind = part.get("type")
+    if kind in _KNOWN_FIELDS:
+        _check_fields(part, ("type", *_KNOWN_FIELDS[kind]), param)
+    if kind in ("text", "refusal"):
+        text = part.get(kind)
+        if not isinstance(text, str):
+            raise BadRequestError(f"{param}.{kind} is missing or not text", param=f"{param}.{kind}")
+        _check_text(text, f"{param}.{kind}", reserved)
+        return {"type": "text", "text": text}
+    if kind in _KNOWN_FIELDS:
+        video = kind in ("video_url", "video")
+        if role != "user":
+            what = "videos" if video else "pictures"
+            raise BadRequestError(f"{param}: {what} belong into user messages, this one is of {role!r}", param=param)
+        make = _video_ref if video else _embeds_ref if kind == "image_embeds" else _image_ref
+        media.append(make(part, kind, param))
+        return {"type": "video" if video else "image"}
+    if kind in _OTHER_PARTS:
+        what = f"{param}: parts of type {kind!r} are not supported yet"
+        raise BadRequestError(what, param=param, code="unsupported_content")
+    allowed = "text, image_url, image, video_url, video, file or image_embeds"
+    raise _invalid(f"{param}.type", f"is {kind!r}; it must be {allowed}")
+
+
+def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
+    value, detail = part.get(kind), part.get("detail")
+    if kind == "image_url":
+        if isinstance(value, Mapping):
+            detail = value.get("detail")
+        value = _url(value, ("url", "detail"), f"{param}.image_url", "image")
+    else:
+        value = picture_source(value, f"{param}.image")
+    knobs = ImageKnobs(**{name: part.get(name) for name in _IMAGE_FIELDS})
+    return ImageRef(source=value, param=param, detail=detail, knobs=knobs)
+
+
+def _embeds_ref(part: Mapping[str, Any], kind: str, param: str) -> EmbedsRef:
+    """Text is the base64 of a safetensors file; so is `data`, in the place of a `url`."""
+    value: Any = part.get(kind)
+    if isinstance(value, str):
+        value = {"data": value}
+    if isinstance(value, Mapping) and isinstance(value.get("data"), str):
+        value = "data:application/octet-stream;base64," + value["data"]
+    elif isinstance(value, Mapping) and isinstance(value.get("url"), str):
+        value = value["url"]
+    if not isinstance(value, str | bytes | Path | MediaFile | Mapping):
+        allowed = "a safetensors file: base64, or without a server bytes, a Path or tensors by name"
+        raise _invalid(f"{param}.image_embeds", f"is of type {type(value).__name__}; it must be {allowed}")
+    return EmbedsRef(source=value, param=param)
+
+
+def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
+    value: Any = part.get(kind)
+    if kind == "video_url":
+        value = _url(value, ("url",), f"{param}.video_url", "video")
+    else:
+        value = video_source(value, f"{param}.video")
+    if "fps" in part and "sample_fps" in part:
+        raise BadRequestError(f"{param}: fps and sample_fps exclude each other", param=param, code="invalid_value")
+    knobs = {knob: part[name] for name, knob in _VIDEO_FIELDS.items() if part.get(name) is not None}
+    return VideoRef(source=value, param=param, knobs=VideoKnobs(**knobs))
+
+
+def _url(value: Any, known: Collection[str], param: str, kind: str) -> str:
+    """Of image_url or video_url, which may be the URL itself. kind: of the part that takes other things."""
+    if isinstance(value, Mapping):
+        _check_fields(value, known, param)
+        value = value.get("url")
+    if value is None:
+        raise BadRequestError(f"{param} has no url", param=param)
+    if not isinstance(value, str):
+        what = f"is of type {type(value).__name__}, not a URL; other things belong into a part of type {kind!r}"
+        raise _invalid(param, what)
+    return value
+
+
+def _check_fields(given: Mapping[str, Any], known: Collection[str], param: str) -> None:
+    for name in given:
+        if name not in known:
+            raise _invalid(f"{param}.{name}", f"is not a known field; known are {', '.join(known)}")
+
+
+def _convert_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI carries arguments as JSON text; templates want the object (and get the text if it is none)."""
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            parsed = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            parsed = None
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+    return {**call, "function": function}
+
+
+def _check_text(text: str, param: str, reserved: Collection[str]) -> None:
+    for word in reserved:
+        if word in text:
+            raise BadRequestError(
+                f"{param} contains {word!r}, which stands for media in the prompt; send the media as a part of its own",
+                param=param,
+            )
+
+
+def _invalid(param: str, what: str) -> BadRequestError:
+    return BadRequestError(f"{param} {what}", param=param, code="invalid_value")

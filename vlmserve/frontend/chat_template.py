@@ -1,0 +1,149 @@
+"""The checkpoint's chat template: messages to prompt text, in a sandbox.
+
+Templates are Jinja as Hugging Face tokenizers define them (its `render_jinja_template`): blocks trimmed, `tojson` that
+leaves non-ASCII text alone, `raise_exception` and `strftime_now`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.meta
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vlmserve_common.checkpoint.text_tokenizer import read_json
+from vlmserve_common.errors import BadRequestError, CheckpointError
+
+Message = Mapping[str, Any]
+_OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ChatTemplate:
+    """A compiled template; safe to share between threads.
+
+    source: Jinja text. tool_source: another template for requests with tools, as a few checkpoints have.
+    special_tokens: what the template may know as bos_token, eos_token ... Raises CheckpointError for broken Jinja.
+
+    text: the source, of both. variables: names that it looks at; what goes by another name has no effect.
+    """
+
+    def __init__(
+        self, source: str, *, special_tokens: Mapping[str, str] | None = None, tool_source: str | None = None
+    ) -> None:
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"the chat template is broken in line {error.lineno}: {error.message}") from error
+        self._special_tokens = dict(special_tokens or {})
+        self.text = source + (tool_source or "")
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(self.text)))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises BadRequestError when the template refuses the messages.
+
+        continue_final_message: leave the last assistant message open, so that the answer goes on from its text.
+        kwargs: variables of this template, e.g. enable_thinking.
+        """
+        kwargs = kwargs or {}
+        taken = sorted(_OURS & kwargs.keys())
+        if taken:
+            raise BadRequestError(
+                f"chat_template_kwargs may not set {taken[0]!r}, it has a field of its own",
+                param="chat_template_kwargs",
+            )
+        if continue_final_message and add_generation_prompt:
+            raise BadRequestError(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        template = self._tool_template if tools else self._template
+        try:
+            text = template.render(
+                **self._special_tokens,
+                **{k: v for k, v in kwargs.items() if k not in self._special_tokens},
+                messages=[dict(m) for m in messages],
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # a template can fail in any way on messages it was not written for
+            raise BadRequestError(
+                f"the model's chat template cannot render these messages: {error}", param="messages"
+            ) from error
+        return _cut_after(text, messages[-1]) if continue_final_message else text
+
+
+def load_chat_template(folder: Path) -> ChatTemplate:
+    """The template of a checkpoint folder: chat_template.jinja, chat_template.json or tokenizer_config.json, in order.
+
+    Raises CheckpointError if there is none or it is broken.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=tokens)
+    found = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(found, str):
+        return ChatTemplate(found, special_tokens=tokens)
+    if isinstance(found, list):
+        named = {entry["name"]: entry["template"] for entry in found}
+        if "default" in named:
+            return ChatTemplate(named["default"], special_tokens=tokens, tool_source=named.get("tool_use"))
+    raise CheckpointError(
+        f"{folder} has no chat template: chat_template.jinja, chat_template.json or one in tokenizer_config.json"
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.datetime.now().strftime(pattern)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _token_text(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _cut_after(text: str, message: Message) -> str:
+    """A rendered prompt up to the end of its last message's text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = content[-1].get("text") if content else None
+    if message.get("role") != "assistant" or not isinstance(content, str) or not content.strip():
+        raise BadRequestError(
+            "continue_final_message needs a last message of the assistant with text to go on from",
+            param="continue_final_message",
+        )
+    start = text.rfind(content.strip())
+    if start < 0:
+        raise BadRequestError(
+            "the model's chat template changes the last message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return text[: start + len(content.strip())]

@@ -1,0 +1,149 @@
+"""Token ids to text, as they come: whole UTF-8 characters, stop strings, special tokens.
+
+A plain synchronous object: the served form runs it in its own process, the offline `LLM` calls it in place.
+"""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+
+import numpy as np
+
+from vlmserve.frontend.stop_strings import StopMatcher
+from vlmserve.ipc.messages import AbortReq, BatchTextOutput, BatchTokenOutput, FinishReason, TextOutput, TokenOutput
+from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One request's text so far: the bytes of an incomplete character and a possible stop string are inside.
+
+    unmatched: in so many tokens to come no stop string is looked for.
+    """
+
+    decoder: codecs.IncrementalDecoder
+    matcher: StopMatcher
+    skip_special_tokens: bool
+    unmatched: int = 0
+
+
+class DetokenizerManager:
+    """Turns each step's tokens into text deltas; state lives from a request's first output to its last.
+
+    Because every id has exact bytes, a delta costs the new tokens' bytes only, and the deltas' concatenation is the
+    decoding of all ids at once.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._answers: dict[str, _Answer] = {}
+
+    @property
+    def num_active(self) -> int:
+        """Requests with state: zero when idle."""
+        return len(self._answers)
+
+    def process(self, batch: BatchTokenOutput) -> tuple[BatchTextOutput, list[AbortReq]]:
+        """One step's deltas, and what to tell the scheduler: requests that a stop string ended.
+
+        Outputs of a request that already ended (they were under way when its stop string was found) are dropped.
+        """
+        texts: list[TextOutput] = []
+        aborts: list[AbortReq] = []
+        for output in batch.outputs:
+            answer = self._answer_of(output)
+            if answer is None:
+                # A request can fail before it has a first output; its client still waits for the news.
+                if output.finish_reason is not None and output.finish_reason.type in ("abort", "error"):
+                    texts.append(_text_output(output, "", 0, output.finish_reason))
+                continue
+            text, kept, matched = self._extend(answer, output)
+            finish = output.finish_reason if matched is None else FinishReason(type="stop", matched=matched)
+            if finish is not None:
+                self._answers.pop(output.rid, None)
+                if output.finish_reason is None:
+                    aborts.append(AbortReq(rid=output.rid, finished=True))
+            texts.append(_text_output(output, text, kept, finish))
+        return BatchTextOutput(outputs=tuple(texts)), aborts
+
+    def forget(self, rid: str) -> None:
+        """Free a request's state without a finish: it is lost."""
+        self._answers.pop(rid, None)
+
+    def _answer_of(self, output: TokenOutput) -> _Answer | None:
+        if output.first:
+            self._answers[output.rid] = _Answer(
+                decoder=_Utf8Decoder("replace"),
+                matcher=StopMatcher(output.stop),
+                skip_special_tokens=output.skip_special_tokens,
+                unmatched=output.min_tokens,
+            )
+        return self._answers.get(output.rid)
+
+    def _extend(self, answer: _Answer, output: TokenOutput) -> tuple[str, int, str | None]:
+        """New text, how many of the new tokens belong to the answer, and the stop string found."""
+        hidden = self._tokenizer.special_ids if answer.skip_special_tokens else frozenset()
+        ids, finish = output.token_ids, output.finish_reason
+        stop_token = finish is not None and finish.type == "stop" and bool(ids) and ids[-1] == finish.matched
+        shown = len(ids) - stop_token
+        parts: list[str] = []
+        for index in range(shown):
+            matching = answer.unmatched == 0
+            answer.unmatched -= not matching
+            if ids[index] in hidden:
+                continue
+            chars = answer.decoder.decode(self._tokenizer.token_bytes(ids[index]))
+            if not chars:
+                continue
+            if not matching:
+                parts.append(chars)
+                continue
+            text, matched = answer.matcher.feed(chars)
+            parts.append(text)
+            if matched is not None:
+                return "".join(parts), index + 1, matched
+        if finish is not None:
+            text, matched = answer.matcher.feed(answer.decoder.decode(b"", final=True))
+            parts.append(text)
+            if matched is not None:
+                return "".join(parts), len(ids), matched
+            parts.append(answer.matcher.flush())
+        return "".join(parts), len(ids), None
+
+
+def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TextOutput:
+    """kept: how many of the tokens belong to the answer."""
+    return TextOutput(
+        rid=output.rid,
+        text=text,
+        token_ids=output.token_ids[:kept],
+        finish_reason=finish,
+        prompt_tokens=output.prompt_tokens,
+        completion_tokens=output.completion_tokens - (len(output.token_ids) - kept),
+        cached_tokens=output.cached_tokens,
+        logprobs=None if output.logprobs is None else output.logprobs[:kept],
+        prompt_logprobs=output.prompt_logprobs,
+        hidden_states=output.hidden_states,
+        stages=output.stages,
+    )
+
+
+def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
+    """An answer so far and what comes next, as one output."""
+    if before is None:
+        return output
+    return output._replace(
+        text=before.text + output.text,
+        token_ids=before.token_ids + output.token_ids,
+        logprobs=None if output.logprobs is None else (before.logprobs or ()) + output.logprobs,
+        prompt_logprobs=before.prompt_logprobs,
+        hidden_states=_joined(before.hidden_states, output.hidden_states),
+        stages=output.stages or before.stages,
+    )
+
+
+def _joined(before: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray | None:
+    return before if rows is None else rows if before is None else np.concatenate([before, rows])

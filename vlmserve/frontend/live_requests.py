@@ -1,0 +1,148 @@
+"""Requests in the house: so many at a time, no two of one id, and each can be ended from outside at any point."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from vlmserve.frontend.finish_rate import FinishRate
+from vlmserve.frontend.outbox import Outbox
+from vlmserve_common.errors import BadRequestError, EngineError
+
+_T = TypeVar("_T")
+_Result = TypeVar("_Result")
+
+
+class RequestTimeoutError(EngineError):
+    """The time that a request had is over: answered with 504."""
+
+
+class RequestAbortedError(EngineError):
+    """An operator ended a request: answered with 499, so that clients do not try again by themselves."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest(Generic[_T]):
+    """request_id: what clients call it. n: its answers. started: when it came. rids: its choices at the scheduler.
+
+    outputs: for whoever reads its answers; an exception in it ends them. timer: ends it when its time is over.
+    """
+
+    request_id: str
+    n: int
+    started: float
+    outputs: Outbox[_T | Exception] = field(default_factory=Outbox)
+    rids: list[str] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    _ended: Exception | None = None
+    _work: asyncio.Timeout | None = None
+
+    async def interruptible(self, work: Awaitable[_Result]) -> _Result:
+        """The work's result; `end` cancels it, and its error is raised in its place."""
+        try:
+            async with asyncio.timeout(None) as self._work:
+                return await work
+        except TimeoutError:
+            if self._ended is None:
+                raise
+            raise self._ended from None
+        finally:
+            self._work = None
+
+    def end(self, error: Exception) -> None:
+        """Let whoever works for it, or reads its outputs, get this error. Only the first one counts."""
+        if self._ended is not None:
+            return
+        self._ended = error
+        if self._work is not None:
+            self._work.reschedule(asyncio.get_running_loop().time())
+        else:
+            self.outputs.put(error)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """max_pending: answers in the house at a time; setting: what changes that. timeout_s: for a request; 0: none."""
+
+    max_pending: int
+    setting: str
+    timeout_s: float = 0.0
+
+
+class LiveRequests(Generic[_T]):
+    """Call it in one event loop. clock: in seconds.
+
+    num_pending: answers in the house: waiting, running or being prepared.
+    """
+
+    def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
+        self.num_pending = 0
+        self._admission = admission
+        self._clock = clock
+        self._by_id: dict[str, LiveRequest[_T]] = {}
+        self._rate = FinishRate()
+
+    def enter(self, request_id: str, n: int) -> LiveRequest[_T]:
+        """A new one, for n answers; to be taken out by `leave`.
+
+        BadRequestError while the house is full (429), or there is one of that id (409).
+        """
+        self._check_room(n)
+        if request_id in self._by_id:
+            raise BadRequestError(
+                f"there is a request {request_id!r} already, which has not ended: give each an id of its own",
+                param="rid",
+                code="duplicate_request_id",
+                status=409,
+            )
+        now = self._clock()
+        if not self.num_pending:
+            self._rate.begin(now)
+        self.num_pending += n
+        request: LiveRequest[_T] = LiveRequest(request_id=request_id, n=n, started=now)
+        self._by_id[request_id] = request
+        return request
+
+    def limit_time(self, request: LiveRequest[_T], asked_s: float | None, end: Callable[[Exception], None]) -> None:
+        """Have `end` called once the request's time is over: what it asked for, or the server's limit if that is less.
+        Nothing where neither is given."""
+        limits = {"setting --request-timeout-s": self._admission.timeout_s, "its timeout": asked_s}
+        given = {name: seconds for name, seconds in limits.items() if seconds}
+        if given:
+            name = min(given, key=given.__getitem__)
+            error = RequestTimeoutError(
+                f"the request was not answered within {given[name]:g} s, and was ended ({name})"
+            )
+            request.timer = asyncio.get_running_loop().call_later(given[name], end, error)
+
+    def leave(self, request: LiveRequest[_T]) -> None:
+        """It has ended, one way or another."""
+        if request.timer is not None:
+            request.timer.cancel()
+        del self._by_id[request.request_id]
+        self.num_pending -= request.n
+        for _ in range(request.n):
+            self._rate.note(self._clock())
+
+    def find(self, request_id: str | None) -> list[LiveRequest[_T]]:
+        """The one of that id, if there is one; None: all."""
+        if request_id is None:
+            return list(self._by_id.values())
+        found = self._by_id.get(request_id)
+        return [] if found is None else [found]
+
+    def retry_after_s(self) -> int:
+        """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
+        too_many = self.num_pending + 1 - self._admission.max_pending
+        return self._rate.seconds_for(max(1, too_many), self._clock())
+
+    def _check_room(self, n: int) -> None:
+        if self.num_pending + n > self._admission.max_pending:
+            raise BadRequestError(
+                f"{self.num_pending} answers are waiting or running and this request asks for {n}, the limit is "
+                f"{self._admission.max_pending} (setting {self._admission.setting}); try again later",
+                status=429,
+                code="rate_limit_exceeded",
+            )

@@ -1,0 +1,156 @@
+"""The calls of Qwen3-Coder and Qwen3.5: <tool_call><function=NAME><parameter=KEY>value</parameter></function>."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from vlmserve.frontend.parsers.argument_types import STRING, is_picked, to_json, types_of
+from vlmserve.frontend.parsers.calls import CallFormat, State, Tool
+from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece
+from vlmserve.frontend.parsers.tags import begun_tag, could_begin
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_CLOSE = "<function=", "</function>"
+PARAMETER, PARAMETER_CLOSE = "<parameter=", "</parameter>"
+_LONGEST_NAME = 256
+_NAME = re.compile(rf"([^<>\n]{{1,{_LONGEST_NAME}}})>")
+
+
+class _Qwen3CoderReader:
+    """See `CallReader`. Values of strings are passed on as they come, others when they are whole.
+
+    The models forget the outermost tag at times: then <function= opens the call.
+    """
+
+    def __init__(self, tag: str, index: int, tools: Sequence[Tool]) -> None:
+        self.state = State.OPEN
+        self._index = index
+        self._tools = tools
+        self._read = self._function if tag == FUNCTION else self._head
+        self._name = ""
+        self._parameters = 0
+        self._types = STRING
+        self._is_picked = False
+        self._value_begun = False
+
+    def read(self, text: str, pieces: list[Piece], *, final: bool) -> int:
+        taken = 0
+        while self.state is State.OPEN:
+            took = self._read(text[taken:], pieces, final)
+            if took is None:
+                break
+            taken += took
+        return taken
+
+    def _head(self, text: str, pieces: list[Piece], final: bool) -> int | None:
+        begun = text.lstrip()
+        if begun.startswith(FUNCTION):
+            # taken together with the name: what is refused must be there still
+            blank = len(text) - len(begun) + len(FUNCTION)
+            took = self._function(text[blank:], pieces, final)
+            return None if took is None else blank + took
+        if final or not could_begin(begun, FUNCTION):
+            self.state = State.REFUSED
+        return None
+
+    def _function(self, text: str, pieces: list[Piece], final: bool) -> int | None:
+        name = _NAME.match(text)
+        if name is not None:
+            self._name = name.group(1).strip()
+            self._read = self._between
+            pieces.append(CallBegin(self._index, self._name))
+            return name.end()
+        if final or len(text) > _LONGEST_NAME or re.search(r"[<>\n]", text):
+            self.state = State.REFUSED
+        return None
+
+    def _between(self, text: str, pieces: list[Piece], final: bool) -> int | None:
+        """Before a parameter or the end of the function. Anything else ends the call, and is text again."""
+        begun = text.lstrip()
+        blank = len(text) - len(begun)
+        if begun.startswith(PARAMETER):
+            key = _NAME.match(begun, len(PARAMETER))
+            if key is not None:
+                return blank + self._begin_parameter(key, pieces)
+            cut = len(begun) <= len(PARAMETER) + _LONGEST_NAME and not re.search(r"[<>\n]", begun[1:])
+        else:
+            cut = any(could_begin(begun, tag) for tag in (PARAMETER, FUNCTION_CLOSE, CLOSE))
+        if cut:
+            self.state = State.CLOSED if final else State.OPEN  # its arguments are cut where the answer is
+            return len(text) if final else None
+        self._say("}" if self._parameters else "{}", pieces)
+        if begun.startswith(FUNCTION_CLOSE):
+            self._read = self._tail
+            return blank + len(FUNCTION_CLOSE)
+        self.state = State.CLOSED
+        return blank + len(CLOSE) if begun.startswith(CLOSE) else 0
+
+    def _begin_parameter(self, key: re.Match[str], pieces: list[Piece]) -> int:
+        name = key.group(1).strip()
+        self._types = types_of(self._tools, self._name, name)
+        self._value_begun = False
+        self._is_picked = is_picked(self._tools, self._name, name)
+        is_text = self._types == STRING and not self._is_picked
+        self._read = self._string if is_text else self._value
+        before = ", " if self._parameters else "{"
+        quote = '"' if is_text else ""
+        self._say(f"{before}{json.dumps(name, ensure_ascii=False)}: {quote}", pieces)
+        self._parameters += 1
+        return key.end()
+
+    def _string(self, text: str, pieces: list[Piece], final: bool) -> int | None:
+        if not self._value_begun and (text or final):
+            self._value_begun = True
+            return len(text) - len(text.removeprefix("\n"))
+        value, close, _ = text.partition(PARAMETER_CLOSE)
+        if close:
+            self._say(_escaped(value.removesuffix("\n")) + '"', pieces)
+            self._read = self._between
+            return len(value) + len(close)
+        if final:
+            self.state = State.CLOSED
+        else:
+            value = value[: len(value) - begun_tag(value, (PARAMETER_CLOSE, "\n" + PARAMETER_CLOSE))]
+        self._say(_escaped(value), pieces)
+        return len(value) or None
+
+    def _value(self, text: str, pieces: list[Piece], final: bool) -> int | None:
+        value, close, _ = text.partition(PARAMETER_CLOSE)
+        length = len(value)
+        if close:
+            value = value.strip() if self._is_picked else value.removeprefix("\n").removesuffix("\n")
+            self._say(to_json(value, self._types), pieces)
+            self._read = self._between
+            return length + len(close)
+        if final:
+            self.state = State.CLOSED
+            self._say(value.strip(), pieces)
+            return len(value)
+        return None
+
+    def _tail(self, text: str, pieces: list[Piece], final: bool) -> int | None:
+        begun = text.lstrip()
+        if could_begin(begun, CLOSE) and not final:
+            return None
+        self.state = State.CLOSED
+        cut = could_begin(begun, CLOSE)
+        return len(text) if cut else len(text) - len(begun) + len(CLOSE) if begun.startswith(CLOSE) else 0
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        pieces.append(CallArguments(self._index, text))
+
+
+def _escaped(text: str) -> str:
+    """As it stands in a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _wrap(name: str) -> tuple[str, str]:
+    return f"{OPEN}\n{FUNCTION}{name}>\n", f"{FUNCTION_CLOSE}\n{CLOSE}"
+
+
+QWEN3_CODER = CallFormat(
+    name="qwen3_coder", tags=(OPEN, FUNCTION), reader=_Qwen3CoderReader, wrap=_wrap, style="qwen_xml"
+)

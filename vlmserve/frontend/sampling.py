@@ -1,0 +1,161 @@
+"""Sampling parameters: what a request leaves out, what is allowed, and the seeds of several choices."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from vlmserve.frontend.grammar_checks import verify_grammar
+from vlmserve.ipc.messages import GrammarSpec, SamplingParams
+from vlmserve_common.checkpoint.text_tokenizer import read_json
+from vlmserve_common.errors import BadRequestError
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_LOGIT_BIAS = 1024
+_UINT64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOverrides:
+    """What a request says about sampling; None is what it leaves out. Fields as in SamplingParams.
+
+    max_tokens: another name of max_new_tokens, for making one. ValueError if both are given, and differ.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool | None = None
+    grammar: GrammarSpec | None = None
+    min_tokens: int | None = None
+    max_tokens: InitVar[int | None] = None
+
+    def __post_init__(self, max_tokens: int | None) -> None:
+        if max_tokens is None:
+            return
+        if self.max_new_tokens not in (None, max_tokens):
+            raise ValueError(f"max_tokens is {max_tokens}, and max_new_tokens {self.max_new_tokens}: give one")
+        object.__setattr__(self, "max_new_tokens", max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingDefaults:
+    """What applies to a request that says nothing (OpenAI's own values unless made otherwise)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def apply(self, given: SamplingOverrides) -> SamplingParams:
+        """The request's values, and from here what it leaves out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {f.name: v for f in fields(given) if (v := getattr(given, f.name)) is not None}
+        return SamplingParams(**values)
+
+
+def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "model") -> SamplingDefaults:
+    """The checkpoint's generation_config.json, or OpenAI's values. do_sample false means greedy."""
+    config = read_json(folder / "generation_config.json") if source == "model" else {}
+    if config.get("do_sample") is False:
+        config = {"temperature": 0.0, "repetition_penalty": config.get("repetition_penalty")}
+    known = [field.name for field in fields(SamplingDefaults)]
+    return SamplingDefaults(**{name: config[name] for name in known if config.get(name) is not None})
+
+
+def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tokens: int = 1) -> SamplingParams:
+    """The same parameters, or BadRequestError naming the field, its value and what is allowed.
+
+    vocab_size: ids the model knows; those of logit_bias and stop_token_ids must be below. least_tokens: 0 where
+    something else than an answer is returned.
+    """
+    check_range("temperature", params.temperature, 0, 2)
+    check_range("top_p", params.top_p, 0, 1)
+    check_range("min_p", params.min_p, 0, 1)
+    check_range("presence_penalty", params.presence_penalty, -2, 2)
+    check_range("frequency_penalty", params.frequency_penalty, -2, 2)
+    if not 0 < params.repetition_penalty <= 2:
+        raise refusal("repetition_penalty", params.repetition_penalty, "above 0 and at most 2")
+    if not -1 <= params.top_k < 1 << 31:
+        raise refusal("top_k", params.top_k, "-1 or 0 (off) or a positive number of tokens")
+    if params.max_new_tokens is not None and params.max_new_tokens < least_tokens:
+        allowed = f"at least {least_tokens}"
+        if params.max_new_tokens == 0:
+            allowed += ", or 0 with prompt_logprobs or return_hidden_states"
+        raise refusal("max_tokens", params.max_new_tokens, allowed)
+    if params.min_tokens < 0:
+        raise refusal("min_tokens", params.min_tokens, "0 or more")
+    if params.max_new_tokens is not None:
+        check_min_tokens(params.min_tokens, params.max_new_tokens)
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise refusal("stop", f"a list of {len(params.stop)}", f"at most {MAX_STOP_STRINGS} strings")
+    for stop in params.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise refusal("stop", f"a string of {len(stop)} characters", f"1 to {MAX_STOP_CHARS} characters long")
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise refusal("logit_bias", f"a map of {len(params.logit_bias)}", f"at most {MAX_LOGIT_BIAS} tokens")
+    for token, bias in params.logit_bias.items():
+        check_token("logit_bias", token, vocab_size)
+        check_range("logit_bias", bias, -100, 100)
+    for token in params.stop_token_ids:
+        check_token("stop_token_ids", token, vocab_size)
+    if params.grammar is not None:
+        verify_grammar(params.grammar)
+    return params
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    """BadRequestError where the shortest answer is longer than the longest."""
+    if min_tokens > max_tokens:
+        raise refusal("min_tokens", min_tokens, f"at most {max_tokens}, the tokens that the answer may have")
+
+
+def verify_num_logprobs(num_logprobs: int | None) -> None:
+    """BadRequestError unless it is None or 0 to 20, as OpenAI's top_logprobs."""
+    if num_logprobs is not None:
+        check_range("top_logprobs", num_logprobs, 0, MAX_TOP_LOGPROBS)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`, 0 <= result < 2**63.
+
+    Choice 0 has the request's own seed, so that n=1 is the first choice of n=2. The others have SplitMix64's output
+    number `index` from that seed (Steele, Lea, Flood 2014).
+    """
+    if index == 0:
+        return seed & (_UINT64 >> 1)
+    state = (seed + index * 0x9E3779B97F4A7C15) & _UINT64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _UINT64
+    return (state ^ (state >> 31)) >> 1
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """BadRequestError unless low <= value <= high."""
+    if not low <= value <= high:  # not a number is not in between either
+        raise refusal(name, value, f"between {low} and {high}")
+
+
+def check_token(name: str, token: int, vocab_size: int) -> None:
+    """BadRequestError for an id that the model does not know."""
+    if not 0 <= token < vocab_size:
+        raise refusal(name, f"token id {token}", f"token ids below {vocab_size}, the size of the model's vocabulary")
+
+
+def refusal(name: str, value: object, allowed: str) -> BadRequestError:
+    """What is said of a field whose value is not allowed."""
+    return BadRequestError(f"{name} is {value}; it must be {allowed}", param=name, code="invalid_value")

@@ -1,0 +1,538 @@
+"""The API process's end of the engine: requests in, text out, for any number of clients on one event loop.
+
+Order of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
+-> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever
+iterates. Closing the iterator early, at any of these points, takes everything back; what the scheduler already has is
+aborted. So do its time when it is over (504), and operators (499).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from processors.families.base import ProcessedMedium, data_item
+from processors.families.report import MediumReport
+from vlmserve.frontend.chat_messages import Message
+from vlmserve.frontend.file_parts import FindFile
+from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
+from vlmserve.frontend.media import RequestMedia, same_media
+from vlmserve.frontend.outbox import Outbox
+from vlmserve.frontend.prompt_notes import NO_NOTES, PromptNotes
+from vlmserve.frontend.request_builder import GenerateReqInput, RequestBuilder, TokenizedPrompt
+from vlmserve.frontend.request_stats import MediaTotals, RequestStats, count_media
+from vlmserve.frontend.timings import AnswerTimes, Moments, Timings
+from vlmserve.ipc.messages import (
+    AbortReq,
+    BatchTextOutput,
+    BatchTokenizedGenerateReqInput,
+    EncodedItem,
+    EncodeOutput,
+    EncodeReqInput,
+    FinishReason,
+    GetStatsReq,
+    RequestsLost,
+    SchedulerInput,
+    SchedulerStats,
+    TextOutput,
+    TokenizerManagerInput,
+    rids_of,
+)
+from vlmserve.ipc.routing.sums import sum_stats
+from vlmserve_common.errors import BadRequestError, EngineError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class EngineUnavailableError(EngineError):
+    """The engine is gone: answered with 503."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupInput:
+    """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
+
+    find_file, mm_processor_kwargs, client, tenant: as of a `GenerateReqInput`. pin: never evict their
+    embeddings from the disk.
+    """
+
+    request_id: str
+    messages: Sequence[Message]
+    find_file: FindFile | None = None
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pin: bool = False
+    client: str = ""
+    tenant: str = ""
+
+
+class PreparedMessage(Protocol):
+    """A message that is ready to be sent. Either method is called, once, in the event loop."""
+
+    def send(self) -> None:
+        """Hand it to the scheduler."""
+
+    def discard(self) -> None:
+        """Free what it holds: it will not be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A message without large arrays, or where nobody can copy them ahead: it is sent as it is."""
+
+    message: SchedulerInput
+    hand_over: Callable[[SchedulerInput], None]
+
+    def send(self) -> None:
+        self.hand_over(self.message)
+
+    def discard(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChoiceOutput:
+    """New text of choice `index` of a request. media: what became of the request's media, in prompt order.
+
+    timings: as of the choice's first output; of all of it in its last. notes: of its prompt.
+    """
+
+    index: int
+    output: TextOutput
+    media: tuple[MediumReport, ...] = ()
+    notes: PromptNotes = NO_NOTES
+    timings: Timings | None = None
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One answer under way at the scheduler."""
+
+    rid: str
+    index: int
+    outputs: Outbox[ChoiceOutput | Exception]
+    times: AnswerTimes
+    ended: Callable[[RequestStats], None] | None = None
+    media: tuple[MediumReport, ...] = ()
+    notes: PromptNotes = NO_NOTES
+    timings: Timings | None = None
+    last: TextOutput | None = None
+
+
+_Request: TypeAlias = LiveRequest[ChoiceOutput]
+
+
+class TokenizerManager:
+    """Serves `generate` calls of one event loop; `handle` brings what the other processes say.
+
+    send: hands a message to the scheduler. prepare: does so in two halves, the first of which copies arrays, in any
+    thread; without it `send` does all. max_pending: choices in the house (waiting, running or being prepared) above
+    which requests are refused with 429; max_pending_setting is what the message names.
+    num_replicas: engines that a message to ask for figures goes to; each answers.
+    observe: is told what became of each choice. observe_tokens: of each output with tokens how many they are, and the
+    seconds since those before (None: a choice's first). request_timeout_s: that a request may take, whatever it asks
+    for; 0: as long as it takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        builder: RequestBuilder,
+        media: RequestMedia,
+        send: Callable[[SchedulerInput], None],
+        prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
+        max_pending: int,
+        max_pending_setting: str = "--max-queued-requests",
+        observe: Callable[[RequestStats], None] | None = None,
+        observe_tokens: Callable[[int, float | None], None] | None = None,
+        request_timeout_s: float = 0.0,
+        num_replicas: int = 1,
+        num_threads: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.builder = builder
+        self._media = media
+        self._send = send
+        self._prepare = prepare
+        self.observe = observe
+        self.observe_tokens = observe_tokens
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="vlmserve-tokenize")
+        self._unavailable: str | None = None
+        self._suspended: str | None = None
+        self._live: LiveRequests[ChoiceOutput] = LiveRequests(
+            Admission(max_pending=max_pending, setting=max_pending_setting, timeout_s=request_timeout_s), clock
+        )
+        self._choices: dict[str, _Choice] = {}
+        self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
+        self._num_replicas = num_replicas
+        self._stats: dict[int, SchedulerStats] = {}  # of those that answered since the last time all had
+        self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
+
+    @property
+    def num_pending(self) -> int:
+        """Choices in the house: zero when idle."""
+        return self._live.num_pending
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why the engine cannot answer now, or None when it can."""
+        return self._unavailable or self._suspended
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the engine will never answer again."""
+        return self._unavailable is not None
+
+    def retry_after_s(self) -> int:
+        """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
+        return self._live.retry_after_s()
+
+    def suspend(self, reason: str | None) -> None:
+        """Refuse requests with 503 for the time being; those under way go on waiting. None: take them again."""
+        self._suspended = reason
+
+    def abort(self, request_id: str | None) -> list[LiveRequest[ChoiceOutput]]:
+        """End a request, wherever it is, or all of them (None); returns those that there were."""
+        found = self._live.find(request_id)
+        for request in found:
+            self._end(request, RequestAbortedError("the request was aborted by an operator"), "abort")
+        return found
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: requests under way fail now, later ones are refused, all with 503. May be repeated."""
+        self._unavailable = reason
+        for choice in self._choices.values():
+            choice.outputs.put(EngineUnavailableError(reason))
+            self._report(choice, "error")
+        self._choices.clear()
+        for warmup in self._warmups.values():
+            if not warmup.done():
+                warmup.set_exception(EngineUnavailableError(reason))
+        self._warmups.clear()
+        for waiter in self._stats_waiters:
+            waiter.cancel()
+        self._stats_waiters.clear()
+
+    def close(self) -> None:
+        """Stop the threads; `generate` must not be called any more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
+        """The outputs of all choices as they come, each choice's last one with a finish_reason. See `stream`."""
+        async with aclosing(self.stream(request)) as batches:
+            async for items in batches:
+                for item in items:
+                    yield item
+
+    async def stream(self, *requests: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
+        """The outputs of all choices, all that came since the last time, each choice's last one with a finish_reason.
+
+        Several requests go to the scheduler as one message, and fail as one. Their choices are numbered on from one to
+        the next. Media that are the same in all of them are loaded once.
+
+        Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
+        for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
+        """
+        self._check_available()
+        left, named = sum(request.num_choices for request in requests), requests[0]
+        state = self._live.enter(named.rid or named.request_id, left)
+        self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
+        try:
+            await state.interruptible(self._submit(requests, state))
+            while left:
+                items, failure = _until_failure(await state.outputs.take())
+                left -= sum(item.output.finish_reason is not None for item in items)
+                if items:
+                    yield items
+                if failure is not None:
+                    raise failure
+        finally:
+            self._live.leave(state)
+            self._take_back(state, "abort")
+
+    async def prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
+        """Ids of a prompt that shall not be answered, int64 [L]; its media are loaded. Raises as `generate` does."""
+        self._check_available()
+        state = self._live.enter(request.request_id, 1)
+        try:
+            return await state.interruptible(self._prompt_ids(request))
+        finally:
+            self._live.leave(state)
+
+    async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
+        prompt = await self._in_thread(self.builder.tokenize_alone, request)
+        media = (
+            await self._media.load(prompt.media, client=request.client, tenant=request.tenant) if prompt.media else []
+        )
+        return (await self._in_thread(self.builder.expand, prompt, media)).input_ids
+
+    async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
+        """What became of each medium, when all of them are encoded and, where there is a disk, saved.
+
+        Cancel it to call that off. Raises as `generate` does.
+        """
+        self._check_available()
+        state = self._live.enter(request.request_id, 1)
+        try:
+            return await state.interruptible(self._warm_up(request))
+        finally:
+            self._live.leave(state)
+
+    async def _warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
+        rid = request.request_id
+        try:
+            named = await self._in_thread(
+                self._media.media_of,
+                request.messages,
+                request.mm_processor_kwargs,
+                self.builder.limits.counts,
+                request.find_file,
+            )
+            loaded = await self._media.load(named, client=request.client, tenant=request.tenant)
+            items = tuple(data_item(medium) for medium in loaded)
+            waiter: asyncio.Future[EncodeOutput] = asyncio.get_running_loop().create_future()
+
+            def register(_: object) -> None:
+                self._warmups[rid] = waiter
+
+            message = EncodeReqInput(rid=rid, items=items, pin=request.pin)
+            await self._hand_over(lambda: message, register, large=True)
+            output = await waiter
+            if output.error is not None:
+                raise _error_of(output.error)
+            return output.items
+        finally:
+            if self._warmups.pop(rid, None) is not None:
+                self._send(AbortReq(rid=rid))
+
+    def handle(self, message: TokenizerManagerInput) -> None:
+        """Take a message of the detokenizer (or, passed on by it, the scheduler). Never raises for unknown rids."""
+        if isinstance(message, BatchTextOutput):
+            for output in message.outputs:
+                self._handle_output(output)
+        elif isinstance(message, EncodeOutput):
+            warmup = self._warmups.pop(message.rid, None)
+            if warmup is not None and not warmup.done():
+                warmup.set_result(message)
+        elif isinstance(message, RequestsLost):
+            for rid in message.rids:
+                self._lose(rid, message.message)
+        else:
+            self._take_stats(message)
+
+    def _take_stats(self, stats: SchedulerStats) -> None:
+        self._stats[stats.replica] = stats
+        if len(self._stats) < self._num_replicas:
+            return
+        whole = sum_stats([self._stats[replica] for replica in sorted(self._stats)])
+        self._stats.clear()
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_result(whole)
+        self._stats_waiters.clear()
+
+    async def scheduler_stats(self, timeout_s: float = 1.0) -> SchedulerStats | None:
+        """The scheduler's figures, of all replicas together, or None if one is gone or too busy to tell in time."""
+        if self._unavailable is not None:
+            return None
+        waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        try:
+            self._send(GetStatsReq())
+            async with asyncio.timeout(timeout_s):
+                await asyncio.wait([waiter])
+            return None if waiter.cancelled() else waiter.result()
+        except TimeoutError:
+            return None
+        finally:
+            if waiter in self._stats_waiters:
+                self._stats_waiters.remove(waiter)
+
+    def _end(self, state: _Request, error: Exception, finish: str) -> None:
+        """End a request before its time; its slots do not wait for its client to read the error."""
+        self._take_back(state, finish)
+        state.end(error)
+
+    def _take_back(self, state: _Request, finish: str) -> None:
+        for rid in state.rids:
+            choice = self._choices.pop(rid, None)
+            if choice is not None:
+                self._report(choice, finish)
+                self._send(AbortReq(rid=rid))
+
+    async def _submit(self, requests: Sequence[GenerateReqInput], state: _Request) -> None:
+        prompts = await self._in_thread(self._tokenize, requests)
+        moments, media = Moments(started=state.started), list[Sequence[ProcessedMedium]]()
+        for prompt, request in zip(prompts, requests, strict=True):
+            shared = bool(media) and same_media(prompt.media, prompts[0].media)
+            media.append(media[0] if shared else await self._load(prompt, request, moments))
+        reports = [
+            self._media.report(prompt.media, loaded)
+            for prompt, loaded, request in zip(prompts, media, requests, strict=True)
+            for _ in range(request.num_choices)
+        ]
+        notes = [
+            prompt.notes for prompt, request in zip(prompts, requests, strict=True) for _ in range(request.num_choices)
+        ]
+
+        def make() -> SchedulerInput:
+            messages = [
+                message
+                for request, prompt, loaded in zip(requests, prompts, media, strict=True)
+                for message in self.builder.build(request, prompt, self.builder.expand(prompt, loaded))
+            ]
+            return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
+
+        def register(rids: Sequence[str]) -> None:
+            moments.prepared = self._clock()
+            for index, rid in enumerate(rids):
+                self._choices[rid] = _Choice(
+                    rid=rid,
+                    index=index,
+                    outputs=state.outputs,
+                    times=AnswerTimes(moments),
+                    ended=requests[0].ended,
+                    media=reports[index],
+                    notes=notes[index],
+                )
+                state.rids.append(rid)
+
+        await self._hand_over(make, register, large=any(media))
+
+    def _tokenize(self, requests: Sequence[GenerateReqInput]) -> list[TokenizedPrompt]:
+        return [self.builder.tokenize(request, default_seed=secrets.randbits(63)) for request in requests]
+
+    async def _load(
+        self, prompt: TokenizedPrompt, request: GenerateReqInput, moments: Moments
+    ) -> Sequence[ProcessedMedium]:
+        if not prompt.media:
+            return []
+        moments.load_began = moments.load_began or self._clock()
+        return await self._media.load(
+            prompt.media,
+            client=request.client,
+            tenant=request.tenant,
+            fetched=lambda: setattr(moments, "fetched", self._clock()),
+        )
+
+    async def _hand_over(
+        self, make: Callable[[], SchedulerInput], register: Callable[[Sequence[str]], None], *, large: bool
+    ) -> None:
+        """Make a message in a thread, and send it. register: gets its rids just before, when nothing more can go wrong.
+        large: it holds arrays, which are copied in that thread, too."""
+        made = asyncio.get_running_loop().run_in_executor(self._executor, self._make, make, large)
+        try:
+            rids, prepared = await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_discard)
+            raise
+        if self.unavailable is not None:
+            prepared.discard()
+        self._check_available()
+        register(rids)
+        prepared.send()
+
+    def _make(self, make: Callable[[], SchedulerInput], large: bool) -> tuple[Sequence[str], PreparedMessage]:
+        message = make()
+        copied = self._prepare(message) if large and self._prepare is not None else _Plain(message, self._send)
+        return rids_of(message), copied
+
+    async def _in_thread(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        def call() -> Any:
+            return function(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def _handle_output(self, output: TextOutput) -> None:
+        choice = self._choices.get(output.rid)
+        if choice is None:  # its client is gone
+            return
+        choice.last = output
+        now, finish = self._clock(), output.finish_reason
+        gap = choice.times.output(now, output.stages, tokens=len(output.token_ids))
+        if output.token_ids and self.observe_tokens is not None:
+            self.observe_tokens(len(output.token_ids), gap)
+        if choice.timings is None or finish is not None:
+            choice.timings = choice.times.timings(now, ended_here=output.stages is None)
+        if finish is not None:
+            del self._choices[output.rid]
+            self._report(choice, finish.type, choice.timings, status=finish.status if finish.type == "error" else None)
+        if finish is not None and finish.type == "error":
+            choice.outputs.put(_error_of(finish))
+        elif finish is not None and finish.type == "abort":
+            choice.outputs.put(EngineError(finish.message or "the engine aborted this request"))
+        else:
+            choice.outputs.put(
+                ChoiceOutput(
+                    index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
+                )
+            )
+
+    def _lose(self, rid: str, reason: str) -> None:
+        """End a request of which a message got lost, here and at the scheduler, which may be at it."""
+        choice, warmup = self._choices.pop(rid, None), self._warmups.pop(rid, None)
+        if choice is not None:
+            self._report(choice, "error")
+            choice.outputs.put(EngineError(reason))
+        elif warmup is not None and not warmup.done():
+            warmup.set_exception(EngineError(reason))
+        else:  # its client is gone, and it was aborted
+            return
+        self._send(AbortReq(rid=rid))
+
+    def _report(
+        self, choice: _Choice, finish: str, timings: Timings | None = None, *, status: int | None = None
+    ) -> None:
+        """timings: None where it was this process that ended it."""
+        tell = [one for one in (self.observe, choice.ended) if one is not None]
+        if not tell:
+            return
+        last, first = choice.last, choice.index == 0
+        stats = RequestStats(
+            rid=choice.rid,
+            finish=finish,
+            status=status,
+            prompt_tokens=last.prompt_tokens if last and first else 0,
+            cached_tokens=last.cached_tokens if last and first else 0,
+            completion_tokens=last.completion_tokens if last else 0,
+            timings=timings or choice.times.timings(self._clock(), ended_here=True),
+            media=count_media(choice.media) if first else MediaTotals(),
+        )
+        for one in tell:
+            one(stats)
+
+    def _check_available(self) -> None:
+        if self.unavailable is not None:
+            raise EngineUnavailableError(self.unavailable)
+
+
+def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOutput], Exception | None]:
+    """The outputs before the first failure, and that."""
+    outputs: list[ChoiceOutput] = []
+    for item in items:
+        if isinstance(item, Exception):
+            return outputs, item
+        outputs.append(item)
+    return outputs, None
+
+
+def _error_of(finish: FinishReason) -> BadRequestError | EngineError:
+    """Of a request that the engine ended with an error."""
+    message = finish.message or "the engine failed on this request"
+    bad = 400 <= finish.status < 500
+    return BadRequestError(message, status=finish.status, param=finish.param) if bad else EngineError(message)
+
+
+def _discard(made: asyncio.Future[tuple[Any, PreparedMessage]]) -> None:
+    """Of a request that was given up while it was being prepared."""
+    if not made.cancelled() and made.exception() is None:
+        made.result()[1].discard()

@@ -1,0 +1,60 @@
+"""Attention by our own operators, on a CPU: a step's requests and heads in one call, whatever they do in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, RunLayers
+from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels.attention import HeadNorms, attend, write_kv
+from vlmserve_common.kernels.decoder import DecoderLayers, DecoderStep
+
+
+class NativeAttentionBackend(AttentionBackend):
+    """See the module docstring. Everything is read from the KV cache, this step's keys and values, too.
+
+    A token's answer depends on its request alone, bit for bit: neither on others in its step nor on chunk sizes.
+    """
+
+    def __init__(self) -> None:
+        self._requests = torch.zeros((0, 4), dtype=torch.int64)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """What `kernels.attention.attend` is told of each request."""
+        plan = np.empty((len(forward_batch.extend_lens), 4), dtype=np.int64)
+        plan[:, 0] = forward_batch.req_pool_indices.numpy()
+        plan[:, 1] = forward_batch.prefix_lens
+        plan[:, 2] = forward_batch.extend_lens
+        plan[:, 3] = plan[:, 2].cumsum() - plan[:, 2]
+        self._requests = torch.from_numpy(plan)
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotation,
+        norms: HeadNorms | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """See the base class. Queries are replaced in qkv."""
+        cache = forward_batch.kv_cache.layers[layer.layer_id]
+        write_kv(qkv, *rotary, norms, forward_batch.out_cache_loc, cache)
+        return attend(qkv, layer.scaling, self._requests, forward_batch.req_to_token_pool.req_to_token, cache)
+
+    def whole_layers(self, layers: DecoderLayers, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
+        """See the base class."""
+        step = DecoderStep(
+            cos=rotary[0],
+            sin=rotary[1],
+            slots=forward_batch.out_cache_loc,
+            requests=self._requests,
+            table=forward_batch.req_to_token_pool.req_to_token,
+            caches=forward_batch.kv_cache.table,
+        )
+
+        def run(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+            layers.run(x, first, last, step)
+            return x
+
+        return run

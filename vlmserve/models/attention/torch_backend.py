@@ -1,0 +1,169 @@
+"""Attention with plain torch: the reference, and for all that has no backend of its own.
+
+A request's history is read where it lies. The allocator keeps a request's slots in few contiguous runs; each run is a
+slice of the KV cache, attended on its own, and the partial results are merged by their log-sum-exp (as in Flash
+decoding; Dao et al. 2023). Grouped heads need no copy either: query heads of one KV head become query rows (decode)
+or a stride-0 head dimension (extend). Only a history broken into many short runs, or another device than the CPU, is
+gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
+from vlmserve.models.attention.positioning import positioned
+from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels.attention import HeadNorms
+
+MAX_RUNS = 8
+
+
+@dataclass(frozen=True)
+class _History:
+    """Where a request's cached tokens lie: contiguous runs (start, end), or slots to gather."""
+
+    runs: tuple[tuple[int, int], ...]
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Extend:
+    """What one request does in the step: its tokens are start..start+length of the batch."""
+
+    start: int
+    length: int
+    history: _History
+
+
+class TorchAttentionBackend(AttentionBackend):
+    """See the module docstring. Holds the plan of the current step only."""
+
+    def __init__(self) -> None:
+        self._plan: list[_Extend] = []
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Find every request's runs; those of a single token include its own slot, written before it is read. The
+        table is read at once: on a GPU each reading waits for all that was asked of it before."""
+        lengths = forward_batch.extend_lens
+        cached = [
+            prefix + 1 if length == 1 else prefix
+            for prefix, length in zip(forward_batch.prefix_lens, lengths, strict=True)
+        ]
+        table = forward_batch.req_to_token_pool.req_to_token
+        slots = table[forward_batch.req_pool_indices, : max(cached, default=0)]
+        self._plan = []
+        start = 0
+        for host, device, length, count in zip(slots.cpu().numpy(), slots, lengths, cached, strict=True):
+            self._plan.append(_Extend(start, length, _history(host[:count], device[:count])))
+            start += length
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        rotary: Rotation,
+        norms: HeadNorms | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """See the base class."""
+        cache = forward_batch.kv_cache
+        q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
+        k, v = cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
+        out = torch.empty_like(q)
+        for extend in self._plan:
+            tokens = slice(extend.start, extend.start + extend.length)
+            past = _past(extend.history, cache, layer.layer_id, q.dtype)
+            if q.is_cpu:
+                parts = [_attend(q[tokens], keys, values, layer, causal=False) for keys, values in past]
+                if extend.length > 1:
+                    parts.append(_attend(q[tokens], k[tokens], v[tokens], layer, causal=True))
+                out[tokens] = _merge(parts)
+            else:
+                own = [(k[tokens], v[tokens])] if extend.length > 1 else []
+                keys, values = (torch.cat(part) for part in zip(*past, *own, strict=True))
+                out[tokens] = _attend_masked(q[tokens], keys, values, layer)
+        return out.flatten(1)
+
+
+def _history(host: np.ndarray, slots: torch.Tensor) -> _History:
+    """slots int [n], and the same on the host -> its contiguous runs, or itself where these are many and short."""
+    if not len(host):
+        return _History(())
+    breaks = np.flatnonzero(np.diff(host) != 1) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(host)]))
+    if len(starts) > MAX_RUNS:
+        return _History((), slots.long())
+    return _History(tuple((int(host[a]), int(host[b - 1]) + 1) for a, b in zip(starts, ends, strict=True)))
+
+
+def _past(
+    history: _History, cache: KVCache, layer_id: int, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if history.slots is not None:
+        return [cache.read(layer_id, history.slots, dtype)]
+    return [cache.read(layer_id, slice(*run), dtype) for run in history.runs]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [T, H, D] over k, v [S, Hkv, D] -> (out [T, H, D], log-sum-exp float32 [T, H]); CPU only.
+
+    causal: query i sees keys 0..i (T == S).
+    """
+    length, heads, dim = q.shape
+    groups = heads // layer.num_kv_heads
+    grouped = q.view(length, layer.num_kv_heads, groups, dim)
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    if length == 1:
+        # [1, Hkv, G, D]: the heads of a group are query rows over the same keys
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped, keys[None], values[None], 0.0, False, scale=layer.scaling
+        )
+        return out.reshape(1, heads, dim), lse.reshape(1, heads)
+    # [Hkv, G, T, D] with keys that have stride 0 over G
+    shape = (layer.num_kv_heads, groups, k.shape[0], dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        grouped.permute(1, 2, 0, 3),
+        keys[:, None].expand(shape),
+        values[:, None].expand(shape),
+        0.0,
+        causal,
+        scale=layer.scaling,
+    )
+    return out.permute(2, 0, 1, 3).reshape(length, heads, dim), lse.permute(2, 0, 1).reshape(length, heads)
+
+
+def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Attention over the union of disjoint key sets from the attention over each: weights softmax(lse)."""
+    if len(parts) == 1:
+        return parts[0][0]
+    weights = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)
+    merged = sum(out.float() * weight[..., None] for (out, _), weight in zip(parts, weights, strict=True))
+    return merged.to(parts[0][0].dtype)
+
+
+def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+    """q [T, H, D] as the last T of the S tokens of k, v [S, Hkv, D] -> [T, H, D]; any device."""
+    length, total = q.shape[0], k.shape[0]
+    # no mask where none is needed: fused kernels take none
+    mask = None
+    if 1 < length < total:
+        mask = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=1 < length == total,
+        scale=layer.scaling,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,160 @@
+"""What compiles grammars with xgrammar, in a process of its own: see `CompileProcess`.
+
+A grammar comes from a stranger, and compiling one can take minutes, gigabytes, or the process with it. Nobody knows
+beforehand: so the kernel limits what it may cost, as with media.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from vlmserve.ipc.messages import THINK_END, GrammarSpec
+from vlmserve.scheduler.grammar.matcher import Matcher, masks_of
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
+from vlmserve_common.process.child import die_with_parent
+from vlmserve_common.process.limits import ProcessLimits, confine
+
+COMPILED, REFUSED = b"C", b"R"
+"""How an answer begins: a compiled grammar in JSON follows, or a sentence."""
+
+MAX_TRIED_STEP_S = 0.25
+"""CPU time that a token may take when a grammar is tried out."""
+
+_THOUGHTS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THINK_END},
+            {"type": "const_string", "value": "\n\n"},
+        ],
+    },
+}
+
+_WHERE_IN_SOURCE = re.compile(r"^\[[\d:]+\] \S+: ", re.MULTILINE)
+# A request may say oneOf for anyOf, as pydantic does for unions: an answer fits one of them at least.
+_HARMLESS = re.compile(r"oneOf .*anyOf semantics")
+
+
+def main() -> None:
+    """The process: number of its end of the pipe, the parent, and `CompilerSettings` as JSON on the command line."""
+    pipe = Connection(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    settings = json.loads(sys.argv[3])
+    compiler, tokenizer_info = make_compiler(settings["folder"], settings["vocab_size"], settings["stop_token_ids"])
+    pipe.send_bytes(tokenizer_info.serialize_json().encode())
+    confine(ProcessLimits(memory_bytes=settings["memory_bytes"]))
+    while True:
+        try:
+            spec = GrammarSpec(**json.loads(pipe.recv_bytes()))
+        except EOFError:
+            return
+        try:
+            compiled = _without_warnings(compiler, spec)
+            try_out(compiled)
+            pipe.send_bytes(COMPILED + compiled.serialize_json().encode())
+        except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises
+            pipe.send_bytes(REFUSED + _plain(str(error)).encode("utf-8", "replace"))
+
+
+def make_compiler(folder: str, vocab_size: int, stop_token_ids: list[int]) -> tuple[Any, Any]:
+    """A compiler, and the tokens that it compiles for. folder: of the checkpoint. vocab_size: rows of logits.
+
+    Special tokens have no text: an answer's text cannot contain them.
+    """
+    from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
+
+    tokenizer = load_text_tokenizer(Path(folder))
+    special = tokenizer.special_ids
+    vocab = [b"" if index in special else tokenizer.token_bytes(index) for index in range(vocab_size)]
+    info = TokenizerInfo(vocab, VocabType.RAW, vocab_size=vocab_size, stop_token_ids=stop_token_ids)
+    return GrammarCompiler(info, max_threads=1, cache_enabled=False), info
+
+
+def compile_grammar(compiler: Any, spec: GrammarSpec) -> Any:
+    """RuntimeError for what is none."""
+    from xgrammar import Grammar
+
+    grammar = _form(spec)
+    if spec.calls:
+        grammar = Grammar.union(grammar, Grammar.from_structural_tag(spec.calls))
+    if spec.thinking:
+        grammar = Grammar.concat(Grammar.from_structural_tag(_THOUGHTS), grammar)
+    return compiler.compile_grammar(grammar)
+
+
+def _form(spec: GrammarSpec) -> Any:
+    from xgrammar import Grammar
+
+    match spec.kind:
+        case "json_schema":
+            # On one line: where whitespace is free, a small model may write nothing else from there on.
+            return Grammar.from_json_schema(spec.text, any_whitespace=False, strict_mode=spec.strict)
+        case "regex":
+            return Grammar.from_regex(spec.text)
+        case "ebnf":
+            return Grammar.from_ebnf(spec.text)
+        case "choice":
+            texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
+            return Grammar.from_ebnf(f"root ::= {texts}")
+        case "structural_tag":
+            return Grammar.from_structural_tag(spec.text)
+
+
+def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:
+    """xgrammar warns, on stderr, of what it leaves out; nothing may be left out, but of tools that are not strict."""
+    kept, file = os.dup(2), os.memfd_create("warnings")
+    os.dup2(file, 2)
+    try:
+        compiled = compile_grammar(compiler, spec)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        said = os.pread(file, 1 << 16, 0).decode("utf-8", "replace")
+        os.close(file)
+    warnings = [line for line in said.splitlines() if "Warning: " in line and not _HARMLESS.search(line)]
+    if warnings and (spec.strict or spec.kind != "structural_tag"):
+        raise RuntimeError(warnings[0].partition("Warning: ")[2])
+    return compiled
+
+
+def try_out(compiled: Any, *, walks: int = 2, tokens: int = 32) -> None:
+    """RuntimeError for a grammar that nothing fits, or whose next tokens take long to find: better here, where a
+    process can be ended, than in the engine. Takes some tokens that it allows, always the same."""
+    for seed in range(walks):
+        dice, matcher = Random(seed), Matcher(compiled)
+        for at in range(tokens):
+            began = time.thread_time()
+            allowed = np.flatnonzero(np.unpackbits(masks_of([matcher])[0].view(np.uint8), bitorder="little"))
+            allowed = allowed[allowed < compiled.tokenizer_info.vocab_size]
+            if not len(allowed):
+                raise RuntimeError("no text fits it" if not at else "it comes to where nothing fits")
+            matcher.accept(int(dice.choice(allowed)))
+            if time.thread_time() - began > MAX_TRIED_STEP_S:
+                raise RuntimeError(
+                    "finding its next tokens takes too long: it repeats, or can be read, in too many ways"
+                )
+            if matcher.is_over:
+                break
+
+
+def _plain(message: str) -> str:
+    """Without the places in xgrammar's own source."""
+    text = _WHERE_IN_SOURCE.sub("", message).strip()
+    text = re.sub(r"Check failed: .* is false: ", "", text)
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+if __name__ == "__main__":
+    main()

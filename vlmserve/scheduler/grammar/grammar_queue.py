@@ -1,0 +1,107 @@
+"""Grammars that requests wait for, and those that were compiled before."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from vlmserve.ipc.messages import GrammarSpec
+from vlmserve.scheduler.grammar.matcher import CompiledGrammar
+from vlmserve_common.errors import BadRequestError
+
+_REFUSED_BYTES = 1024
+"""What is kept of a grammar that was refused counts as so much, besides its text."""
+
+
+class GrammarCompiler(Protocol):
+    """Used by one thread."""
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """BadRequestError for what cannot be compiled: what there is to say of it, without the field's name."""
+        ...
+
+    def close(self) -> None:
+        """Called from another thread."""
+        ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    future: Future[CompiledGrammar]
+    holders: int = 0
+
+
+class GrammarQueue:
+    """For one thread: `get`, `release` and `close`. Compiles in threads of its own, so that nobody waits who need not.
+
+    make: a compiler for each of `workers` threads, made when it is needed. cache_bytes: of compiled grammars and of
+    texts that were refused, those used last stay. Refusals are kept: a grammar that took too long is not tried again.
+    """
+
+    def __init__(self, make: Callable[[], GrammarCompiler], *, cache_bytes: int, workers: int = 2) -> None:
+        self._make = make
+        self._cache_bytes = cache_bytes
+        self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
+        self._own = threading.local()
+        self._compilers: list[GrammarCompiler] = []
+
+    def get(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """It compiled, or BadRequestError; one future for all who want it. To be released."""
+        entry = self._entries.get(spec)
+        if entry is None or (entry.future.done() and _is_accident(entry.future)):
+            holders = entry.holders if entry else 0  # who saw the accident releases, too
+            entry = self._entries[spec] = _Entry(self._threads.submit(self._compile, spec), holders)
+        entry.holders += 1
+        self._entries.move_to_end(spec)
+        return entry.future
+
+    def release(self, spec: GrammarSpec) -> None:
+        """A request needs it no longer. What nobody waits for any more is not begun."""
+        entry = self._entries.get(spec)
+        if entry is None:
+            return
+        entry.holders -= 1
+        if not entry.holders and entry.future.cancel():
+            del self._entries[spec]
+        self._trim()
+
+    @property
+    def cached_bytes(self) -> int:
+        """Of what is kept."""
+        return sum(_size(spec, entry.future) for spec, entry in self._entries.items())
+
+    def close(self) -> None:
+        """End the compilers, whatever they are at."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for compiler in self._compilers:
+            compiler.close()
+
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        if not hasattr(self._own, "compiler"):
+            self._own.compiler = self._make()
+            self._compilers.append(self._own.compiler)
+        return self._own.compiler.compile(spec)
+
+    def _trim(self) -> None:
+        size = self.cached_bytes
+        for spec in [spec for spec, entry in self._entries.items() if not entry.holders and entry.future.done()]:
+            if size <= self._cache_bytes:
+                return
+            size -= _size(spec, self._entries.pop(spec).future)
+
+
+def _is_accident(future: Future[CompiledGrammar]) -> bool:
+    """It failed, and not by the grammar's fault."""
+    return future.cancelled() or not isinstance(future.exception(), BadRequestError | type(None))
+
+
+def _size(spec: GrammarSpec, future: Future[CompiledGrammar]) -> int:
+    if not future.done() or future.cancelled():
+        return 0
+    text = len(spec.text)
+    return text + (future.result().num_bytes if future.exception() is None else _REFUSED_BYTES)
