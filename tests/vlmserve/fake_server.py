@@ -26,6 +26,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import Ready
 from vlmserve.ipc.messages import (
     BatchTextOutput,
     BatchTokenOutput,
@@ -38,7 +39,6 @@ from vlmserve.ipc.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve_common.errors import CheckpointError, EngineError
 from vlmserve_common.process.child import prepare_forks

@@ -16,7 +16,7 @@ import pytest
 
 from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import PATIENCE_S, ServerProcess
-from vlmserve.ipc.heartbeat import Heartbeat
+from vlmserve.ipc.channels import Heartbeat
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from processors.families.report import MediumReport, report_json
 from vlmserve.api.answer_message import ChoiceText, ThoughtTokens, delta_of, message_of
 from vlmserve.api.prompt_logprobs import finite, prompt_json
 from vlmserve.api.streaming import json_text, sse_event
+from vlmserve.frontend.chat_template import NO_NOTES
 from vlmserve.frontend.parsers.answer import PLAIN_TEXT, AnswerReading
 from vlmserve.frontend.parsers.pieces import Text
 from vlmserve.frontend.parsers.reasoning import CLOSE as THOUGHT
 from vlmserve.frontend.parsers.reasoning import OPEN as THINK
-from vlmserve.frontend.prompt_notes import NO_NOTES
-from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.request_stats import Timings
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
 from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TextOutput, TokenLogprobs
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer

@@ -10,7 +10,7 @@ from typing import Any
 from vlmserve.api.completion_protocol import CompletionRequest
 from vlmserve.api.protocol import ChatCompletionRequest, NamedRequest
 from vlmserve.api.tools import check_tools, tool_use
-from vlmserve.frontend.file_parts import FindFile
+from vlmserve.frontend.chat_messages import FindFile
 from vlmserve.frontend.parsers.answer import NO_FORMATS, AnswerFormats
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.frontend.request_stats import RequestStats

@@ -31,9 +31,8 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, wait_until_ready
+from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, Ready, ReadyReport, of_all, wait_until_ready
 from vlmserve.ipc.messages import TokenizerManagerInput
-from vlmserve.ipc.ready import Ready, ReadyReport, of_all
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.child import ChildProcess

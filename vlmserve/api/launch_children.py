@@ -12,9 +12,8 @@ from processors.pool.forks import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.channels import Channels, Heartbeat
 from vlmserve.ipc.child import ChildMain, start_child
-from vlmserve.ipc.heartbeat import Heartbeat
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve_common.process.child import ChildProcess
 from vlmserve_common.process.stop_signals import stop_signals_held

@@ -14,8 +14,7 @@ from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, wait_until_ready
-from vlmserve.ipc.ready import Ready
+from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, Ready, wait_until_ready
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 

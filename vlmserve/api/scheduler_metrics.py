@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
 
 PREFIX = "vlmserve:"
 # name -> what it is, and where `SchedulerStats` has it

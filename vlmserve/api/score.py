@@ -20,7 +20,7 @@ from vlmserve.api.protocol import ScoreRequest
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
-from vlmserve.frontend.file_parts import FindFile
+from vlmserve.frontend.chat_messages import FindFile
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.request_stats import RequestStats
 from vlmserve.frontend.sampling import SamplingOverrides

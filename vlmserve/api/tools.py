@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from vlmserve.api.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.frontend.parsers.answer import AnswerFormats
-from vlmserve.frontend.parsers.calls import Tool
-from vlmserve.frontend.parsers.tool_use import ToolUse
+from vlmserve.frontend.parsers.calls import Tool, ToolUse
 from vlmserve_common.errors import BadRequestError
 
 

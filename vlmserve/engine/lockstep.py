@@ -9,7 +9,7 @@ from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.device_queue import DeviceQueue
 from vlmserve.ipc.messages import SchedulerOutput
-from vlmserve.ipc.routing.router import Router
+from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.scheduler.lockstep import LockstepScheduler, noting_ends
 from vlmserve.scheduler.rounds import Rounds, RoundWorker
 from vlmserve.scheduler.scheduler import Scheduler
@@ -35,7 +35,7 @@ def in_lockstep(
     send: Callable[[SchedulerOutput], None],
 ) -> LockstepScheduler:
     """One that has `make` one for each group of `args`. encoder: of all."""
-    router = Router(args.attention_groups, method=args.load_balance_method)
+    router = ReplicaRouter(args.attention_groups, method=args.load_balance_method)
     noted = noting_ends(send, router)
     rounds = Rounds(device, worker, args.attention_groups, last=encoder().work)
     schedulers = [make(worker=lane.worker, device=lane, send=noted) for lane in rounds.lanes]

@@ -22,6 +22,7 @@ from vlmserve.engine.loop import EngineLoop
 from vlmserve.engine.profiling import Profiler
 from vlmserve.engine.replicas import replica_args
 from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import FINISH_S, Ready
 from vlmserve.ipc.control import ControlServer
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -33,8 +34,7 @@ from vlmserve.ipc.messages import (
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.ready import FINISH_S, Ready
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.scheduler.batch_log import BatchLog
 

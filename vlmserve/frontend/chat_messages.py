@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
+from PIL import Image
 
 from processors.families.processor_kwargs import RequestKnobs
 from processors.fetch.media_file import MediaFile
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
-from vlmserve.frontend.media_sources import picture_source, video_source
 from vlmserve_common.errors import BadRequestError
 
 Message = Mapping[str, Any]
@@ -282,3 +284,124 @@ def _check_text(text: str, param: str, reserved: Collection[str]) -> None:
 
 def _invalid(param: str, what: str) -> BadRequestError:
     return BadRequestError(f"{param} {what}", param=param, code="invalid_value")
+
+
+def map_parts(messages: Sequence[Mapping[str, Any]], change: Callable[[Any, str], Any]) -> list[Mapping[str, Any]]:
+    """The messages with `change(part, its place)` for each part, e.g. at "messages[0].content[1]". A message whose
+    content is no list stays as it is."""
+
+    def changed(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+        parts = message.get("content")
+        if not isinstance(parts, list | tuple):
+            return message
+        return {**message, "content": [change(part, f"{place}.content[{i}]") for i, part in enumerate(parts)]}
+
+    return [changed(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+FindFile: TypeAlias = Callable[[str], MediaFile]
+"""A file's id -> the file. Raises BadRequestError (404)."""
+
+# type of a part -> of the one that brings the medium
+_URL_PARTS = {"image_url": "image", "video_url": "video", "image_embeds": "image_embeds"}
+
+
+def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> list[Mapping[str, Any]]:
+    """The messages with files for their ids: {"type": "image", "image": MediaFile} or the same with "video".
+
+    An id stands in {"type": "file", "file": {"file_id": ...}}, where the file's first bytes tell which of both it is,
+    in the place of a URL, or in that of a video's frame, {"type": "video", "video": [{"file_id": ...}]}.
+    find: None where there are no uploaded files. Raises BadRequestError naming the part.
+    """
+    return map_parts(messages, lambda part, place: _with_file(part, place, find))
+
+
+def _with_file(part: Any, param: str, find: FindFile | None) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "file":
+        place, given = f"{param}.file", part.get("file")
+        if not isinstance(given, Mapping) or given.get("file_id") is None:
+            raise BadRequestError(
+                f"{place} has no file_id; only files uploaded to /v1/files are supported here, data: URLs in image_url "
+                "and video_url parts",
+                param=place,
+                code="unsupported_content",
+            )
+        file = _find(given["file_id"], place, find)
+        modality = file.modality
+        if modality is None:
+            raise BadRequestError(
+                f"{place}: the file {given['file_id']} is neither a picture nor a video of a supported format",
+                param=f"{place}.file_id",
+                code="unsupported_content",
+            )
+        return {"type": modality.value, modality.value: file}
+    if kind in _URL_PARTS and isinstance(given := part.get(kind), Mapping) and given.get("file_id") is not None:
+        name = _URL_PARTS[kind]
+        others = {key: value for key, value in part.items() if key != kind}
+        rest = {key: value for key, value in given.items() if key not in ("file_id", "url")}
+        return {**others, **rest, "type": name, name: _find(given["file_id"], f"{param}.{kind}", find)}
+    if kind == "video" and isinstance(frames := part.get("video"), list | tuple):
+        return {**part, "video": [_frame(one, f"{param}.video[{place}]", find) for place, one in enumerate(frames)]}
+    return part
+
+
+def _frame(given: Any, param: str, find: FindFile | None) -> Any:
+    if isinstance(given, Mapping) and given.get("file_id") is not None:
+        return _find(given["file_id"], param, find)
+    return given
+
+
+def _find(file_id: Any, param: str, find: FindFile | None) -> MediaFile:
+    param = f"{param}.file_id"
+    if find is None:
+        raise BadRequestError(f"{param}: there are no uploaded files without a server", param=param)
+    try:
+        return find(file_id)
+    except BadRequestError as error:
+        error.param = param
+        raise
+
+
+_FILES = (str, bytes, Path, MediaFile)
+_PICTURE = "a URL, or without a server bytes, a Path, a Pillow picture or a numpy array uint8 [height, width, 3]"
+_VIDEO = (
+    "a URL or a list of frames, or without a server bytes, a Path or a numpy array uint8 [frames, height, width, 3]; "
+    f"a frame is {_PICTURE}"
+)
+
+
+def picture_source(value: Any, param: str) -> Any:
+    """`value` as a pool takes it. param: its place in the request. Raises BadRequestError naming both."""
+    if isinstance(value, np.ndarray):
+        _check(value, 3, _PICTURE, param)
+        return Image.fromarray(value)
+    if isinstance(value, (*_FILES, Image.Image)):
+        return value
+    raise _refused(_kind(value), _PICTURE, param)
+
+
+def video_source(value: Any, param: str) -> Any:
+    """The same of a video; a list of frames becomes a tuple."""
+    if isinstance(value, np.ndarray):
+        _check(value, 4, _VIDEO, param)
+        return tuple(map(Image.fromarray, value))
+    if isinstance(value, list | tuple):
+        return tuple(picture_source(frame, f"{param}[{place}]") for place, frame in enumerate(value))
+    if isinstance(value, _FILES):
+        return value
+    raise _refused(_kind(value), _VIDEO, param)
+
+
+def _check(array: np.ndarray, dimensions: int, allowed: str, param: str) -> None:
+    if array.dtype != np.uint8 or array.ndim != dimensions or array.shape[-1] != 3 or 0 in array.shape[-3:]:
+        raise _refused(f"a numpy array {array.dtype} {list(array.shape)}", allowed, param)
+
+
+def _refused(what: str | None, allowed: str, param: str) -> BadRequestError:
+    is_what = "is missing" if what is None else f"is {what}"
+    return BadRequestError(f"{param} {is_what}; it must be {allowed}", param=param, code="invalid_value")
+
+
+def _kind(value: Any) -> str | None:
+    return None if value is None else f"of type {type(value).__name__}"

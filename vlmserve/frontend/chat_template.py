@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from vlmserve.frontend.parsers.calls import ToolUse
+from vlmserve.frontend.parsers.reasoning import OPEN as THINK
 from vlmserve_common.checkpoint.text_tokenizer import read_json
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
@@ -147,3 +150,54 @@ def _cut_after(text: str, message: Message) -> str:
             param="continue_final_message",
         )
     return text[: start + len(content.strip())]
+
+
+_SWITCH = "enable_thinking"
+_EFFORT = "reasoning_effort"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptNotes:
+    """What answers to a prompt are read with. thinking: it ends within the model's thoughts. warnings: what was not
+    done as the request has it, a sentence each."""
+
+    thinking: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+NO_NOTES = PromptNotes()
+
+
+def check_tool_use(template: ChatTemplate, use: ToolUse | None) -> tuple[str, ...]:
+    """Warnings about tools that the template cannot show. Raises BadRequestError where one of them must be called."""
+    if use is None or "tools" in template.variables:
+        return ()
+    why = "the model's chat template knows no tools"
+    if use.required:
+        raise BadRequestError(f"{why}, so a call cannot be required", param="tool_choice", code="invalid_value")
+    return (f"tools has no effect: {why}",)
+
+
+def template_kwargs(
+    template: ChatTemplate, given: Mapping[str, Any], effort: str | None
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Variables for the template, and warnings about those that it does not look at. given: the request's own. effort:
+    its reasoning_effort."""
+    warnings = [
+        f"chat_template_kwargs.{name} has no effect: the model's chat template does not look at it"
+        for name in given
+        if name not in template.variables
+    ]
+    if effort is None or _SWITCH in given or _EFFORT in given:
+        return given, tuple(warnings)
+    if _EFFORT in template.variables:
+        return {**given, _EFFORT: effort}, tuple(warnings)
+    thinks = THINK in template.text
+    if _SWITCH in template.variables:
+        if effort not in ("none", "medium"):
+            warnings.append(f"{_EFFORT} {effort!r} only turns thinking on: the model knows no degrees of it")
+        return {**given, _SWITCH: effort != "none"}, tuple(warnings)
+    if thinks or effort != "none":
+        can = "always thinks" if thinks else "does not think"
+        warnings.append(f"{_EFFORT} {effort!r} has no effect: by its chat template, the model {can}")
+    return given, tuple(warnings)

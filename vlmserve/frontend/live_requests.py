@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vlmserve.frontend.finish_rate import FinishRate
-from vlmserve.frontend.outbox import Outbox
 from vlmserve_common.errors import BadRequestError, EngineError
 
 _T = TypeVar("_T")
 _Result = TypeVar("_Result")
+
+_REMEMBERED = 64
+_LONGEST_S = 3600
+
+
+class Outbox(Generic[_T]):
+    """A queue with one reader, who takes all that is there: the longer it was away, the less an item costs it."""
+
+    def __init__(self) -> None:
+        self._items: list[_T] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: _T) -> None:
+        """Add an item, in the reader's event loop."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[_T]:
+        """All items, oldest first, as soon as there is one. May be cancelled; nothing is lost then."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items, self._items = self._items, []
+        return items
+
+
+class FinishRate:
+    """Notes when answers end; all times are of one clock, in seconds. Idle times do not count: see `begin`."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED)
+        self._since = 0.0
+
+    def begin(self, now: float) -> None:
+        """There is something to do after a time with nothing: rates of before tell nothing."""
+        self._ends.clear()
+        self._since = now
+
+    def note(self, now: float) -> None:
+        """An answer has ended."""
+        if len(self._ends) == _REMEMBERED:
+            self._since = self._ends[0]
+        self._ends.append(now)
+
+    def seconds_for(self, answers: int, now: float) -> int:
+        """About how long it takes until so many have ended: whole seconds, at least 1, at most an hour.
+
+        Where none has ended yet, the first is expected to take as long again as all have taken so far.
+        """
+        seconds = answers * (now - self._since) / max(1, len(self._ends))
+        return min(max(1, math.ceil(seconds)), _LONGEST_S)
 
 
 class RequestTimeoutError(EngineError):

@@ -17,14 +17,15 @@ from processors.processed import of_tenant
 from processors.video.options import check_knobs
 from vlmserve.frontend.chat_messages import (
     EmbedsRef,
+    FindFile,
     ImageRef,
     MediaCounts,
     MediaRef,
     Message,
     settle_media,
     to_template_messages,
+    with_files,
 )
-from vlmserve.frontend.file_parts import FindFile, with_files
 from vlmserve_common.errors import BadRequestError
 
 

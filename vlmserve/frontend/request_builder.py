@@ -15,17 +15,20 @@ import numpy as np
 from processors.families.base import ExpandedPrompt, ProcessedMedium
 from processors.inputs import MultimodalInputs
 from vlmserve.executor.logits_processors import LogitsProcessors
-from vlmserve.frontend.chat_grammar import chat_grammar
-from vlmserve.frontend.chat_messages import MediaCounts, MediaRef, settle_media, to_template_messages
-from vlmserve.frontend.chat_template import ChatTemplate
-from vlmserve.frontend.file_parts import FindFile, with_files
+from vlmserve.frontend.chat_messages import (
+    FindFile,
+    MediaCounts,
+    MediaRef,
+    settle_media,
+    to_template_messages,
+    with_files,
+)
+from vlmserve.frontend.chat_template import NO_NOTES, ChatTemplate, PromptNotes, check_tool_use, template_kwargs
 from vlmserve.frontend.input_embeds import check_input_embeds
 from vlmserve.frontend.media import RequestMedia
+from vlmserve.frontend.parsers.calls import ToolUse
 from vlmserve.frontend.parsers.reasoning import opened_in_prompt
-from vlmserve.frontend.parsers.tool_use import ToolUse
-from vlmserve.frontend.prompt_notes import NO_NOTES, PromptNotes, check_tool_use, template_kwargs
 from vlmserve.frontend.request_stats import RequestStats
-from vlmserve.frontend.returns import verify_logits_processors, verify_returns, verify_start
 from vlmserve.frontend.sampling import (
     SamplingDefaults,
     SamplingOverrides,
@@ -33,9 +36,13 @@ from vlmserve.frontend.sampling import (
     check_token,
     choice_seed,
     refusal,
+    verify_logits_processors,
     verify_num_logprobs,
+    verify_returns,
     verify_sampling_params,
+    verify_start,
 )
+from vlmserve.frontend.structured_output import chat_grammar
 from vlmserve.ipc.messages import (
     InputEmbeds,
     LogitsProcessorCall,

@@ -21,15 +21,12 @@ import numpy as np
 
 from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
-from vlmserve.frontend.chat_messages import Message
-from vlmserve.frontend.file_parts import FindFile
-from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
+from vlmserve.frontend.chat_messages import FindFile, Message
+from vlmserve.frontend.chat_template import NO_NOTES, PromptNotes
+from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, Outbox, RequestAbortedError
 from vlmserve.frontend.media import RequestMedia, same_media
-from vlmserve.frontend.outbox import Outbox
-from vlmserve.frontend.prompt_notes import NO_NOTES, PromptNotes
 from vlmserve.frontend.request_builder import GenerateReqInput, RequestBuilder, TokenizedPrompt
-from vlmserve.frontend.request_stats import MediaTotals, RequestStats, count_media
-from vlmserve.frontend.timings import AnswerTimes, Moments, Timings
+from vlmserve.frontend.request_stats import AnswerTimes, MediaTotals, Moments, RequestStats, Timings, count_media
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
@@ -46,7 +43,7 @@ from vlmserve.ipc.messages import (
     TokenizerManagerInput,
     rids_of,
 )
-from vlmserve.ipc.routing.sums import sum_stats
+from vlmserve.ipc.replica_sums import sum_stats
 from vlmserve_common.errors import BadRequestError, EngineError
 
 _P = ParamSpec("_P")

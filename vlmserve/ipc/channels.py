@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlmserve.ipc.heartbeat import Heartbeat
 from vlmserve_common.transport.shm import SharedArrays
 
 
@@ -60,3 +61,32 @@ class Channels:
     def heartbeat(self, process: str) -> Heartbeat:
         """The sign of life of a process of that name: for itself, to beat, and for others, to look at."""
         return Heartbeat(Path(self.runtime_dir) / f"{process}.heartbeat")
+
+
+_BYTES = 8
+
+
+class Heartbeat:
+    """Maps `path`, which is made if it is not there. One process beats, any number may look."""
+
+    def __init__(self, path: str | Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, _BYTES)
+            self._cell = memoryview(mmap.mmap(fd, _BYTES)).cast("q")
+        finally:
+            os.close(fd)
+        self._turn = 0
+
+    def working(self) -> None:
+        """The next turn begins."""
+        self._turn += 1
+        self._cell[0] = self._turn
+
+    def idle(self) -> None:
+        """There is nothing to do, for however long."""
+        self._cell[0] = -self._turn
+
+    def look(self) -> int:
+        """The turn at work; 0 or less: none is."""
+        return self._cell[0]

@@ -24,9 +24,8 @@ from vlmserve.ipc.messages import (
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
 )
-from vlmserve.ipc.routing.demand import Demand, demand_of, demands
-from vlmserve.ipc.routing.router import Router
-from vlmserve.ipc.routing.sums import sum_results
+from vlmserve.ipc.replica_sums import sum_results
+from vlmserve.ipc.routing import Demand, ReplicaRouter, demand_of, demands
 from vlmserve.ipc.sockets import Prepared, Sender
 from vlmserve_common.transport.shm import SPARE_BYTES
 
@@ -64,7 +63,7 @@ def connect(channels: Sequence[Channels], args: EngineArgs, stack: AsyncExitStac
         stack.callback(operators[-1].close)
     if len(channels) == 1:
         return OneEngine(senders[0], operators[0])
-    return Replicas(senders, operators, Router(len(senders), method=args.load_balance_method))
+    return Replicas(senders, operators, ReplicaRouter(len(senders), method=args.load_balance_method))
 
 
 class OneEngine:
@@ -82,7 +81,7 @@ class OneEngine:
 class Replicas:
     """Each request goes where `router` says, what is about it follows, and what is about the engine goes to all."""
 
-    def __init__(self, senders: Sequence[Sender], operators: Sequence[ControlClient], router: Router) -> None:
+    def __init__(self, senders: Sequence[Sender], operators: Sequence[ControlClient], router: ReplicaRouter) -> None:
         self._senders = senders
         self._operators = operators
         self._router = router
@@ -138,7 +137,7 @@ class _Placed:
 
     prepared: Prepared
     demand: Demand
-    router: Router
+    router: ReplicaRouter
     senders: Sequence[Sender]
 
     def send(self) -> None:

@@ -24,9 +24,8 @@ from vlmserve.ipc.messages import (
     SchedulerStats,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.routing.demand import demand_of
-from vlmserve.ipc.routing.router import Router
-from vlmserve.ipc.routing.sums import sum_stats
+from vlmserve.ipc.replica_sums import sum_stats
+from vlmserve.ipc.routing import ReplicaRouter, demand_of
 from vlmserve.scheduler.rounds import Rounds
 from vlmserve.scheduler.scheduler import Scheduler
 
@@ -37,7 +36,9 @@ class LockstepScheduler:
     """As a `Scheduler`. schedulers: of each group, over the lanes of `rounds`; their outputs go through `note_outputs`.
     encoder: of all. router: chooses a group for each request that does not name one."""
 
-    def __init__(self, schedulers: Sequence[Scheduler], rounds: Rounds, encoder: EncoderPool, router: Router) -> None:
+    def __init__(
+        self, schedulers: Sequence[Scheduler], rounds: Rounds, encoder: EncoderPool, router: ReplicaRouter
+    ) -> None:
         self.schedulers, self.encoder = tuple(schedulers), encoder
         self._rounds, self._router = rounds, router
         self._of_prompt: OrderedDict[str, int] = OrderedDict()  # all answers to one prompt go to the same group
@@ -148,7 +149,7 @@ class LockstepScheduler:
         return sum_stats([first, *own])
 
 
-def noting_ends(send: Callable[[SchedulerOutput], None], router: Router) -> Callable[[SchedulerOutput], None]:
+def noting_ends(send: Callable[[SchedulerOutput], None], router: ReplicaRouter) -> Callable[[SchedulerOutput], None]:
     """What schedulers send by, where `router` is to know which answers have ended."""
 
     def send_and_note(output: SchedulerOutput) -> None:

@@ -16,7 +16,7 @@ from vlmserve.api.app import build_app
 from vlmserve.api.file_store import FileStore
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
-from vlmserve.frontend.file_parts import with_files
+from vlmserve.frontend.chat_messages import with_files
 from vlmserve_common.errors import BadRequestError
 
 PNG = base64.b64decode(png_url().split(",")[1])

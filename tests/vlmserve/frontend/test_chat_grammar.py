@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from vlmserve.frontend.chat_grammar import chat_grammar
+from vlmserve.frontend.parsers.calls import ToolUse
 from vlmserve.frontend.parsers.hermes import HERMES
-from vlmserve.frontend.parsers.tool_use import ToolUse
+from vlmserve.frontend.structured_output import chat_grammar
 from vlmserve.ipc.messages import GrammarSpec
 from vlmserve_common.errors import BadRequestError
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vlmserve.tiny_tokenizer import make_tokenizer
-from vlmserve.frontend.detokenizer import DetokenizerManager
-from vlmserve.frontend.stop_strings import StopMatcher
+from vlmserve.frontend.detokenizer import DetokenizerManager, StopMatcher
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,

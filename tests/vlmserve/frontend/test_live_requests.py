@@ -8,8 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from tests.vlmserve.frontend.test_tokenizer_manager import PICTURE, STOP, House, ask, run
-from vlmserve.frontend.finish_rate import FinishRate
-from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
+from vlmserve.frontend.live_requests import FinishRate, RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.request_builder import GenerateReqInput
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, WarmupInput
 from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput

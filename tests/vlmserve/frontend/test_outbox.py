@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from vlmserve.frontend.outbox import Outbox
+from vlmserve.frontend.live_requests import Outbox
 
 
 def test_all_that_waits_is_taken_at_once_and_in_order():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmserve.frontend.timings import AnswerTimes, Moments, Timings
+from vlmserve.frontend.request_stats import AnswerTimes, Moments, Timings
 from vlmserve.ipc.messages import StageTimes
 
 

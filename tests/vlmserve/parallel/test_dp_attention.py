@@ -28,7 +28,7 @@ from tests.vlmserve.reference import conversations
 from vlmserve import LLM
 from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve_common.compute.token_exchange import TokenExchange, TokenLayout
 from vlmserve_common.errors import EngineError
 

@@ -15,8 +15,8 @@ from tests.vlmserve.scheduler.prompts import expected, request
 from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, Shared, requests
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.ipc.messages import AbortReq, BatchTokenOutput
-from vlmserve.ipc.routing.router import Router
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
+from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.lockstep import LockstepScheduler, noting_ends
 from vlmserve.scheduler.rounds import Rounds
@@ -46,7 +46,7 @@ class LockstepRig:
         self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
         self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows)
         self.worker = FakeRounds()
-        self.router = Router(groups, method="shortest_queue")
+        self.router = ReplicaRouter(groups, method="shortest_queue")
         device = LazyQueue(knobs.depth) if knobs.depth > 1 else InlineQueue()
         rounds = Rounds(device, self.worker, groups, last=self.pool.work)
         order = FairOrder()

@@ -9,7 +9,7 @@ from processors.fetch.settings import FetchSettings
 from processors.fetch.sniffing import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from processors.plain_words import first_bytes
-from vlmserve.frontend.message_parts import map_parts
+from vlmserve.frontend.chat_messages import map_parts
 from vlmserve_common.errors import BadRequestError
 
 Message: TypeAlias = Mapping[str, Any]

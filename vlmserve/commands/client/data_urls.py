@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from processors.fetch.sniffing import HEAD_BYTES, mime_type
-from vlmserve.frontend.message_parts import map_parts
+from vlmserve.frontend.chat_messages import map_parts
 
 
 def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

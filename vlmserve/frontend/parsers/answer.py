@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vlmserve.frontend.parsers.calls import CallFormat, CallParser
+from vlmserve.frontend.parsers.calls import CallFormat, CallParser, ToolUse
 from vlmserve.frontend.parsers.hermes import HERMES
 from vlmserve.frontend.parsers.pieces import Parser, Piece, Text, joined
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
 from vlmserve.frontend.parsers.reasoning import OPEN as THINK
 from vlmserve.frontend.parsers.reasoning import ReasoningParser
-from vlmserve.frontend.parsers.tool_use import ToolUse
 
 AUTO, NONE = "auto", "none"
 CALL_FORMATS: Mapping[str, CallFormat] = {fmt.name: fmt for fmt in (HERMES, QWEN3_CODER)}

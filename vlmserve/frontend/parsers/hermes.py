@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlmserve.frontend.parsers.calls import CallFormat, State, Tool
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece
-from vlmserve.frontend.parsers.tags import could_begin
+from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, could_begin
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # The usual order of the fields: arguments can be passed on as they come.

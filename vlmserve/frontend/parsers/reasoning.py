@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vlmserve.frontend.parsers.pieces import Piece, Reasoning, Text
-from vlmserve.frontend.parsers.tags import begun_tag, could_begin
+from vlmserve.frontend.parsers.pieces import Piece, Reasoning, Text, begun_tag, could_begin
 from vlmserve.ipc.messages import THINK_END
 
 OPEN, CLOSE = "<think>", THINK_END

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from vlmserve.frontend.grammar_checks import MAX_CHOICES, MAX_GRAMMAR_BYTES, verify_grammar
+from vlmserve.frontend.structured_output import MAX_CHOICES, MAX_GRAMMAR_BYTES, verify_grammar
 from vlmserve.ipc.messages import GrammarSpec
 from vlmserve_common.errors import BadRequestError
 

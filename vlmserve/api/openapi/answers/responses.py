@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from vlmserve.api.openapi.answers.chat import AnswerLogprob, Remarks
 from vlmserve.api.responses.protocol import FunctionTool, TextConfig, ToolChoice
-from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.request_stats import Timings
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -6,9 +6,7 @@ import random
 
 import pytest
 
-from vlmserve.ipc.routing.demand import BLOCK_TOKENS, Demand
-from vlmserve.ipc.routing.known import KnownKeys
-from vlmserve.ipc.routing.router import Balance, Router
+from vlmserve.ipc.routing import BLOCK_TOKENS, Balance, Demand, KnownKeys, ReplicaRouter
 
 
 def keys(text: str) -> tuple[bytes, ...]:
@@ -21,7 +19,7 @@ def asking(rid: str, prompt: str = "", **fields) -> Demand:
 
 
 def test_different_prompts_are_spread_and_the_same_one_goes_where_it_was():
-    router = Router(3)
+    router = ReplicaRouter(3)
     assert [router.place(asking(name, name * 8)) for name in "abc"] == [0, 1, 2]
     assert [router.place(asking(name + "2", name * 8)) for name in "cab"] == [2, 0, 1]
     assert router.loads == (8 * BLOCK_TOKENS,) * 3, "what was there already is no work"
@@ -32,18 +30,18 @@ def test_different_prompts_are_spread_and_the_same_one_goes_where_it_was():
 
 
 def test_the_longest_match_wins_and_a_short_one_counts_for_nothing():
-    router = Router(2)
+    router = ReplicaRouter(2)
     router.place(asking("1", "aaaabb"))
     router.place(asking("2", "aaaacc", replica=1))
     assert router.place(asking("3", "aaaaccdd")) == 1
     assert router.place(asking("4", "aaaabbdddd")) == 0
-    router = Router(2)
+    router = ReplicaRouter(2)
     router.place(asking("1", "aaaa"))
     assert router.place(asking("2", "aaaa" + "z" * 5)) == 1, "4 of 9 blocks are less than half"
 
 
 def test_pictures_count_in_whatever_prompt():
-    router = Router(2)
+    router = ReplicaRouter(2)
     router.place(asking("1", "ab", media=((b"picture", 64),)))
     router.place(asking("2", "xy", media=((b"other", 64),)))
     assert router.place(asking("3", "q", media=((b"other", 64),))) == 1
@@ -52,19 +50,19 @@ def test_pictures_count_in_whatever_prompt():
 
 
 def test_a_match_is_left_where_its_replica_has_too_much_to_do():
-    router = Router(2, balance=Balance(apart_tokens=100, apart_times=1.5))
+    router = ReplicaRouter(2, balance=Balance(apart_tokens=100, apart_times=1.5))
     assert router.place(asking("1", "aaaa", answer=50)) == 0
     assert router.place(asking("2", "aaaa")) == 1, "178 tokens are more than 100"
     router.end("1")
     assert router.place(asking("3", "aaaa", answer=10)) == 0
-    busy = Router(2, balance=Balance(apart_tokens=100, apart_times=1.5))
+    busy = ReplicaRouter(2, balance=Balance(apart_tokens=100, apart_times=1.5))
     busy.place(asking("x", "a" * 4, answer=10000))
     busy.place(asking("y", "b" * 4, answer=14000))
     assert busy.place(asking("z", "b" * 4)) == 1, "it has more, but not half as much again"
 
 
 def test_a_session_stays_and_a_choice_moves_it():
-    router = Router(2, balance=Balance(apart_tokens=0, apart_times=1.0), most_sessions=2)
+    router = ReplicaRouter(2, balance=Balance(apart_tokens=0, apart_times=1.0), most_sessions=2)
     assert router.place(asking("1", "aa", session="s", answer=10**6)) == 0
     assert router.place(asking("2", "bb", session="s")) == 0, "whatever there is to do"
     assert router.place(asking("3", "cc", session="s", replica=1)) == 1
@@ -76,7 +74,7 @@ def test_a_session_stays_and_a_choice_moves_it():
 
 
 def test_copies_of_a_prompt_stay_together_and_end_one_by_one():
-    router = Router(2)
+    router = ReplicaRouter(2)
     replica = router.place(asking("a", "aaa", rids=("a-0", "a-1", "a-2"), answer=7))
     assert [router.replica_of(rid) for rid in ("a-0", "a-1", "a-2", "a-3")] == [replica] * 3 + [None]
     assert router.loads[replica] == 3 * BLOCK_TOKENS + 7
@@ -86,14 +84,14 @@ def test_copies_of_a_prompt_stay_together_and_end_one_by_one():
 
 
 def test_other_methods():
-    turns = Router(3, method="round_robin")
+    turns = ReplicaRouter(3, method="round_robin")
     assert [turns.place(asking(str(n), "same")) for n in range(6)] == [0, 1, 2, 0, 1, 2]
-    shortest = Router(2, method="shortest_queue")
+    shortest = ReplicaRouter(2, method="shortest_queue")
     assert [shortest.place(asking(str(n), "same", answer=n)) for n in (5, 1, 1, 1)] == [0, 1, 1, 1]
 
 
 def test_caches_that_were_emptied_are_not_gone_after():
-    router = Router(2)
+    router = ReplicaRouter(2)
     router.place(asking("1", "aaaa", replica=1))
     router.end("1")
     router.forget()
@@ -103,7 +101,7 @@ def test_caches_that_were_emptied_are_not_gone_after():
 def simulate(seed: int, size: int) -> list[int]:
     """Conversations that grow, of which some are much more popular than others, ending in any order."""
     balance = Balance(apart_tokens=2000)
-    router = Router(size, balance=balance, most_keys=500)
+    router = ReplicaRouter(size, balance=balance, most_keys=500)
     dice = random.Random(seed)
     conversations = [chr(ord("A") + n) * 10 for n in range(20)]
     under_way: list[str] = []

@@ -15,7 +15,7 @@ from vlmserve.ipc.messages import (
     SamplingParams,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.routing.demand import BLOCK_TOKENS, demands, prefix_keys
+from vlmserve.ipc.routing import BLOCK_TOKENS, demands, prefix_keys
 
 
 def request(rid: str = "r", length: int = 100, **fields) -> TokenizedGenerateReqInput:
