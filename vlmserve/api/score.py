@@ -21,14 +21,13 @@ from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
 from vlmserve.frontend.chat_messages import FindFile
-from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.request_stats import RequestStats
-from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.requests import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.scores import label_scores, softmax
-from vlmserve.ipc.messages import ReturnOptions, TextOutput
+from vlmserve.ipc.messages import ReturnOptions, SamplingParams, TextOutput
 from vlmserve_common.errors import BadRequestError
 
-_ONE_TOKEN = SamplingOverrides(max_new_tokens=1, temperature=0.0)
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 
 async def score_labels(served: ServedModel, request: Request) -> Response:
@@ -67,7 +66,7 @@ async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, calle
 
 def to_score_requests(
     body: ScoreRequest,
-    request_id: str,
+    own_id: str,
     *,
     find_file: FindFile | None,
     client: str = "",
@@ -82,16 +81,15 @@ def to_score_requests(
         raise _invalid("items", "items is an empty list; it must have an item, or be left out")
     return [
         GenerateReqInput(
-            request_id=f"{request_id}-{index}",
             prompt=_prompt(body, item, index, find_file),
-            sampling=_ONE_TOKEN,
+            sampling_params=_ONE_TOKEN,
             mm_processor_kwargs=body.mm_processor_kwargs or {},
             client=client,
             tenant=tenant,
             ended=ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),
-            **named(body),
+            **named(body, f"{own_id}-{index}"),
         )
         for index, item in enumerate(body.items or [None])
     ]

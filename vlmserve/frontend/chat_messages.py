@@ -90,14 +90,6 @@ MediaRef: TypeAlias = ImageRef | VideoRef | EmbedsRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TemplateMessages:
-    """Messages for the template; the n-th media placeholder it writes stands for media[n]."""
-
-    messages: list[dict[str, Any]]
-    media: list[MediaRef]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MediaCounts:
     """Most pictures and videos in a request."""
 
@@ -105,9 +97,12 @@ class MediaCounts:
     videos: int = 8
 
 
-def to_template_messages(messages: Sequence[Message], *, reserved: Collection[str] = ()) -> TemplateMessages:
-    """Convert OpenAI messages (plain dicts): "developer" is "system", a picture is {"type": "image"}, a video
-    {"type": "video"}.
+def to_template_messages(
+    messages: Sequence[Message], *, reserved: Collection[str] = ()
+) -> tuple[list[dict[str, Any]], list[MediaRef]]:
+    """Convert OpenAI messages (plain dicts) to what templates take: "developer" is "system", a picture is
+    {"type": "image"}, a video {"type": "video"}. The n-th media placeholder that a template writes stands for the n-th
+    of the media returned.
 
     reserved: texts of placeholder tokens; written out in a message they would ask for a picture that is not there.
     Raises BadRequestError naming the message or part.
@@ -118,7 +113,7 @@ def to_template_messages(messages: Sequence[Message], *, reserved: Collection[st
     media: list[MediaRef] = []
     for index, message in enumerate(messages):
         converted.append(_convert_message(message, f"messages[{index}]", media, reserved))
-    return TemplateMessages(messages=converted, media=media)
+    return converted, media
 
 
 def settle_media(media: Sequence[MediaRef], knobs: RequestKnobs | None, most: MediaCounts) -> list[MediaRef]:

@@ -51,7 +51,7 @@ class RequestMedia:
 
         kwargs: the request's `mm_processor_kwargs`. Raises BadRequestError, for media that come encoded, too.
         """
-        media = to_template_messages(with_files(messages, find_file)).media
+        _, media = to_template_messages(with_files(messages, find_file))
         for ref in media:
             if isinstance(ref, EmbedsRef):
                 what = f"{ref.param} comes encoded: there is nothing to encode ahead of time"

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from vlmserve.ipc.messages import (
     EncodeReqInput,
     FinishReason,
     GetStatsReq,
+    PreparedMessage,
     RequestsLost,
     SchedulerInput,
     SchedulerStats,
@@ -69,16 +70,6 @@ class WarmupInput:
     pin: bool = False
     client: str = ""
     tenant: str = ""
-
-
-class PreparedMessage(Protocol):
-    """A message that is ready to be sent. Either method is called, once, in the event loop."""
-
-    def send(self) -> None:
-        """Hand it to the scheduler."""
-
-    def discard(self) -> None:
-        """Free what it holds: it will not be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +232,7 @@ class TokenizerManager:
         """
         self._check_available()
         left, named = sum(request.num_choices for request in requests), requests[0]
-        state = self._live.enter(named.rid or named.request_id, left)
+        state = self._live.enter(named.request_id, left)
         self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
         try:
             await state.interruptible(self._submit(requests, state))
@@ -384,8 +375,8 @@ class TokenizerManager:
         def make() -> SchedulerInput:
             messages = [
                 message
-                for request, prompt, loaded in zip(requests, prompts, media, strict=True)
-                for message in self.builder.build(request, prompt, self.builder.expand(prompt, loaded))
+                for prompt, loaded in zip(prompts, media, strict=True)
+                for message in self.builder.build(prompt, loaded)
             ]
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 

@@ -19,6 +19,7 @@ from vlmserve.ipc.messages import (
     EncodeOutput,
     EncodeReqInput,
     GetStatsReq,
+    PreparedMessage,
     RequestsLost,
     SchedulerInput,
     TokenizedGenerateReqInput,
@@ -30,14 +31,6 @@ from vlmserve.ipc.sockets import Prepared, Sender
 from vlmserve_common.transport.shm import SPARE_BYTES
 
 _LINGER_MS = 200
-
-
-class PreparedMessage(Protocol):
-    """See `Prepared`."""
-
-    def send(self) -> None: ...
-
-    def discard(self) -> None: ...
 
 
 class Engines(Protocol):

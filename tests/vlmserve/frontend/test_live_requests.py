@@ -115,16 +115,16 @@ def test_media_encoded_ahead_of_time_are_aborted_too() -> None:
 
 def test_of_two_with_one_id_the_second_is_refused() -> None:
     async def scenario(house: House) -> None:
-        first = asyncio.ensure_future(answer(house, ask("own-1", rid="mine")))
+        first = asyncio.ensure_future(answer(house, ask("mine", group="own-1")))
         await house.arrived.wait()
         with pytest.raises(BadRequestError, match="'mine' already") as caught:
-            await answer(house, ask("own-2", rid="mine"))
+            await answer(house, ask("mine", group="own-2"))
         assert (caught.value.status, caught.value.param) == (409, "rid")
         house.output("own-1-0", finish=STOP)
         await first
         # what is still on its way for the first one is not the next one's, who may call itself the same
         house.arrived.clear()
-        again = asyncio.ensure_future(answer(house, ask("own-3", rid="mine")))
+        again = asyncio.ensure_future(answer(house, ask("mine", group="own-3")))
         await house.arrived.wait()
         assert [message.rid for message in house.of(TokenizedGenerateReqInput)] == ["own-1-0", "own-3-0"]
         house.output("own-1-0", "late")

@@ -21,7 +21,6 @@ from vlmserve.frontend.request_builder import (
     RequestLimits,
     TextPrompt,
 )
-from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, TokenizerManager
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -30,6 +29,7 @@ from vlmserve.ipc.messages import (
     FinishReason,
     GetStatsReq,
     RequestsLost,
+    SamplingParams,
     TextOutput,
     TokenizedGenerateReqInput,
 )
@@ -389,7 +389,7 @@ def test_a_text_prompt_needs_no_template():
         request = GenerateReqInput(
             request_id="r",
             prompt=TextPrompt(text="<|im_start|>x"),
-            sampling=SamplingOverrides(seed=9, max_new_tokens=2),
+            sampling_params=SamplingParams(seed=9, max_new_tokens=2),
         )
         task = asyncio.ensure_future(anext(house.manager.generate(request)))
         await house.arrived.wait()
@@ -406,13 +406,12 @@ def test_a_text_prompt_needs_no_template():
 def test_a_prompt_must_leave_room_for_one_token(wanted):
     async def scenario(house: House) -> None:
         builder = house.manager.builder
-        sampling = SamplingOverrides(max_new_tokens=wanted)
+        sampling = SamplingParams(max_new_tokens=wanted)
 
         def build(length: int) -> TokenizedGenerateReqInput:
             prompt = TextPrompt(text="<|im_start|>" * length)
-            request = GenerateReqInput(request_id="r", prompt=prompt, sampling=sampling)
-            tokenized = builder.tokenize(request)
-            return builder.build(request, tokenized, builder.expand(tokenized, []))[0]
+            request = GenerateReqInput(request_id="r", prompt=prompt, sampling_params=sampling)
+            return builder.build(builder.tokenize(request), [])[0]
 
         assert build(99).sampling_params.max_new_tokens == 1
         with pytest.raises(BadRequestError) as caught:

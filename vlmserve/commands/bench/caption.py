@@ -102,7 +102,7 @@ def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) ->
         nonlocal tokens
         content = [{"type": "image", "image": pictures[number]}, {"type": "text", "text": command.prompt}]
         prompt = ChatPrompt(messages=[{"role": "user", "content": content}])
-        request = GenerateReqInput(request_id=f"bench-{number}", prompt=prompt, sampling=sampling)
+        request = GenerateReqInput(request_id=f"bench-{number}", prompt=prompt, sampling_params=sampling)
         async with room, contextlib.aclosing(captioner.llm.generate(request)) as outputs:
             async for output in outputs:
                 tokens += len(output.output.token_ids)

@@ -231,7 +231,7 @@ class LLM(AbstractContextManager["LLM"]):
         return GenerateReqInput(
             request_id="",
             prompt=TextPrompt(text=""),
-            sampling=sampling_of(sampling, options),
+            sampling_params=sampling_of(sampling, options),
             num_logprobs=num_logprobs,
             mm_processor_kwargs=mm_processor_kwargs or {},
             returns=returns,
@@ -297,7 +297,7 @@ class LLM(AbstractContextManager["LLM"]):
         self, loading: _Loading
     ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...], tuple[str, ...]]:
         tokenized, media = loading.tokenized, loading.media.result()
-        messages = self.builder.build(loading.request, tokenized, self.builder.expand(tokenized, media))
+        messages = self.builder.build(tokenized, media)
         return messages, self._media.report(tokenized.media, media), tokenized.notes.warnings
 
     def _take(self, batch: SchedulerOutput) -> None:
