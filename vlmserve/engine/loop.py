@@ -10,7 +10,6 @@ from vlmserve.engine.encoder_warmups import EncoderWarmups
 from vlmserve.engine.lockstep import EngineScheduler
 from vlmserve.ipc.messages import (
     AbortReq,
-    EncodeOutput,
     EncodeReqInput,
     SchedulerOutput,
     SchedulerStats,
@@ -47,15 +46,11 @@ class EngineLoop:
         self._batch_log = batch_log or BatchLog(0.0)
 
     def handle(self, message: TokenizedGenerateReqInput | EncodeReqInput | AbortReq) -> None:
-        """Take one message. One that can never be answered is refused at once."""
+        """Take one message. A request that can never be answered is refused at once."""
         if isinstance(message, EncodeReqInput):
-            refusal = self.scheduler.queue_is_full(also_waiting=len(self._warmups))
-            if refusal is None:
-                self._warmups.add(message)
-            else:
-                self._send(EncodeOutput(rid=message.rid, items=(), error=refusal))
+            self._warmups.add(message)
         elif not isinstance(message, AbortReq) or not self._warmups.abort(message.rid):
-            self.scheduler.handle(message, also_waiting=len(self._warmups))
+            self.scheduler.handle(message)
 
     def step(self) -> bool:
         """See `Scheduler.step`."""

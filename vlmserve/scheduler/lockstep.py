@@ -19,7 +19,6 @@ from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
     ExpertStats,
-    FinishReason,
     SchedulerOutput,
     SchedulerStats,
     TokenizedGenerateReqInput,
@@ -45,7 +44,7 @@ class LockstepScheduler:
 
     # ------------------------------------------------------------ messages
 
-    def handle(self, message: TokenizedGenerateReqInput | AbortReq, *, also_waiting: int = 0) -> None:
+    def handle(self, message: TokenizedGenerateReqInput | AbortReq) -> None:
         """See `Scheduler.handle`."""
         if isinstance(message, AbortReq):
             group = self._router.replica_of(message.rid)
@@ -53,7 +52,7 @@ class LockstepScheduler:
         else:
             group = self._place(message)
         if group is not None:
-            self.schedulers[group].handle(message, also_waiting=also_waiting)
+            self.schedulers[group].handle(message)
 
     def _place(self, message: TokenizedGenerateReqInput) -> int:
         demand = demand_of((message,))
@@ -65,11 +64,6 @@ class LockstepScheduler:
             if len(self._of_prompt) > _MOST_PROMPTS:
                 self._of_prompt.popitem(last=False)
         return group
-
-    def queue_is_full(self, *, also_waiting: int = 0) -> FinishReason | None:
-        """See `Scheduler.queue_is_full`."""
-        reasons = [scheduler.queue_is_full(also_waiting=also_waiting) for scheduler in self.schedulers]
-        return reasons[0] if all(reasons) else None
 
     # ------------------------------------------------------------ the loop
 

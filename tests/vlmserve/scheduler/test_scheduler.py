@@ -49,7 +49,6 @@ class Knobs:
     sessions: int = 4
     host_pages: int = 0
     rows: int = 6
-    queue: int = 100
     context: int = 128
     conservativeness: float = 0.3
     encoders: int = 0  # beside the scheduler; 0: inline
@@ -96,7 +95,6 @@ class Rig:
             EngineArgs(
                 model="none",
                 max_running_requests=knobs.rows,
-                max_queued_requests=knobs.queue,
                 max_prefill_tokens=64,
                 chunked_prefill_size=knobs.chunk or -1,
                 enable_mixed_chunk=knobs.mixed,
@@ -432,7 +430,7 @@ def test_pictures_that_came_encoded_pass_the_encoder_by_and_are_not_kept():
 
 
 def test_requests_that_wait_for_rows_cost_no_look_at_the_prefix_cache(monkeypatch):
-    rig = Rig(Knobs(encoders=1, queue=200))
+    rig = Rig(Knobs(encoders=1))
     for i in range(50):
         rig.scheduler.handle(request(f"r{i}", [1] * 20, [(3, 12, b"%d" % i)], new=1))
     started = []
@@ -446,7 +444,7 @@ def test_requests_that_wait_for_rows_cost_no_look_at_the_prefix_cache(monkeypatc
 
 
 def test_a_hundred_equal_requests_encode_once():
-    rig = Rig(Knobs(encoders=2, queue=200, radix=False))
+    rig = Rig(Knobs(encoders=2, radix=False))
     messages = [request(f"r{i}", [1] * 20, [(3, 12, b"same")], new=1) for i in range(100)]
     for message in messages:
         rig.scheduler.handle(message)
@@ -578,30 +576,6 @@ def test_mixed_chunks_decode_and_prefill_in_one_step():
     rig.scheduler.step()
     assert rig.worker.batches[-1].forward_mode == 3
     assert len(rig.worker.batches[-1].req_pool_indices) == 2
-
-
-@pytest.mark.parametrize(
-    ("message", "status", "words"),
-    [
-        (request("long", [1] * 128), 400, "--max-model-len"),
-        (request("none", []), 400, "empty"),
-    ],
-)
-def test_requests_that_can_never_run_are_refused_at_once(message, status, words):
-    rig = Rig(Knobs())
-    rig.scheduler.handle(message)
-    assert rig.finish[message.rid].status == status
-    assert words in rig.finish[message.rid].message
-    assert not rig.scheduler.step()
-
-
-def test_a_full_queue_refuses_with_429():
-    rig = Rig(Knobs(queue=1))
-    rig.scheduler.handle(request("a", [1, 2]))
-    rig.scheduler.handle(request("b", [1, 2]))
-    assert rig.finish["b"].status == 429
-    rig.run()
-    assert rig.finish["a"].type == "length"
 
 
 def test_a_failing_step_ends_its_own_requests_only():
