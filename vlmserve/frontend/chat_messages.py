@@ -36,7 +36,7 @@ _VIDEO_FIELDS = {
     "video_end": "video_end",
 }
 _IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-# type of a part -> what may stand in it, as the API has it: what is mistyped is told without a server, too
+# type of a part -> its fields, the same as in the API: the offline LLM refuses misspelt ones, too
 _KNOWN_FIELDS = {
     "text": ("text",),
     "refusal": ("refusal",),
@@ -54,8 +54,8 @@ _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 class ImageRef:
     """A picture named in a message. source: a URL, an uploaded file, or (offline) bytes, a Path or a Pillow picture.
 
-    param: where it stands in the request, e.g. "messages[0].content[1]", for errors about it. knobs: what the part
-    says about its size; detail: its OpenAI word for it; defaults: what the request says about all pictures.
+    param: its place in the request, e.g. "messages[0].content[1]", for errors. knobs: the size that the part asks for;
+    detail: OpenAI's word for the size. defaults: the size that the request asks for all pictures.
     """
 
     source: Any
@@ -67,9 +67,10 @@ class ImageRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRef:
-    """A video named in a message. source: a tuple of its frames (as of `ImageRef`), or as there, but for a picture.
+    """A video named in a message. source: a tuple of frames (each as in `ImageRef`), a URL, an uploaded file, or
+    (offline) bytes or a Path.
 
-    knobs: what the part says about frames and sizes; defaults: what the request says about all videos.
+    knobs: frames and sizes that the part asks for. defaults: those that the request asks for all videos.
     """
 
     source: Any
@@ -91,7 +92,7 @@ MediaRef: TypeAlias = ImageRef | VideoRef | EmbedsRef
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaCounts:
-    """Most pictures and videos in a request."""
+    """The most pictures and videos that a request may have."""
 
     images: int = 64
     videos: int = 8
@@ -117,7 +118,7 @@ def to_template_messages(
 
 
 def settle_media(media: Sequence[MediaRef], knobs: RequestKnobs | None, most: MediaCounts) -> list[MediaRef]:
-    """A request's media, with what it says about all of them. Raises BadRequestError if there are too many."""
+    """Give media the knobs that the request has for all of them. Raises BadRequestError if there are too many."""
     videos = sum(isinstance(medium, VideoRef) for medium in media)
     _check_count("picture", len(media) - videos, most.images)
     _check_count("video", videos, most.videos)
@@ -161,7 +162,7 @@ def _convert_message(message: Message, param: str, media: list[MediaRef], reserv
         )
     result: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     result |= {key: message[key] for key in _PASSED_ON if message.get(key) is not None}
-    if "reasoning" in result:  # the newer name of what templates look for
+    if "reasoning" in result:  # the newer name; templates look for the older one
         result.setdefault("reasoning_content", result["reasoning"])
     if message.get("tool_calls"):
         result["tool_calls"] = [_convert_tool_call(call) for call in message["tool_calls"]]
@@ -237,7 +238,8 @@ def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
 
 
 def _url(value: Any, known: Collection[str], param: str, kind: str) -> str:
-    """Of image_url or video_url, which may be the URL itself. kind: of the part that takes other things."""
+    """Return the URL of image_url or video_url, whose value may be the URL itself. kind: the part that takes other
+    things."""
     if isinstance(value, Mapping):
         _check_fields(value, known, param)
         value = value.get("url")
@@ -282,8 +284,8 @@ def _invalid(param: str, what: str) -> BadRequestError:
 
 
 def map_parts(messages: Sequence[Mapping[str, Any]], change: Callable[[Any, str], Any]) -> list[Mapping[str, Any]]:
-    """The messages with `change(part, its place)` for each part, e.g. at "messages[0].content[1]". A message whose
-    content is no list stays as it is."""
+    """Replace each part of the messages by `change(part, place)`, with a place such as "messages[0].content[1]". A
+    message whose content is no list stays as it is."""
 
     def changed(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
         parts = message.get("content")
@@ -302,10 +304,10 @@ _URL_PARTS = {"image_url": "image", "video_url": "video", "image_embeds": "image
 
 
 def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> list[Mapping[str, Any]]:
-    """The messages with files for their ids: {"type": "image", "image": MediaFile} or the same with "video".
+    """Put files in the place of their ids: {"type": "image", "image": MediaFile} or the same with "video".
 
-    An id stands in {"type": "file", "file": {"file_id": ...}}, where the file's first bytes tell which of both it is,
-    in the place of a URL, or in that of a video's frame, {"type": "video", "video": [{"file_id": ...}]}.
+    An id stands in {"type": "file", "file": {"file_id": ...}}, in the place of a URL, or in the place of a video's
+    frame, {"type": "video", "video": [{"file_id": ...}]}. In the first form the file's bytes tell its kind.
     find: None where there are no uploaded files. Raises BadRequestError naming the part.
     """
     return map_parts(messages, lambda part, place: _with_file(part, place, find))
@@ -367,7 +369,7 @@ _VIDEO = (
 
 
 def picture_source(value: Any, param: str) -> Any:
-    """`value` as a pool takes it. param: its place in the request. Raises BadRequestError naming both."""
+    """Return a picture as the processor pool takes it. param: its place in the request, named in a BadRequestError."""
     if isinstance(value, np.ndarray):
         _check(value, 3, _PICTURE, param)
         return Image.fromarray(value)
@@ -377,7 +379,7 @@ def picture_source(value: Any, param: str) -> Any:
 
 
 def video_source(value: Any, param: str) -> Any:
-    """The same of a video; a list of frames becomes a tuple."""
+    """Return a video as the processor pool takes it; a list of frames becomes a tuple."""
     if isinstance(value, np.ndarray):
         _check(value, 4, _VIDEO, param)
         return tuple(map(Image.fromarray, value))

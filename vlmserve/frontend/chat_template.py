@@ -35,7 +35,7 @@ class ChatTemplate:
     source: Jinja text. tool_source: another template for requests with tools, as a few checkpoints have.
     special_tokens: what the template may know as bos_token, eos_token ... Raises CheckpointError for broken Jinja.
 
-    text: the source, of both. variables: names that it looks at; what goes by another name has no effect.
+    text: both sources. variables: the names that the template reads; variables of other names have no effect.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Raises BadRequestError when the template refuses the messages.
+        """Render the prompt's text. Raises BadRequestError when the template refuses the messages.
 
         continue_final_message: leave the last assistant message open, so that the answer goes on from its text.
         kwargs: variables of this template, e.g. enable_thinking.
@@ -94,7 +94,8 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate:
-    """The template of a checkpoint folder: chat_template.jinja, chat_template.json or tokenizer_config.json, in order.
+    """Load the template of a checkpoint folder: chat_template.jinja, chat_template.json or tokenizer_config.json, in
+    order.
 
     Raises CheckpointError if there is none or it is broken.
     """
@@ -134,7 +135,7 @@ def _token_text(token: Any) -> str:
 
 
 def _cut_after(text: str, message: Message) -> str:
-    """A rendered prompt up to the end of its last message's text."""
+    """Cut a rendered prompt behind the text of its last message."""
     content = message.get("content")
     if isinstance(content, list):
         content = content[-1].get("text") if content else None
@@ -158,8 +159,8 @@ _EFFORT = "reasoning_effort"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptNotes:
-    """What answers to a prompt are read with. thinking: it ends within the model's thoughts. warnings: what was not
-    done as the request has it, a sentence each."""
+    """Facts about a prompt that its answers are read with. thinking: the prompt ends within the model's thoughts.
+    warnings: a sentence for each field that had no effect."""
 
     thinking: bool = False
     warnings: tuple[str, ...] = ()
@@ -169,7 +170,7 @@ NO_NOTES = PromptNotes()
 
 
 def check_tool_use(template: ChatTemplate, use: ToolUse | None) -> tuple[str, ...]:
-    """Warnings about tools that the template cannot show. Raises BadRequestError where one of them must be called."""
+    """Return warnings about tools that the template cannot show. Raises BadRequestError if a tool must be called."""
     if use is None or "tools" in template.variables:
         return ()
     why = "the model's chat template knows no tools"
@@ -181,8 +182,8 @@ def check_tool_use(template: ChatTemplate, use: ToolUse | None) -> tuple[str, ..
 def template_kwargs(
     template: ChatTemplate, given: Mapping[str, Any], effort: str | None
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Variables for the template, and warnings about those that it does not look at. given: the request's own. effort:
-    its reasoning_effort."""
+    """Return variables for the template, and warnings about those that it ignores. given: the request's own variables.
+    effort: its reasoning_effort."""
     warnings = [
         f"chat_template_kwargs.{name} has no effect: the model's chat template does not look at it"
         for name in given

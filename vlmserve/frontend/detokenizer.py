@@ -19,9 +19,9 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(slots=True)
 class _Answer:
-    """One request's text so far: the bytes of an incomplete character and a possible stop string are inside.
+    """The state of one answer: bytes of an incomplete character, and text that may be the start of a stop string.
 
-    unmatched: in so many tokens to come no stop string is looked for.
+    unmatched: the number of tokens to come in which no stop string is found.
     """
 
     decoder: codecs.IncrementalDecoder
@@ -43,13 +43,13 @@ class DetokenizerManager:
 
     @property
     def num_active(self) -> int:
-        """Requests with state: zero when idle."""
+        """Return the number of requests with state: zero when idle."""
         return len(self._answers)
 
     def process(self, batch: BatchTokenOutput) -> tuple[BatchTextOutput, list[AbortReq]]:
-        """One step's deltas, and what to tell the scheduler: requests that a stop string ended.
+        """Return one step's deltas, and the aborts of requests that a stop string ended, for the scheduler.
 
-        Outputs of a request that already ended (they were under way when its stop string was found) are dropped.
+        Outputs of a request that already ended are dropped: they were under way when its stop string was found.
         """
         texts: list[TextOutput] = []
         aborts: list[AbortReq] = []
@@ -84,7 +84,7 @@ class DetokenizerManager:
         return self._answers.get(output.rid)
 
     def _extend(self, answer: _Answer, output: TokenOutput) -> tuple[str, int, str | None]:
-        """New text, how many of the new tokens belong to the answer, and the stop string found."""
+        """Return the new text, how many of the new tokens belong to the answer, and the stop string found."""
         hidden = self._tokenizer.special_ids if answer.skip_special_tokens else frozenset()
         ids, finish = output.token_ids, output.finish_reason
         stop_token = finish is not None and finish.type == "stop" and bool(ids) and ids[-1] == finish.matched
@@ -115,7 +115,7 @@ class DetokenizerManager:
 
 
 def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TextOutput:
-    """kept: how many of the tokens belong to the answer."""
+    """Make the output that goes to the API. kept: how many of the tokens belong to the answer."""
     return TextOutput(
         rid=output.rid,
         text=text,
@@ -132,7 +132,7 @@ def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason
 
 
 def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
-    """An answer so far and what comes next, as one output."""
+    """Join an answer so far and its next output."""
     if before is None:
         return output
     return output._replace(
@@ -164,9 +164,9 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that is now decided, and the stop string that ended the answer, if one did.
+        """Return the text that is decided now, and the stop string that ended the answer, if one did.
 
-        After a match nothing may be fed any more; what came after the match is dropped.
+        Feed nothing after a match. Text behind the match is dropped.
         """
         if not self._stops:
             return text, None
@@ -181,7 +181,7 @@ class StopMatcher:
         return pending[:decided], None
 
     def flush(self) -> str:
-        """The text held back, when the answer ends otherwise."""
+        """Return the text held back, when the answer ends without a stop string."""
         held, self._held = self._held, ""
         return held
 

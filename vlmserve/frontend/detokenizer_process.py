@@ -35,7 +35,7 @@ def run_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, 
 
 
 def handle(manager: DetokenizerManager, message: DetokenizerInput) -> tuple[TokenizerManagerInput, list[AbortReq]]:
-    """What a message becomes on its way to the API process, and what the scheduler is told."""
+    """Return what goes on to the API process, and aborts for the scheduler."""
     if isinstance(message, BatchTokenOutput):
         return manager.process(message)
     if isinstance(message, RequestsLost):

@@ -1,4 +1,4 @@
-"""Where an answer's time went, from its request's arrival: the API process's moments and the scheduler's stages."""
+"""Figures of an answer for metrics, logs and traces: its outcome, its tokens, and its times from arrival to end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vlmserve.ipc.messages import StageTimes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """Seconds; None for stages that a request had no need of, or has not come to.
+    """Times of an answer in seconds. A stage is None if the request skipped it or has not reached it.
 
-    prepare_s: from its arrival until it went to the scheduler, its media decoded and resized. Of that, fetch_s: until
-    the last of its media had been fetched; preprocess_s: from then on, decoding, resizing and copying patches.
-    first_token_s: from its arrival to the first output. total_s: to the last.
+    prepare_s: from arrival until the request goes to the scheduler, its media decoded and resized. fetch_s is the part
+    until the last medium is fetched; preprocess_s is the rest: decoding, resizing and copying patches.
+    first_token_s: from arrival to the first output. total_s: to the last one.
     queue_s, encode_s, encode_cached, prefill_s, decode_s, retractions: see `StageTimes`; queue_s includes the ways
     between the processes.
     """
@@ -36,7 +36,8 @@ class Timings:
 
 @dataclass(slots=True)
 class Moments:
-    """Of a request, by the API process's clock. load_began, fetched: of its media, the last of them; None without."""
+    """Moments of a request on the API process's clock. load_began: its media begin to load. fetched: the last is
+    there."""
 
     started: float
     load_began: float | None = None
@@ -46,7 +47,7 @@ class Moments:
 
 @dataclass(slots=True)
 class AnswerTimes:
-    """Of one answer: its request's moments, those of its first and latest output, and what the scheduler tells."""
+    """The times of one answer while it is made: moments of its request and its outputs, and the scheduler's stages."""
 
     moments: Moments
     first: float | None = None
@@ -55,7 +56,8 @@ class AnswerTimes:
     _on_the_way: float = 0.0
 
     def output(self, now: float, stages: StageTimes | None, *, tokens: int) -> float | None:
-        """An output with so many tokens came; the seconds since those before, None for the first ones and for none."""
+        """Note an output with so many tokens. Returns the seconds since the tokens before; None for the first
+        tokens."""
         self._stages = stages or self._stages
         if not tokens:
             return None
@@ -68,7 +70,8 @@ class AnswerTimes:
         return None
 
     def timings(self, now: float, *, ended_here: bool = False) -> Timings:
-        """Until now. ended_here: the scheduler did not tell of the end, as with a stop string."""
+        """Return the times until now. ended_here: the end was found here and not by the scheduler, as with a stop
+        string."""
         moments, stages = self.moments, self._stages
         prepared = now if moments.prepared is None else moments.prepared
         fetch_s = preprocess_s = None
@@ -99,7 +102,7 @@ class AnswerTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaTotals:
-    """Pictures and videos of a request, and the vision patches that both come to."""
+    """The number of pictures, videos and vision patches of a request."""
 
     images: int = 0
     videos: int = 0
@@ -108,7 +111,7 @@ class MediaTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestStats:
-    """What became of one choice, in tokens and seconds. rid: of the choice, as logs have it.
+    """The outcome of one choice, in tokens and seconds. rid: the engine's id of the answer, as in logs.
 
     finish: "stop", "length", "abort" or "error"; status: of an error. prompt_tokens, cached_tokens and media are given
     for choice 0 only, so that sums count a prompt once.
@@ -125,7 +128,7 @@ class RequestStats:
 
     @property
     def seconds_per_output_token(self) -> float | None:
-        """Mean time between tokens after the first."""
+        """Return the mean time between tokens after the first."""
         first = self.timings.first_token_s
         if first is None or self.completion_tokens < 2:
             return None
@@ -133,7 +136,7 @@ class RequestStats:
 
 
 def count_media(media: Sequence[MediumReport]) -> MediaTotals:
-    """Of a request's reports."""
+    """Count the media that a request's reports are about."""
     return MediaTotals(
         images=sum(medium.kind == "image" for medium in media),
         videos=sum(medium.kind == "video" for medium in media),

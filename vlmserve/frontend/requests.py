@@ -1,4 +1,5 @@
-"""Requests as the API and the offline `LLM` make them: a prompt in one of four forms, and what is asked of it."""
+"""Requests as the API and the offline `LLM` make them: a prompt in one of four forms, and the options for its
+answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what a request asks (sampling, logprobs, logits processors), server defaults, and the choices' seeds."""
+"""Checks of sampling, logprobs and logits processors that a request asks for; server defaults; seeds of choices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "m
 
 
 def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tokens: int = 1) -> SamplingParams:
-    """Return the same parameters, or raise BadRequestError naming the field, its value and what is allowed.
+    """Return the same parameters, or raise BadRequestError naming the field, its value and the values allowed.
 
     vocab_size: ids the model knows; those of logit_bias and stop_token_ids must be below. least_tokens: 0 where
     the request returns something besides an answer.
@@ -107,7 +107,7 @@ def verify_num_logprobs(num_logprobs: int | None) -> None:
 def choice_seed(seed: int, index: int) -> int:
     """Return the seed of choice `index`, 0 <= result < 2**63.
 
-    Choice 0 has the request's own seed, so that n=1 is the first choice of n=2. The others have SplitMix64's output
+    Choice 0 has the request's own seed, so that n=1 is the first choice of n=2. Later choices have SplitMix64's output
     number `index` from that seed (Steele, Lea, Flood 2014).
     """
     if index == 0:
@@ -136,7 +136,8 @@ def refusal(name: str, value: object, allowed: str) -> BadRequestError:
 
 
 def verify_returns(returns: ReturnOptions, params: SamplingParams, *, vocab_size: int, hidden_states: bool) -> None:
-    """Raise BadRequestError naming the field, its value and what is allowed. hidden_states: the server returns them."""
+    """Raise BadRequestError naming the field, its value and the values allowed. hidden_states: the server returns
+    them."""
     if returns.prompt_logprobs is not None:
         check_range("prompt_logprobs", returns.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
     elif returns.logprob_start_len:

@@ -1,4 +1,5 @@
-"""What requests say of an answer's form, in the words of OpenAI, vLLM and SGLang, brought to one `GrammarSpec`."""
+"""The form that a request asks of its answers, in the fields of OpenAI, vLLM and SGLang: read, checked, and joined with
+the calls of tools into one `GrammarSpec`."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 def grammar_of(given: Mapping[str, Any]) -> GrammarSpec | None:
-    """given: fields of a request by their names, None where it leaves one out. BadRequestError for two of them, and for
-    one of another shape."""
+    """Read the form from a request's fields, by their names; None for a field left out. Raises BadRequestError for two
+    forms at once, and for a value of another shape."""
     found = [spec for spec in _specs(given) if spec is not None]
     if len(found) > 1:
         names = " and ".join(spec.param for spec in found[:2])
@@ -55,7 +56,8 @@ def _specs(given: Mapping[str, Any]) -> Iterator[GrammarSpec | None]:
 
 
 def make_spec(kind: Kind, value: Any, *, param: str, strict: bool = True) -> GrammarSpec:
-    """value: text; a JSON schema or structural tag may also be an object, and choices are a list of texts."""
+    """Make a spec of a field's value: a text; a JSON schema or structural tag may also be an object; choices are a
+    list."""
     if kind == "choice":
         if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
             raise _refusal(param, f"{param} must be a list of texts")
@@ -109,7 +111,7 @@ def _of_structured_outputs(given: Any) -> Iterator[GrammarSpec | None]:
 
 
 def _as_json(value: Any, param: str) -> str:
-    """Keys in their order: that is the order of an answer's properties."""
+    """Write JSON with keys in their order, which is the order of an answer's properties."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -125,7 +127,8 @@ MAX_CHOICES = 1024
 
 
 def verify_grammar(spec: GrammarSpec) -> None:
-    """BadRequestError for one that is too large, or cannot be: whether it compiles only the engine finds out."""
+    """Raise BadRequestError for a grammar that is too large or malformed. Only the engine finds out whether it
+    compiles."""
     size = len(spec.text.encode("utf-8", "surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
         raise _unfit(spec, f"has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
@@ -180,11 +183,10 @@ def _unfit(spec: GrammarSpec, what: str) -> BadRequestError:
 
 
 def chat_grammar(form: GrammarSpec | None, use: ToolUse | None, *, thinking: bool) -> GrammarSpec | None:
-    """None where any text will do. BadRequestError for a form and calls that must both be the answer, and for strict
-    tools whose schema cannot be followed.
+    """Return the grammar of an answer; None if any text will do. Raises BadRequestError if form and calls must both be
+    the answer, and for strict tools whose schema cannot be followed.
 
-    form: that the request asks for. use: how answers may use tools. thinking: the prompt has begun the model's
-    thoughts.
+    form: asked for by the request. use: how answers may use tools. thinking: the prompt has begun the model's thoughts.
     """
     grammar = form if use is None else _with_calls(form, use)
     return replace(grammar, thinking=True) if grammar is not None and thinking else grammar

@@ -1,9 +1,9 @@
 """The API process's end of the engine: requests in, text out, for any number of clients on one event loop.
 
-Order of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
--> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever
-iterates. Closing the iterator early, at any of these points, takes everything back; what the scheduler already has is
-aborted. So do its time when it is over (504), and operators (499).
+The way of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
+-> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to the caller.
+A request is taken back, at any of these points, when its caller closes the iterator, when its time is over (504), or
+when an operator aborts it (499). Answers that the scheduler already works on are aborted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 
 class EngineUnavailableError(EngineError):
-    """The engine is gone: answered with 503."""
+    """The engine is gone; the status is 503."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class WarmupInput:
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """A message without large arrays, or where nobody can copy them ahead: it is sent as it is."""
+    """A message that is sent as it is: without large arrays, or without a way to copy them ahead."""
 
     message: SchedulerInput
     hand_over: Callable[[SchedulerInput], None]
@@ -88,9 +88,9 @@ class _Plain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceOutput:
-    """New text of choice `index` of a request. media: what became of the request's media, in prompt order.
+    """New text of choice `index` of a request. media: reports on the request's media, in prompt order.
 
-    timings: as of the choice's first output; of all of it in its last. notes: of its prompt.
+    timings: as of the choice's first output; complete in its last one. notes: about the prompt.
     """
 
     index: int
@@ -119,15 +119,14 @@ _Request: TypeAlias = LiveRequest[ChoiceOutput]
 
 
 class TokenizerManager:
-    """Serves `generate` calls of one event loop; `handle` brings what the other processes say.
+    """Serves `generate` calls of one event loop. `handle` takes the other processes' messages.
 
-    send: hands a message to the scheduler. prepare: does so in two halves, the first of which copies arrays, in any
-    thread; without it `send` does all. max_pending: choices in the house (waiting, running or being prepared) above
-    which requests are refused with 429; max_pending_setting is what the message names.
-    num_replicas: engines that a message to ask for figures goes to; each answers.
-    observe: is told what became of each choice. observe_tokens: of each output with tokens how many they are, and the
-    seconds since those before (None: a choice's first). request_timeout_s: that a request may take, whatever it asks
-    for; 0: as long as it takes.
+    send: hands a message to the scheduler. prepare: does the same in two halves; the first one copies arrays, in any
+    thread. max_pending: most choices that wait, run or are being prepared; beyond it requests get 429, and the error
+    names max_pending_setting. num_replicas: engines that answer a question for figures.
+    observe: called with the outcome of each choice. observe_tokens: called for each output with its number of tokens
+    and the seconds since the tokens before (None for a choice's first). request_timeout_s: most seconds of a request;
+    0 is no limit.
     """
 
     def __init__(
@@ -167,21 +166,21 @@ class TokenizerManager:
 
     @property
     def num_pending(self) -> int:
-        """Choices in the house: zero when idle."""
+        """Return the number of choices that have not ended: zero when idle."""
         return self._live.num_pending
 
     @property
     def unavailable(self) -> str | None:
-        """Why the engine cannot answer now, or None when it can."""
+        """Return why the engine cannot answer now, or None if it can."""
         return self._unavailable or self._suspended
 
     @property
     def is_gone(self) -> bool:
-        """Whether the engine will never answer again."""
+        """Return whether the engine will never answer again."""
         return self._unavailable is not None
 
     def retry_after_s(self) -> int:
-        """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
+        """Estimate the time until there is room for another answer, in whole seconds, at least 1."""
         return self._live.retry_after_s()
 
     def suspend(self, reason: str | None) -> None:
@@ -189,14 +188,14 @@ class TokenizerManager:
         self._suspended = reason
 
     def abort(self, request_id: str | None) -> list[LiveRequest[ChoiceOutput]]:
-        """End a request, wherever it is, or all of them (None); returns those that there were."""
+        """End a request at whatever stage, or all requests (None); returns the requests ended."""
         found = self._live.find(request_id)
         for request in found:
             self._end(request, RequestAbortedError("the request was aborted by an operator"), "abort")
         return found
 
     def fail(self, reason: str) -> None:
-        """The engine is gone: requests under way fail now, later ones are refused, all with 503. May be repeated."""
+        """Give up the engine: requests under way fail now, later ones are refused, all with 503. May be repeated."""
         self._unavailable = reason
         for choice in self._choices.values():
             choice.outputs.put(EngineUnavailableError(reason))
@@ -215,17 +214,17 @@ class TokenizerManager:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
-        """The outputs of all choices as they come, each choice's last one with a finish_reason. See `stream`."""
+        """Yield the outputs of all choices as they come, each choice's last one with a finish_reason. See `stream`."""
         async with aclosing(self.stream(request)) as batches:
             async for items in batches:
                 for item in items:
                     yield item
 
     async def stream(self, *requests: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
-        """The outputs of all choices, all that came since the last time, each choice's last one with a finish_reason.
+        """Yield lists of all outputs that came since the last list. Each choice's last output has a finish_reason.
 
-        Several requests go to the scheduler as one message, and fail as one. Their choices are numbered on from one to
-        the next. Media that are the same in all of them are loaded once.
+        Several requests go to the scheduler as one message, and fail as one. Their choices are numbered through. Media
+        that are the same in all of them are loaded once.
 
         Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
@@ -248,7 +247,8 @@ class TokenizerManager:
             self._take_back(state, "abort")
 
     async def prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
-        """Ids of a prompt that shall not be answered, int64 [L]; its media are loaded. Raises as `generate` does."""
+        """Return the ids of a prompt that will not be answered, int64 [L], media included. Raises as `generate`
+        does."""
         self._check_available()
         state = self._live.enter(request.request_id, 1)
         try:
@@ -264,9 +264,9 @@ class TokenizerManager:
         return (await self._in_thread(self.builder.expand, prompt, media)).input_ids
 
     async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
-        """What became of each medium, when all of them are encoded and, where there is a disk, saved.
+        """Encode media ahead of time and report on each one, once all are encoded and, if there is a disk, saved.
 
-        Cancel it to call that off. Raises as `generate` does.
+        Cancel it to call the work off. Raises as `generate` does.
         """
         self._check_available()
         state = self._live.enter(request.request_id, 1)
@@ -329,7 +329,7 @@ class TokenizerManager:
         self._stats_waiters.clear()
 
     async def scheduler_stats(self, timeout_s: float = 1.0) -> SchedulerStats | None:
-        """The scheduler's figures, of all replicas together, or None if one is gone or too busy to tell in time."""
+        """Return the figures of all replicas together, or None if one is gone or too busy to tell in time."""
         if self._unavailable is not None:
             return None
         waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
@@ -415,8 +415,8 @@ class TokenizerManager:
     async def _hand_over(
         self, make: Callable[[], SchedulerInput], register: Callable[[Sequence[str]], None], *, large: bool
     ) -> None:
-        """Make a message in a thread, and send it. register: gets its rids just before, when nothing more can go wrong.
-        large: it holds arrays, which are copied in that thread, too."""
+        """Make a message in a thread and send it. register: called with its rids before the send, when nothing can go
+        wrong any more. large: the message holds arrays, which the thread copies, too."""
         made = asyncio.get_running_loop().run_in_executor(self._executor, self._make, make, large)
         try:
             rids, prepared = await asyncio.shield(made)
@@ -466,7 +466,7 @@ class TokenizerManager:
             )
 
     def _lose(self, rid: str, reason: str) -> None:
-        """End a request of which a message got lost, here and at the scheduler, which may be at it."""
+        """End an answer of which a message got lost, here and at the scheduler."""
         choice, warmup = self._choices.pop(rid, None), self._warmups.pop(rid, None)
         if choice is not None:
             self._report(choice, "error")
@@ -480,7 +480,7 @@ class TokenizerManager:
     def _report(
         self, choice: _Choice, finish: str, timings: Timings | None = None, *, status: int | None = None
     ) -> None:
-        """timings: None where it was this process that ended it."""
+        """Tell the observers the outcome of a choice. timings: None if this process ended it."""
         tell = [one for one in (self.observe, choice.ended) if one is not None]
         if not tell:
             return
@@ -504,7 +504,7 @@ class TokenizerManager:
 
 
 def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOutput], Exception | None]:
-    """The outputs before the first failure, and that."""
+    """Return the outputs before the first failure, and the failure."""
     outputs: list[ChoiceOutput] = []
     for item in items:
         if isinstance(item, Exception):
@@ -514,13 +514,13 @@ def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOu
 
 
 def _error_of(finish: FinishReason) -> BadRequestError | EngineError:
-    """Of a request that the engine ended with an error."""
+    """Make the exception of a request that the engine ended with an error."""
     message = finish.message or "the engine failed on this request"
     bad = 400 <= finish.status < 500
     return BadRequestError(message, status=finish.status, param=finish.param) if bad else EngineError(message)
 
 
 def _discard(made: asyncio.Future[tuple[Any, PreparedMessage]]) -> None:
-    """Of a request that was given up while it was being prepared."""
+    """Free the message of a request that was given up while it was being prepared."""
     if not made.cancelled() and made.exception() is None:
         made.result()[1].discard()

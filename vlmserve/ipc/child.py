@@ -1,4 +1,4 @@
-"""The processes of a server as children of its launcher: what they run, and what they report (`Ready`)."""
+"""The processes of a server as children of its launcher: their start, their work, and their report (`Ready`)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess, Parent
 
 FINISH_S = 5.0
-"""How long a process of the server may go on after it was stopped, to finish what would be lost otherwise."""
+"""The time that a stopped process of the server has to save its state."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""Sent to a child, it has all threads' stacks written to the log, even while native code runs."""
+"""The signal that makes a child write all threads' stacks to the log, even while native code runs."""
 LAST_WORDS_S = 3 * STOP_PATIENCE_S
-"""A child that gives up one of its own at `StartSettings.ready_by` may take so long to end it and to say so."""
+"""The time that a child may take, after `StartSettings.ready_by`, to end its own children and to say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyReport:
-    """What the scheduler found out; others have nothing to say.
+    """The report of a child that is ready. Only the scheduler has something to say in it.
 
-    max_model_len: prompt and answer of one request together, in tokens. auto_pixels: what `--max-pixels auto` comes to,
+    max_model_len: prompt and answer of one request together, in tokens. auto_pixels: the value of `--max-pixels auto`,
     in pixels; None: the checkpoint's own limit.
     """
 
@@ -38,7 +38,7 @@ class ReadyReport:
 
 
 def of_all(reports: Iterable[ReadyReport]) -> ReadyReport:
-    """What holds for every process: of each figure the smallest one that was reported."""
+    """Return the limits that hold for every process: the smallest of each figure reported."""
     reports = list(reports)
     pixels = [report.auto_pixels for report in reports if report.auto_pixels is not None]
     return ReadyReport(
@@ -83,7 +83,8 @@ def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels
 def wait_until_ready(
     children: Sequence[ChildProcess], start: StartSettings, *, grace_s: float = 0.0
 ) -> dict[str, ReadyReport]:
-    """Every child's report, by name. EngineError with the child's own message if one fails, or by timeout.
+    """Wait for every child's report, by name. Raises EngineError with the child's own message if one fails, or by
+    timeout.
 
     grace_s: for messages of failure that come once the time is over.
     """

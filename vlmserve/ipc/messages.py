@@ -97,13 +97,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReturnOptions:
-    """What a request returns besides its answer. Whoever makes one checks its values (see `verify_returns`).
+    """What a request returns besides its answer. `verify_returns` checks its values.
 
     prompt_logprobs: how many alternatives to return at each prompt position, besides the prompt's own token; None: no
     logprobs of the prompt. logprob_start_len: the first position they are returned for. token_ids_logprob: tokens whose
-    logprobs are returned at each of these positions, and at those of the answer. All logprobs are of the model's own
-    distribution; temp_scaled_logprobs: at the request's temperature instead; top_p_normalized_logprobs: of the
-    likeliest tokens only that its top_p leaves. hidden_states: "last" returns the final hidden state of the prompt's
+    logprobs are returned at each of these positions, and at those of the answer. Logprobs come from the model's own
+    distribution; with temp_scaled_logprobs at the request's temperature, and with top_p_normalized_logprobs over the
+    tokens that its top_p leaves. hidden_states: "last" returns the final hidden state of the prompt's
     last token; "all" returns the one that each token of the answer is made of, of which the first is the same.
     """
 
@@ -135,8 +135,8 @@ class InputEmbeds:
 class RequestOptions:
     """Fields that a request keeps all the way: from the API, in `GenerateReqInput`, to the scheduler.
 
-    num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: who
-    asks; clients take turns. group: the engine's id of the request, which all answers to its prompt share.
+    num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: its id;
+    clients take turns. group: the engine's id of the request, which all answers to its prompt share.
     session_id: of the conversation whose KV is kept for its next turn; "" is none. priority: lower goes first, where
     the policy says so. cache_salt: only requests with the same one share cached prefixes. logits_processors: applied
     in this order. data_parallel_rank: the replica that is to answer; None: any.
@@ -160,10 +160,10 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedGenerateReqInput(RequestOptions):
-    """One answer to make. rid: the engine's id of this answer, unlike that of any other.
+    """One answer to make. rid: the engine's unique id of this answer.
 
-    input_ids: int64 [L], real ids (image pad tokens included), already expanded. Where `input_embeds` stand in their
-    place, the ids mean nothing. choice: the number of this answer among those of its group.
+    input_ids: int64 [L], real ids (image pad tokens included), already expanded. The ids mean nothing if there are
+    `input_embeds`. choice: the number of this answer among those of its group.
     sampling_params.max_new_tokens may be 0: then nothing is sampled, and all that is returned is of the prompt.
     """
 
@@ -367,8 +367,8 @@ class EncodeOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistogramStats:
-    """A histogram: counts[i] values were at most bounds[i] and above bounds[i - 1]. The last count is of values above
-    all bounds."""
+    """A histogram: counts[i] values were at most bounds[i] and above bounds[i - 1]. The last count is the values
+    above all bounds."""
 
     bounds: tuple[int, ...] = ()
     counts: tuple[int, ...] = (0,)

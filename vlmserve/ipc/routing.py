@@ -1,7 +1,7 @@
-"""Chooses a replica for each request: by what is in flight at each, and by what each has cached.
+"""Chooses a replica for each request, by the work in flight at each replica and the prefixes that each has cached.
 
-Where a prompt's beginning, or its pictures, were sent before, most of it is there already. So the best match wins, as
-long as it saves a good part of the work, and its replica has not much more to do than the one that has least.
+A replica that had the same prompt's beginning or the same pictures has most of the work done. The best match wins if it
+saves a good part of the work and its replica has not much more to do than the idlest one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Method = Literal["affinity", "round_robin", "shortest_queue"]
 
 
 BLOCK_TOKENS = 32
-"""Prefixes are known in steps of so many tokens: finer costs time for each request, coarser misses short prompts."""
+"""The length of a block in tokens: shorter ones cost time for each request, longer ones miss short prompts."""
 _KEY_BYTES = 16
 # An answer's length is not known ahead. Tokens of an answer each take a step, though one that is shared.
 _ANSWER_TOKENS = 256
@@ -32,10 +32,11 @@ _ANSWER_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """rids: of the answers. tokens: of the prompt. answer: about how many come of all answers together.
+    """The work of one prompt's answers, and the caches that would save some of it.
 
-    prefix: a key of each whole block of the prompt, and all before it. media: of each medium its digest and its tokens.
-    session: whose KV it goes on from; "" is none. replica: the one that it asks for.
+    rids: the answers. tokens: of the prompt. answer: a guess of the tokens of all answers together. prefix: a key for
+    each whole block of the prompt and all before it. media: digest and tokens of each medium. session: the conversation
+    whose KV it goes on from; "" is none. replica: the one that the request asks for.
     """
 
     rids: tuple[str, ...]
@@ -48,15 +49,15 @@ class Demand:
 
     @property
     def work(self) -> int:
-        """Tokens to compute where nothing of the prompt is known; those of media once more, for the vision tower."""
+        """Return the tokens to compute if nothing is cached. Media count twice, once for the vision tower."""
         return self.tokens + sum(tokens for _, tokens in self.media)
 
 
 def demands(
     message: TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput,
 ) -> Iterator[tuple[TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput, Demand]]:
-    """The parts of a message that may go to different replicas, and what each asks for. Answers to one prompt (a
-    `group`) are one part."""
+    """Split a message into parts that may go to different replicas, each with its demand. The answers of one `group`
+    stay together."""
     if isinstance(message, EncodeReqInput):
         # these have no places in a prompt; the tower takes four patches for a token
         media = tuple((item.digest, int(np.prod(item.grid_thw)) // 4) for item in message.items)
@@ -74,7 +75,7 @@ def demands(
 
 
 def demand_of(requests: list[TokenizedGenerateReqInput] | tuple[TokenizedGenerateReqInput, ...]) -> Demand:
-    """What requests that must stay together ask for; the first one stands for all prompts."""
+    """Make the demand of answers to one prompt."""
     first = requests[0]
     items = first.mm_inputs.items if first.mm_inputs is not None else ()
     limits = (request.sampling_params.max_new_tokens for request in requests)
@@ -90,7 +91,7 @@ def demand_of(requests: list[TokenizedGenerateReqInput] | tuple[TokenizedGenerat
 
 
 def prefix_keys(request: TokenizedGenerateReqInput) -> Iterator[bytes]:
-    """A key for each whole block of a prompt: equal keys mean equal prompts up to there, media included."""
+    """Yield a key for each whole block of a prompt. Equal keys mean equal prompts up to there, media included."""
     rows = request.input_ids if request.input_embeds is None else request.input_embeds.digests
     starting: dict[int, list[bytes]] = defaultdict(list)
     for item in request.mm_inputs.items if request.mm_inputs is not None else ():
@@ -105,11 +106,12 @@ def prefix_keys(request: TokenizedGenerateReqInput) -> Iterator[bytes]:
 
 
 MOST_KEYS = 2**17
-"""Some 20 MiB; prefixes of 4 million tokens."""
+"""The number of keys kept: some 20 MiB, for prefixes of 4 million tokens."""
 
 
 class KnownKeys:
-    """Keys, and the replicas that each was sent to. The least recently sent ones are forgotten first.
+    """Keys and the replicas that each was sent to: a guess of their caches, in bounded memory. The least recently sent
+    key is forgotten first.
 
     size: number of replicas. most: keys that are kept.
     """
@@ -124,7 +126,7 @@ class KnownKeys:
         return len(self._replicas)
 
     def longest(self, prefix: Sequence[bytes]) -> list[int]:
-        """How many keys from the first one on each replica has without a gap."""
+        """Return how many keys each replica has, from the first one on and without a gap."""
         lengths, left = [0] * self._size, self._everybody
         for number, key in enumerate(prefix, 1):
             left &= self._replicas.get(key, 0)
@@ -136,11 +138,12 @@ class KnownKeys:
         return lengths
 
     def has(self, key: bytes, replica: int) -> bool:
-        """Whether the key was sent there."""
+        """Return whether the key was sent to the replica."""
         return bool(self._replicas.get(key, 0) >> replica & 1)
 
     def sent(self, keys: Iterable[bytes], replica: int) -> None:
-        """These are the replica's now. The last key is forgotten first: without it those before it are still of use."""
+        """Note that keys went to a replica. The last key is forgotten first: the keys before it are useful without
+        it."""
         for key in reversed(list(keys)):
             self._replicas[key] = self._replicas.get(key, 0) | 1 << replica
             self._replicas.move_to_end(key)
@@ -148,14 +151,14 @@ class KnownKeys:
             self._replicas.popitem(last=False)
 
     def clear(self) -> None:
-        """Nobody has anything any more."""
+        """Forget all keys."""
         self._replicas.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """worth: part of a request's work that a match must save. A match's replica may have `apart_tokens` more in flight
-    than the one with least, or `apart_times` as much, whichever is more."""
+    """When a match wins. worth: the part of a request's work that it must save. Its replica may have `apart_tokens`
+    more in flight than the idlest one, or `apart_times` as much, whichever is more."""
 
     worth: float = 0.5
     apart_tokens: int = 4096
@@ -163,7 +166,7 @@ class Balance:
 
 
 class ReplicaRouter:
-    """Of `size` replicas. The same calls always lead to the same choices. Not thread-safe.
+    """Chooses among `size` replicas. The same calls always lead to the same choices. Not thread-safe.
 
     most_keys, most_sessions: that are remembered; those used least recently are forgotten first.
     """
@@ -190,21 +193,22 @@ class ReplicaRouter:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Tokens in flight at each replica: of prompts, without what was matched, and about those of answers."""
+        """Return the tokens in flight at each replica: of prompts, without matched prefixes, and a guess for
+        answers."""
         return tuple(self._loads)
 
     @property
     def placed(self) -> tuple[int, ...]:
-        """Requests that each replica got since the start."""
+        """Return how many requests each replica got since the start."""
         return tuple(self._placed)
 
     @property
     def num_in_flight(self) -> int:
-        """Answers that have not ended: zero when idle."""
+        """Return the number of answers that have not ended: zero when idle."""
         return len(self._in_flight)
 
     def place(self, demand: Demand) -> int:
-        """The replica for a request, which is in flight there from now on."""
+        """Choose the replica for a request, and count it as in flight there."""
         saved = self._saved(demand)
         replica = self._choose(demand, saved)
         self._known.sent(demand.prefix, replica)
@@ -221,17 +225,17 @@ class ReplicaRouter:
         return replica
 
     def replica_of(self, rid: str) -> int | None:
-        """Where an answer is made; None: it has ended, or never was."""
+        """Return the replica that makes an answer; None if the answer has ended or never was."""
         found = self._in_flight.get(rid)
         return None if found is None else found[0]
 
     def end(self, rid: str) -> None:
-        """An answer is not in flight any more, if it was."""
+        """Note the end of an answer, if it was in flight."""
         replica, tokens = self._in_flight.pop(rid, (0, 0))
         self._loads[replica] -= tokens
 
     def forget(self) -> None:
-        """Caches are empty."""
+        """Forget the prefixes and media: the caches are empty."""
         self._known.clear()
 
     def _choose(self, demand: Demand, saved: list[int]) -> int:
@@ -255,7 +259,7 @@ class ReplicaRouter:
         return self._loads[replica], self._placed[replica], replica
 
     def _saved(self, demand: Demand) -> list[int]:
-        """Tokens of `Demand.work` that each replica has, as far as is known."""
+        """Return the tokens of `Demand.work` that each replica has cached, as far as is known."""
         saved = [length * BLOCK_TOKENS for length in self._known.longest(demand.prefix)]
         for digest, tokens in demand.media:
             for replica in range(self.size):

@@ -18,7 +18,7 @@ _NO_IDS = np.zeros(0, dtype=np.int64)
 
 class SamplingArrays:
     """Makes the `SamplingBatchInfo` of each step. Arrays that depend only on who is sampled are kept from step to step,
-    as long as the same requests decode. Nobody writes to them."""
+    as long as the same requests decode. They are never written to."""
 
     def __init__(self) -> None:
         self._reqs: list[Req] = []
@@ -30,9 +30,10 @@ class SamplingArrays:
     def info(
         self, batch_indices: list[int], token_indices: np.ndarray, reqs: list[Req], output_indices: list[int]
     ) -> SamplingBatchInfo:
-        """Return how a step is sampled. batch_indices: the requests of the step that get a token. token_indices: the
-        batch token that each of these tokens follows. reqs: these requests. output_indices: each token's index in its
-        answer.
+        """Return how a step is sampled. All lists have one entry for each token to sample.
+
+        batch_indices: its request in the batch. token_indices: the batch token that it follows. reqs: its request.
+        output_indices: its index in the answer.
 
         Logits processors and grammars see the tokens that are known now. Requests that have any of them must have no
         token in flight. Penalties may count tokens in flight: the worker gets the places of these tokens.

@@ -1,4 +1,7 @@
-"""Arguments that come as bare text, as JSON of the types that a function's schema has for them."""
+"""Calls of Qwen3-Coder and Qwen3.5: <tool_call><function=NAME><parameter=KEY>value</parameter></function>.
+
+Arguments come as bare text. They become JSON of the types that the function's schema has for them.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,19 @@ _DEEPEST = 16  # references and alternatives within each other
 
 
 def types_of(tools: Sequence[Tool], function: str, parameter: str) -> frozenset[str]:
-    """JSON Schema's names of the types that a parameter may have; a string where nothing is said."""
+    """Return JSON Schema's names of the types that a parameter may have; a string if the schema says nothing."""
     schema, root = _schema_of(tools, function, parameter)
     return _types(schema, root, _DEEPEST) or STRING
 
 
 def is_picked(tools: Sequence[Tool], function: str, parameter: str) -> bool:
-    """Whether a parameter is one of some values, or of a pattern: blanks around it are no part of it then."""
+    """Return whether a parameter has fixed values or a pattern: then blanks around it do not belong to it."""
     schema, root = _schema_of(tools, function, parameter)
     return _is_picked(schema, root, _DEEPEST)
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """A JSON value of one of the types if the text is one; else it is a string, whatever the types say."""
+    """Return the text as a JSON value of one of the types, or else as a string, whatever the types say."""
     if types != STRING:
         bare = text.strip()
         bare = _PYTHONS.get(bare, bare)
@@ -44,7 +47,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
 
 
 def _schema_of(tools: Sequence[Tool], function: str, parameter: str) -> tuple[Any, Mapping[str, Any]]:
-    """With the one that it stands in."""
+    """Return a parameter's schema, and the schema that it stands in."""
     for tool in tools:
         if tool["function"]["name"] == function:
             root = tool["function"].get("parameters") or {}
@@ -87,7 +90,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """Of references within the schema, such as #/$defs/Point."""
+    """Follow a reference within the schema, such as #/$defs/Point."""
     at: Any = root
     for name in reference.removeprefix("#/").split("/"):
         at = at.get(name) if isinstance(at, Mapping) else None
@@ -112,7 +115,7 @@ def _type_names(value: Any) -> frozenset[str]:
 
 
 def _refuse(constant: str) -> Any:
-    """NaN and infinities are no JSON."""
+    """Refuse NaN and infinities, which JSON does not have."""
     raise ValueError(constant)
 
 
@@ -124,7 +127,7 @@ _NAME = re.compile(rf"([^<>\n]{{1,{_LONGEST_NAME}}})>")
 
 
 class _Qwen3CoderReader:
-    """See `CallReader`. Values of strings are passed on as they come, others when they are whole.
+    """Reads one call of this format; see `CallReader`. Strings are passed on as they come, other values once complete.
 
     The models forget the outermost tag at times: then <function= opens the call.
     """
@@ -152,7 +155,7 @@ class _Qwen3CoderReader:
     def _head(self, text: str, pieces: list[Piece], final: bool) -> int | None:
         begun = text.lstrip()
         if begun.startswith(FUNCTION):
-            # taken together with the name: what is refused must be there still
+            # taken together with the name: a refused call must still have its text
             blank = len(text) - len(begun) + len(FUNCTION)
             took = self._function(text[blank:], pieces, final)
             return None if took is None else blank + took
@@ -172,7 +175,7 @@ class _Qwen3CoderReader:
         return None
 
     def _between(self, text: str, pieces: list[Piece], final: bool) -> int | None:
-        """Before a parameter or the end of the function. Anything else ends the call, and is text again."""
+        """Read on to a parameter or the end of the function. Anything else ends the call, and is text again."""
         begun = text.lstrip()
         blank = len(text) - len(begun)
         if begun.startswith(PARAMETER):
@@ -248,7 +251,7 @@ class _Qwen3CoderReader:
 
 
 def _escaped(text: str) -> str:
-    """As it stands in a JSON string."""
+    """Escape a text for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
