@@ -35,7 +35,6 @@ from vlmserve.ipc.messages import (
     SamplingParams,
     SchedulerInput,
     SchedulerStats,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenOutput,
 )
@@ -111,7 +110,7 @@ def fake_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings,
     while True:
         batch = receiver.recv()
         outputs = [
-            TextOutput(
+            TokenOutput(
                 rid=output.rid,
                 text=bytes(output.token_ids).decode(),
                 token_ids=output.token_ids,

@@ -20,7 +20,6 @@ from vlmserve.ipc.messages import (
     SamplingParams,
     SchedulerInput,
     SchedulerStats,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
     TokenOutput,
@@ -41,7 +40,7 @@ MESSAGES = [
     (EncodeReqInput(rid="a", items=()), ("a",)),
     (AbortReq(rid="a"), ("a",)),
     (BatchTokenOutput(outputs=tuple(TokenOutput(rid=rid, token_ids=(), **COUNTS) for rid in "ab")), ("a", "b")),
-    (BatchTextOutput(outputs=tuple(TextOutput(rid=rid, text="", token_ids=(), **COUNTS) for rid in "ab")), ("a", "b")),
+    (BatchTextOutput(outputs=tuple(TokenOutput(rid=rid, text="", token_ids=(), **COUNTS) for rid in "ab")), ("a", "b")),
     (EncodeOutput(rid="a", items=()), ("a",)),
     (RequestsLost(rids=("a", "b"), message=""), ("a", "b")),
 ]

@@ -20,7 +20,7 @@ from vlmserve.frontend.parsers.reasoning import CLOSE as THOUGHT
 from vlmserve.frontend.parsers.reasoning import OPEN as THINK
 from vlmserve.frontend.request_stats import Timings
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
-from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TextOutput, TokenLogprobs
+from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 
@@ -221,7 +221,7 @@ class AnswerWriter:
             return None
         return "tool_calls" if finish.type == "stop" and self._text(index).called else finish.type
 
-    def _tokens(self, output: TextOutput) -> list[dict[str, Any]]:
+    def _tokens(self, output: TokenOutput) -> list[dict[str, Any]]:
         """Log-probabilities of an output's tokens; the token that ended the answer is not part of it."""
         listed = output.logprobs or ()
         finish = output.finish_reason

@@ -10,7 +10,7 @@ from vlmserve.api.answers import AnswerHead
 from vlmserve.api.prompt_logprobs import finite, prompt_json
 from vlmserve.api.streaming import sse_event
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
-from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TextOutput
+from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -38,7 +38,7 @@ class _LogprobColumns:
             )
         )
 
-    def of_answer(self, output: TextOutput) -> dict[str, list[Any]]:
+    def of_answer(self, output: TokenOutput) -> dict[str, list[Any]]:
         """Of an output's tokens; the token that ended the answer is not part of it."""
         listed, finish = output.logprobs or (), output.finish_reason
         if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
@@ -112,7 +112,7 @@ class CompletionWriter:
 
     async def whole(self, batches: AsyncIterator[Sequence[ChoiceOutput]]) -> dict[str, Any]:
         """The text_completion of all outputs."""
-        collected: list[list[TextOutput]] = [[] for _ in self._columns]
+        collected: list[list[TokenOutput]] = [[] for _ in self._columns]
         async for items in batches:
             for item in items:
                 self._note(item)
@@ -130,7 +130,7 @@ class CompletionWriter:
             return b""
         return sse_event(self._head.object("text_completion", choices=[], usage=self._usage()))
 
-    def _choice(self, index: int, collected: Sequence[Sequence[TextOutput]]) -> dict[str, Any]:
+    def _choice(self, index: int, collected: Sequence[Sequence[TokenOutput]]) -> dict[str, Any]:
         outputs = collected[index]
         of_prompt = collected[index - index % self._n][0].prompt_logprobs  # the prompt's come once
         pieces = [self._piece(index, output, of_prompt) for output in outputs]
@@ -155,7 +155,7 @@ class CompletionWriter:
         return sse_event(self._head.object("text_completion", choices=[choice], **usage))
 
     def _piece(
-        self, index: int, output: TextOutput, of_prompt: PromptLogprobs | None
+        self, index: int, output: TokenOutput, of_prompt: PromptLogprobs | None
     ) -> tuple[str, dict[str, list[Any]] | None]:
         """Text and logprobs of a choice's next output; before its first what is repeated of the prompt."""
         columns, text, found = self._columns[index], output.text, list[dict[str, list[Any]]]()

@@ -24,7 +24,7 @@ from vlmserve.frontend.chat_messages import FindFile
 from vlmserve.frontend.request_stats import RequestStats
 from vlmserve.frontend.requests import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.scores import label_scores, softmax
-from vlmserve.ipc.messages import ReturnOptions, SamplingParams, TextOutput
+from vlmserve.ipc.messages import ReturnOptions, SamplingParams, TokenOutput
 from vlmserve_common.errors import BadRequestError
 
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
@@ -132,16 +132,16 @@ def _with_item(messages: Sequence[Any], item: str | None, first: bool) -> Sequen
     return [*messages[:-1], {**last, "content": [text, *parts] if first else [*parts, text]}]
 
 
-async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> list[TextOutput]:
+async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> list[TokenOutput]:
     """Of each choice: all that is wanted of it comes with one output."""
-    found: dict[int, TextOutput] = {}
+    found: dict[int, TokenOutput] = {}
     async with aclosing(served.manager.stream(*wanted)) as batches:
         async for items in batches:
             found |= {item.index: item.output for item in items}
     return [found[index] for index in sorted(found)]
 
 
-def _logprobs(body: ScoreRequest, outputs: Sequence[TextOutput]) -> list[float]:
+def _logprobs(body: ScoreRequest, outputs: Sequence[TokenOutput]) -> list[float]:
     """Of an item's labels."""
     if body.labels is not None:
         scores = label_scores(body.labels, [output.prompt_logprobs for output in outputs])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlmserve.ipc.messages import AbortReq, BatchTextOutput, BatchTokenOutput, FinishReason, TextOutput, TokenOutput
+from vlmserve.ipc.messages import AbortReq, BatchTextOutput, BatchTokenOutput, FinishReason, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -51,14 +51,14 @@ class DetokenizerManager:
 
         Outputs of a request that already ended are dropped: they were under way when its stop string was found.
         """
-        texts: list[TextOutput] = []
+        texts: list[TokenOutput] = []
         aborts: list[AbortReq] = []
         for output in batch.outputs:
             answer = self._answer_of(output)
             if answer is None:
                 # A request can fail before it has a first output; its client still waits for the news.
                 if output.finish_reason is not None and output.finish_reason.type in ("abort", "error"):
-                    texts.append(_text_output(output, "", 0, output.finish_reason))
+                    texts.append(_with_text(output, "", 0, output.finish_reason))
                 continue
             text, kept, matched = self._extend(answer, output)
             finish = output.finish_reason if matched is None else FinishReason(type="stop", matched=matched)
@@ -66,7 +66,7 @@ class DetokenizerManager:
                 self._answers.pop(output.rid, None)
                 if output.finish_reason is None:
                     aborts.append(AbortReq(rid=output.rid, finished=True))
-            texts.append(_text_output(output, text, kept, finish))
+            texts.append(_with_text(output, text, kept, finish))
         return BatchTextOutput(outputs=tuple(texts)), aborts
 
     def forget(self, rid: str) -> None:
@@ -114,24 +114,18 @@ class DetokenizerManager:
         return "".join(parts), len(ids), None
 
 
-def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TextOutput:
+def _with_text(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TokenOutput:
     """Make the output that goes to the API. kept: how many of the tokens belong to the answer."""
-    return TextOutput(
-        rid=output.rid,
+    return output._replace(
         text=text,
         token_ids=output.token_ids[:kept],
         finish_reason=finish,
-        prompt_tokens=output.prompt_tokens,
         completion_tokens=output.completion_tokens - (len(output.token_ids) - kept),
-        cached_tokens=output.cached_tokens,
         logprobs=None if output.logprobs is None else output.logprobs[:kept],
-        prompt_logprobs=output.prompt_logprobs,
-        hidden_states=output.hidden_states,
-        stages=output.stages,
     )
 
 
-def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
+def join_outputs(before: TokenOutput | None, output: TokenOutput) -> TokenOutput:
     """Join an answer so far and its next output."""
     if before is None:
         return output

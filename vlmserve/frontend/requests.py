@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from vlmserve.frontend.chat_messages import FindFile, MediaRef
+from vlmserve.frontend.chat_messages import FindFile, MediaRef, Message
 from vlmserve.frontend.parsers.calls import ToolUse
 from vlmserve.frontend.request_stats import RequestStats
 from vlmserve.ipc.messages import InputEmbeds, RequestOptions
@@ -93,3 +93,20 @@ class GenerateReqInput(RequestOptions):
     def num_choices(self) -> int:
         """Return the number of answers to make, or of continuations to score."""
         return len(self.continuations) or self.n
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupInput:
+    """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
+
+    find_file, mm_processor_kwargs, client, tenant: as of a `GenerateReqInput`. pin: never evict their
+    embeddings from the disk.
+    """
+
+    request_id: str
+    messages: Sequence[Message]
+    find_file: FindFile | None = None
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pin: bool = False
+    client: str = ""
+    tenant: str = ""

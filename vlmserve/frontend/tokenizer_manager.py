@@ -11,22 +11,23 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
-from vlmserve.frontend.chat_messages import FindFile, Message
 from vlmserve.frontend.chat_template import NO_NOTES, PromptNotes
 from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, Outbox, RequestAbortedError
 from vlmserve.frontend.media import RequestMedia, same_media
-from vlmserve.frontend.request_builder import GenerateReqInput, RequestBuilder, TokenizedPrompt
+from vlmserve.frontend.request_builder import RequestBuilder, TokenizedPrompt
 from vlmserve.frontend.request_stats import AnswerTimes, MediaTotals, Moments, RequestStats, Timings, count_media
+from vlmserve.frontend.requests import GenerateReqInput, WarmupInput
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
@@ -40,8 +41,8 @@ from vlmserve.ipc.messages import (
     RequestsLost,
     SchedulerInput,
     SchedulerStats,
-    TextOutput,
     TokenizerManagerInput,
+    TokenOutput,
     rids_of,
 )
 from vlmserve.ipc.replica_sums import sum_stats
@@ -53,23 +54,6 @@ _T = TypeVar("_T")
 
 class EngineUnavailableError(EngineError):
     """The engine is gone; the status is 503."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WarmupInput:
-    """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
-
-    find_file, mm_processor_kwargs, client, tenant: as of a `GenerateReqInput`. pin: never evict their
-    embeddings from the disk.
-    """
-
-    request_id: str
-    messages: Sequence[Message]
-    find_file: FindFile | None = None
-    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    pin: bool = False
-    client: str = ""
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +78,7 @@ class ChoiceOutput:
     """
 
     index: int
-    output: TextOutput
+    output: TokenOutput
     media: tuple[MediumReport, ...] = ()
     notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
@@ -112,7 +96,7 @@ class _Choice:
     media: tuple[MediumReport, ...] = ()
     notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
-    last: TextOutput | None = None
+    last: TokenOutput | None = None
 
 
 _Request: TypeAlias = LiveRequest[ChoiceOutput]
@@ -258,9 +242,7 @@ class TokenizerManager:
 
     async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
         prompt = await self._in_thread(self.builder.tokenize_alone, request)
-        media = (
-            await self._media.load(prompt.media, client=request.client, tenant=request.tenant) if prompt.media else []
-        )
+        media = await self._load(prompt, Moments(started=self._clock()))
         return (await self._in_thread(self.builder.expand, prompt, media)).input_ids
 
     async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
@@ -360,37 +342,32 @@ class TokenizerManager:
     async def _submit(self, requests: Sequence[GenerateReqInput], state: _Request) -> None:
         prompts = await self._in_thread(self._tokenize, requests)
         moments, media = Moments(started=state.started), list[Sequence[ProcessedMedium]]()
-        for prompt, request in zip(prompts, requests, strict=True):
+        for prompt in prompts:
             shared = bool(media) and same_media(prompt.media, prompts[0].media)
-            media.append(media[0] if shared else await self._load(prompt, request, moments))
-        reports = [
-            self._media.report(prompt.media, loaded)
-            for prompt, loaded, request in zip(prompts, media, requests, strict=True)
-            for _ in range(request.num_choices)
-        ]
-        notes = [
-            prompt.notes for prompt, request in zip(prompts, requests, strict=True) for _ in range(request.num_choices)
+            media.append(media[0] if shared else await self._load(prompt, moments))
+        choices = [
+            (prompt, report)
+            for prompt, loaded in zip(prompts, media, strict=True)
+            for report in [self._media.report(prompt.media, loaded)]
+            for _ in range(prompt.request.num_choices)
         ]
 
         def make() -> SchedulerInput:
-            messages = [
-                message
-                for prompt, loaded in zip(prompts, media, strict=True)
-                for message in self.builder.build(prompt, loaded)
-            ]
+            pairs = zip(prompts, media, strict=True)
+            messages = [message for prompt, loaded in pairs for message in self.builder.build(prompt, loaded)]
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register(rids: Sequence[str]) -> None:
             moments.prepared = self._clock()
-            for index, rid in enumerate(rids):
+            for index, (rid, (prompt, report)) in enumerate(zip(rids, choices, strict=True)):
                 self._choices[rid] = _Choice(
                     rid=rid,
                     index=index,
                     outputs=state.outputs,
                     times=AnswerTimes(moments),
-                    ended=requests[0].ended,
-                    media=reports[index],
-                    notes=notes[index],
+                    ended=prompt.request.ended,
+                    media=report,
+                    notes=prompt.notes,
                 )
                 state.rids.append(rid)
 
@@ -399,16 +376,14 @@ class TokenizerManager:
     def _tokenize(self, requests: Sequence[GenerateReqInput]) -> list[TokenizedPrompt]:
         return [self.builder.tokenize(request, default_seed=secrets.randbits(63)) for request in requests]
 
-    async def _load(
-        self, prompt: TokenizedPrompt, request: GenerateReqInput, moments: Moments
-    ) -> Sequence[ProcessedMedium]:
+    async def _load(self, prompt: TokenizedPrompt, moments: Moments) -> Sequence[ProcessedMedium]:
         if not prompt.media:
             return []
         moments.load_began = moments.load_began or self._clock()
         return await self._media.load(
             prompt.media,
-            client=request.client,
-            tenant=request.tenant,
+            client=prompt.request.client,
+            tenant=prompt.request.tenant,
             fetched=lambda: setattr(moments, "fetched", self._clock()),
         )
 
@@ -435,12 +410,9 @@ class TokenizerManager:
         return rids_of(message), copied
 
     async def _in_thread(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        def call() -> Any:
-            return function(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
 
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
-
-    def _handle_output(self, output: TextOutput) -> None:
+    def _handle_output(self, output: TokenOutput) -> None:
         choice = self._choices.get(output.rid)
         if choice is None:  # its client is gone
             return
@@ -454,16 +426,13 @@ class TokenizerManager:
         if finish is not None:
             del self._choices[output.rid]
             self._report(choice, finish.type, choice.timings, status=finish.status if finish.type == "error" else None)
-        if finish is not None and finish.type == "error":
+        if finish is not None and finish.type in ("error", "abort"):
             choice.outputs.put(_error_of(finish))
-        elif finish is not None and finish.type == "abort":
-            choice.outputs.put(EngineError(finish.message or "the engine aborted this request"))
         else:
-            choice.outputs.put(
-                ChoiceOutput(
-                    index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
-                )
+            made = ChoiceOutput(
+                index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
             )
+            choice.outputs.put(made)
 
     def _lose(self, rid: str, reason: str) -> None:
         """End an answer of which a message got lost, here and at the scheduler."""
@@ -514,9 +483,10 @@ def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOu
 
 
 def _error_of(finish: FinishReason) -> BadRequestError | EngineError:
-    """Make the exception of a request that the engine ended with an error."""
-    message = finish.message or "the engine failed on this request"
-    bad = 400 <= finish.status < 500
+    """Make the exception of a request that the engine ended without an answer."""
+    what = "aborted" if finish.type == "abort" else "failed on"
+    message = finish.message or f"the engine {what} this request"
+    bad = finish.type == "error" and 400 <= finish.status < 500
     return BadRequestError(message, status=finish.status, param=finish.param) if bad else EngineError(message)
 
 

@@ -274,14 +274,18 @@ class StageTimes:
 
 
 class TokenOutput(NamedTuple):
-    """The result of one scheduler step for one request. It is a tuple because every step makes hundreds of them, and a
-    frozen dataclass takes three times as long to make.
+    """The result of one step for one answer: tokens from the scheduler, to which the detokenizer adds their text.
 
+    It is a tuple because every step makes hundreds of them, and a frozen dataclass takes three times as long to make.
     token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
-    stop, skip_special_tokens, min_tokens: repeated from the sampling parameters in a request's first output only;
+    stop, skip_special_tokens, min_tokens: repeated from the sampling parameters in an answer's first output only;
     prompt_logprobs come with that output, too. hidden_states: float32 [n, hidden], of the prompt's last token or of the
-    new tokens. stages: in a request's first and last output.
+    new tokens. stages: in an answer's first and last output.
+
+    text: the new text, whole UTF-8 characters, never part of a stop string. Text may be held back (it may be part of a
+    stop string or an incomplete character): then it comes with a later output than its tokens. Once a stop string
+    matched, tokens after the one that completed it are dropped and completion_tokens does not count them.
     """
 
     rid: str
@@ -298,6 +302,7 @@ class TokenOutput(NamedTuple):
     hidden_states: np.ndarray | None = None
     stages: StageTimes | None = None
     min_tokens: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,33 +312,11 @@ class BatchTokenOutput:
     outputs: tuple[TokenOutput, ...]
 
 
-class TextOutput(NamedTuple):
-    """New text of one request; a tuple for the same reason as `TokenOutput`. `text` is a delta of whole UTF-8
-    characters, and never part of a stop string.
-
-    token_ids/logprobs are those of the step even where their text is held back (it may be part of a stop string or
-    an incomplete character): they come out with the delta that follows. Once a stop string matched, tokens after the
-    one that completed it are dropped and completion_tokens does not count them. stages: the step's.
-    """
-
-    rid: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    hidden_states: np.ndarray | None = None
-    stages: StageTimes | None = None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTextOutput:
     """All new text of one step: DetokenizerManager -> TokenizerManager."""
 
-    outputs: tuple[TextOutput, ...]
+    outputs: tuple[TokenOutput, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

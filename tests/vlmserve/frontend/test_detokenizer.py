@@ -20,7 +20,6 @@ from vlmserve.ipc.messages import (
     EncodeOutput,
     FinishReason,
     RequestsLost,
-    TextOutput,
     TokenLogprobs,
     TokenOutput,
 )
@@ -47,7 +46,7 @@ def output(ids, finish=None, *, rid="r", done=0, first=False, **fields) -> Token
     )
 
 
-def run(ids, cuts=(), finish=LENGTH, **fields) -> tuple[list[TextOutput], list[AbortReq], DetokenizerManager]:
+def run(ids, cuts=(), finish=LENGTH, **fields) -> tuple[list[TokenOutput], list[AbortReq], DetokenizerManager]:
     """Feed `ids` in steps that end at `cuts`; the last step carries `finish`."""
     manager = DetokenizerManager(TOKENIZER)
     bounds = [0, *sorted(set(cuts) & set(range(1, len(ids)))), len(ids)]

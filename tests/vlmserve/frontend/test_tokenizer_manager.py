@@ -30,8 +30,8 @@ from vlmserve.ipc.messages import (
     GetStatsReq,
     RequestsLost,
     SamplingParams,
-    TextOutput,
     TokenizedGenerateReqInput,
+    TokenOutput,
 )
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -97,7 +97,7 @@ class House:
         return [message for message in self.sent if isinstance(message, kind)]
 
     def output(self, rid: str, text: str = "x", finish: FinishReason | None = None, done: int = 1) -> None:
-        output = TextOutput(
+        output = TokenOutput(
             rid=rid,
             text=text,
             token_ids=(1,),

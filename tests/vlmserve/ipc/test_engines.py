@@ -24,8 +24,8 @@ from vlmserve.ipc.messages import (
     RequestsLost,
     SamplingParams,
     SchedulerInput,
-    TextOutput,
     TokenizedGenerateReqInput,
+    TokenOutput,
 )
 from vlmserve.ipc.sockets import Receiver, Sender
 
@@ -38,7 +38,7 @@ def ask(rid: str, fill: int, **fields: Any) -> TokenizedGenerateReqInput:
 
 
 def ended(rid: str) -> BatchTextOutput:
-    output = TextOutput(
+    output = TokenOutput(
         rid=rid,
         text="",
         token_ids=(),

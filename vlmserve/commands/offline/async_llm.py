@@ -40,7 +40,7 @@ from vlmserve.ipc.messages import (
     SchedulerInput,
     SchedulerOutput,
     SchedulerStats,
-    TextOutput,
+    TokenOutput,
 )
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
@@ -76,7 +76,7 @@ class AsyncLLM:
             self._engine.scheduler, Profiler("engine"), device=self.info.device, dtype=self.info.dtype
         )
         self._asked: set[asyncio.Future[ControlResult]] = set()
-        self._unfinished: dict[str, TextOutput] | None = {} if joined else None
+        self._unfinished: dict[str, TokenOutput] | None = {} if joined else None
         self._inbox: queue.SimpleQueue[SchedulerInput | object] = queue.SimpleQueue()
         self._wake_up = WakeUp()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -227,7 +227,7 @@ class AsyncLLM:
         if outputs:
             self._tell(self._manager.handle, BatchTextOutput(outputs=tuple(outputs)))
 
-    def _join(self, outputs: tuple[TextOutput, ...], unfinished: dict[str, TextOutput]) -> list[TextOutput]:
+    def _join(self, outputs: tuple[TokenOutput, ...], unfinished: dict[str, TokenOutput]) -> list[TokenOutput]:
         """What is whole now."""
         whole = []
         for output in outputs:

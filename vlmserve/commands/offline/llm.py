@@ -37,9 +37,9 @@ from vlmserve.ipc.messages import (
     ReturnOptions,
     SchedulerOutput,
     SchedulerStats,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenLogprobs,
+    TokenOutput,
 )
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.loop_thread import LoopThread
@@ -104,7 +104,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._stack.callback(self._loop.close)
         self._stack.callback(lambda: self._loop.run(self._media.close()))
         self._detokenizer = DetokenizerManager(engine.stage.tokenizer)
-        self._answers: dict[str, TextOutput | None] = {}  # so far
+        self._answers: dict[str, TokenOutput | None] = {}  # so far
         args = self.args
         self._max_waiting = min(args.max_running_requests, args.max_queued_requests)
         self._requests = 0
@@ -310,7 +310,7 @@ class LLM(AbstractContextManager["LLM"]):
                 self._answers[output.rid] = join_outputs(self._answers[output.rid], output)
 
 
-def _completion(answer: TextOutput | None, media: tuple[MediumReport, ...], warnings: tuple[str, ...]) -> Completion:
+def _completion(answer: TokenOutput | None, media: tuple[MediumReport, ...], warnings: tuple[str, ...]) -> Completion:
     if answer is None or answer.finish_reason is None:
         raise EngineError("a request ended without an answer")
     reason = answer.finish_reason
