@@ -448,14 +448,8 @@ class PreparedMessage(Protocol):
 
 
 def rids_of(message: object) -> tuple[str, ...]:
-    """Return the rids that a message is about; none for a message about the engine."""
-    match message:
-        case RequestsLost():
-            return message.rids
-        case BatchTokenizedGenerateReqInput():
-            return tuple(request.rid for request in message.requests)
-        case BatchTokenOutput() | BatchTextOutput():
-            return tuple(output.rid for output in message.outputs)
-        case TokenizedGenerateReqInput() | EncodeReqInput() | AbortReq() | EncodeOutput():
-            return (message.rid,)
-    return ()
+    """Return the rids that a message is about, found by its fields; none for a message about the engine."""
+    if isinstance(message, RequestsLost):
+        return message.rids
+    parts = getattr(message, "requests", None) or getattr(message, "outputs", None) or (message,)
+    return tuple(part.rid for part in parts if hasattr(part, "rid"))

@@ -16,7 +16,19 @@ import pytest
 import zmq
 
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.messages import AbortReq, GetStatsReq, RequestsLost, SamplingParams, TokenizedGenerateReqInput
+from vlmserve.ipc.messages import (
+    AbortReq,
+    BatchTextOutput,
+    BatchTokenizedGenerateReqInput,
+    BatchTokenOutput,
+    EncodeOutput,
+    EncodeReqInput,
+    GetStatsReq,
+    RequestsLost,
+    SamplingParams,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+)
 from vlmserve.ipc.sockets import AsyncReceiver, Receiver, Sender
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import WireError
@@ -174,6 +186,39 @@ def test_of_a_damaged_message_its_requests_are_known_and_its_arrays_are_freed(
         assert receiver.recv(10) == AbortReq(rid="r")
     assert "malformed message of" in caplog.text
     assert "about 1 requests" in caplog.text
+
+
+BOTH = tuple(
+    TokenOutput(rid=rid, token_ids=(), finish_reason=None, prompt_tokens=1, completion_tokens=1, cached_tokens=0)
+    for rid in "ab"
+)
+SHAPES: list[tuple[object, tuple[str, ...] | None]] = [
+    (BatchTokenizedGenerateReqInput(requests=(_request(1, "a"), _request(1, "b"))), ("a", "b")),
+    (BatchTokenOutput(outputs=BOTH), ("a", "b")),
+    (BatchTextOutput(outputs=BOTH), ("a", "b")),
+    (EncodeReqInput(rid="a", items=()), ("a",)),
+    (EncodeOutput(rid="a", items=()), ("a",)),
+    (RequestsLost(rids=("a", "b"), message=""), ("a", "b")),
+    (GetStatsReq(), None),
+]
+
+
+@pytest.mark.parametrize(("message", "rids"), SHAPES, ids=lambda value: type(value).__name__)
+def test_of_every_damaged_message_its_requests_are_known(
+    tmp_path: Path, message: object, rids: tuple[str, ...] | None
+) -> None:
+    address, types = f"ipc://{tmp_path}/any", (type(message), AbortReq)
+    frames = Frames(Sender(address, types))
+    frames.sender.send(message)
+    receiver = Receiver(address, types)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(address)
+        raw.send_multipart([*frames.sent[:2], b"\xc1"])
+        raw.send_multipart(ABORT)
+        lost = receiver.recv(10)
+    frames.sender.close()
+    receiver.close()
+    assert lost == AbortReq(rid="r") if rids is None else lost.rids == rids
 
 
 def test_where_even_the_requests_cannot_be_read_that_is_all(
