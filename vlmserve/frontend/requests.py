@@ -60,14 +60,13 @@ class GenerateReqInput(RequestOptions):
     """A request for n answers to one prompt. sampling_params, returns and the rest of `RequestOptions` go on to the
     scheduler with each answer.
 
-    request_id: the id that the client sees and aborts by; no other request under way may have the same one. group: the
-    engine's id of the request, unlike that of any other ever; "" takes the request_id.
-    mm_processor_kwargs: how media are prepared where a part does not say (`processors.families.processor_kwargs`).
-    continuations: texts to score instead of making answers. The logprobs of each text's tokens behind the prompt come
-    as the `prompt_logprobs` of a choice of its own.
-    tenant: only requests with the same tenant share cached prefixes and media; "" is a tenant, too. timeout_s: seconds
-    that the request may take; None is no limit. ended: called with the outcome of each choice. warnings: sentences for
-    the answer about fields that will have no effect.
+    request_id: the id that the client sees and aborts by, unique among requests under way. group: the engine's unique
+    id of the request; "" takes the request_id. mm_processor_kwargs: how media are prepared where a part does not say
+    (`processors.families.processor_kwargs`). continuations: texts to score instead of making answers. The logprobs of
+    each text's tokens behind the prompt come as the `prompt_logprobs` of a choice of its own. tenant: only requests
+    with the same tenant share cached prefixes and media; "" is a tenant, too. timeout_s: seconds that the request may
+    take; None is no limit. ended: called with the outcome of each choice. warnings: sentences for the answer about
+    fields that will have no effect.
     """
 
     request_id: str

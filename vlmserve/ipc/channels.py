@@ -59,7 +59,7 @@ class Channels:
         return SharedArrays(Path(self.shared_dir), mapped=mapped, spare_bytes=spare_bytes)
 
     def heartbeat(self, process: str) -> Heartbeat:
-        """Open the sign of life of the process of that name: the process itself beats it, others look at it."""
+        """Open the sign of life of the process of that name: the process itself beats it, and any process may look."""
         return Heartbeat(Path(self.runtime_dir) / f"{process}.heartbeat")
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """The answering end. Binds `address`. socket: for waiting on it together with others (see `Receiver.drain`)."""
+    """The answering end. Binds `address`. socket: for waiting on several sources at once (see `Receiver.drain`)."""
 
     def __init__(self, address: str) -> None:
         self._questions, self._answers = WireCodec(get_args(ControlRequest)), WireCodec(get_args(ControlResult))

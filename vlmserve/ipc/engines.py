@@ -34,7 +34,7 @@ _LINGER_MS = 200
 
 
 class Engines(Protocol):
-    """The engine, or all replicas, seen from the API process. send and prepare are those of a `Sender`, ask that of a
+    """The engine, or all replicas, seen from the API process. send and prepare work as in `Sender`, ask as in
     `ControlClient`. Call `came` for each message taken from an engine."""
 
     def send(self, message: SchedulerInput) -> None: ...

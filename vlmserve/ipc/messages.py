@@ -383,7 +383,7 @@ class StepStats:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertStats:
     """Figures of `--enable-eplb`. imbalance: the load of the busiest rank before the last placement of experts, as a
-    multiple of the mean; imbalance_after: what that placement would have made of it. Both are 0 before the first
+    multiple of the mean; imbalance_after: the same after that placement. Both are 0 before the first
     placement. rebalances_total, moved_total: placements, and experts that got another slot, since the start."""
 
     imbalance: float = 0.0

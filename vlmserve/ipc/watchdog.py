@@ -3,8 +3,8 @@
 There are two signs. A process hangs if its loop is at the same turn for too long, by its `Heartbeat`. A process that
 the kernel shows as stopped (SIGSTOP, a debugger) does nothing at all. An idle process is well, however long it sleeps.
 
-Time is counted in looks, not by the clock. If this process did not run (a suspended machine, a frozen container), the
-others did not run either, and no process is taken for hung.
+Time is counted in looks, not by the clock. If this process did not run (a suspended machine, a frozen container), no
+other process ran either, and none is taken for hung.
 """
 
 from __future__ import annotations

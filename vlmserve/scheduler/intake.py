@@ -79,7 +79,7 @@ class Intake:
         return None
 
     def make(self, message: TokenizedGenerateReqInput, others: Iterable[Req]) -> Req:
-        """Make the request of a message and submit its media to the encoder. others: all requests that are here."""
+        """Make the request of a message and submit its media to the encoder. others: all known requests."""
         wanted, length = message.sampling_params.max_new_tokens, len(message.input_ids)
         room = self._max_req_len - length
         # `RequestBuilder` checks a prompt's length, once

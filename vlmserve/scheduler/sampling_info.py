@@ -17,7 +17,7 @@ _NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 class SamplingArrays:
-    """Makes the `SamplingBatchInfo` of each step. Arrays that depend only on who is sampled are kept from step to step,
+    """Makes the `SamplingBatchInfo` of each step. Arrays that depend only on the requests are kept from step to step,
     as long as the same requests decode. They are never written to."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class SamplingArrays:
 
 
 def _info_of(reqs: Sequence[Req]) -> SamplingBatchInfo:
-    """Return the part that depends only on who is sampled; the arrays of a single step are empty."""
+    """Return the part that depends only on the requests; the arrays of a single step are empty."""
     params = [req.sampling_params for req in reqs]
     bias = [(i, token, value) for i, p in enumerate(params) if p.logit_bias for token, value in p.logit_bias.items()]
     num_logprobs = [-1 if req.num_logprobs is None else req.num_logprobs for req in reqs]

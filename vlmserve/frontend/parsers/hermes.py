@@ -70,7 +70,7 @@ class _HermesReader:
         return len(text) if end is None else end
 
     def _end_of_value(self, text: str) -> int | None:
-        """Where the arguments end in this next part of theirs: behind their last bracket, or before a tag within them,
+        """Return where the arguments end in their next part: behind their last bracket, or before a tag within them,
         which no JSON has there."""
         at = int(self._escaped)
         self._escaped = False
