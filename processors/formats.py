@@ -9,12 +9,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from processors.inputs import Modality
+
 INVALID_IMAGE = "invalid_image"
 """The error code of a picture that cannot be read."""
 INVALID_VIDEO = "invalid_video"
 """The error code of a video that cannot be read."""
 
-HEAD_BYTES = 4096
+_FORMAT_BYTES = 4096
 """What says which format a file is of: its text formats may begin with white space, and to follow that through tens of
 megabytes would hold Python's lock for seconds."""
 
@@ -79,4 +81,45 @@ _FORMATS = (
 
 def file_format(head: bytes) -> FileFormat | None:
     """The format of a file that begins with `head`, whether it is read here or not."""
-    return next((known for known in _FORMATS if known.magic.match(head[:HEAD_BYTES])), None)
+    return next((known for known in _FORMATS if known.magic.match(head[:_FORMAT_BYTES])), None)
+
+
+HEAD_BYTES = 128
+"""As many first bytes of a file tell a picture from a video."""
+
+
+def modality_of(head: bytes) -> Modality | None:
+    """What a file that begins with `head` is; a GIF is a picture. None for anything that is not read here."""
+    found = file_format(head)
+    if found is None or not (found.plugin or found.kind == "video"):
+        return None
+    return Modality.IMAGE if found.plugin else Modality.VIDEO
+
+
+def mime_type(head: bytes) -> str:
+    """The MIME type of a file that begins with `head`; application/octet-stream for what is not read here."""
+    found = file_format(head)
+    if found is not None and found.plugin:
+        return f"image/{found.name.lower()}"
+    if found is not None and found.kind == "video":
+        if found.ffmpeg == "mov":
+            return "video/quicktime" if head[8:12] == b"qt  " else "video/mp4"
+        return "video/webm" if b"webm" in head else "video/x-matroska"
+    return "application/octet-stream"
+
+
+_REPR = re.compile(r"""\bb(?P<quote>['"])(?P<inside>.*?)(?P=quote)""")
+_SHOWN = 8
+
+
+def first_bytes(data: bytes) -> str:
+    """What a file begins with: text in quotes, or bytes in hexadecimal."""
+    head = data[:_SHOWN]
+    if head.isascii() and head.decode("ascii").isprintable():
+        return f'"{head.decode("ascii")}"'
+    return f"the bytes {head.hex(' ')}"
+
+
+def words(error: Exception) -> str:
+    """An error's own words, without the quotes that Python puts around bytes; its kind where it has none."""
+    return _REPR.sub(r'"\g<inside>"', str(error)) or type(error).__name__

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from vision.entries import Entry, State
-from vision.towers.temporal_patch import EncodeBatch
+from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.backend import EncoderBackend
+
+
+class EntryState(enum.Enum):
+    """Where an entry is; see `vision.encoder_pool`."""
+
+    QUEUED = enum.auto()
+    LOADING = enum.auto()
+    WAITING = enum.auto()
+    ENCODING = enum.auto()
+    READY = enum.auto()
+    FAILED = enum.auto()
+
+
+UNDER_WAY = (EntryState.LOADING, EntryState.ENCODING)
+Order: TypeAlias = tuple[int, int]
+
+
+@dataclass(eq=False)
+class EncodeEntry:
+    """One key that somebody holds, or that is under way.
+
+    holders: order and place of each, sorted. last_save: its number.
+    """
+
+    key: bytes
+    patch: TemporalPatch
+    nbytes: int
+    holders: list[Order]
+    state: EntryState = EntryState.QUEUED
+    attempts: int = 0
+    last_save: int | None = None
+    encoded: bool = False
+    saved: bool | None = None
+    error: str = ""
+
+    @property
+    def order(self) -> Order:
+        """That of the first who holds it."""
+        return self.holders[0]
 
 
 @dataclass
@@ -15,7 +55,7 @@ class _Worker:
     """batches: by their numbers. cancelled: numbers of those that nobody wants any more. alone: it retries one entry,
     and gets nothing else meanwhile."""
 
-    batches: dict[int, list[Entry]] = field(default_factory=dict)
+    batches: dict[int, list[EncodeEntry]] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     alone: bool = False
 
@@ -34,7 +74,7 @@ class Batches:
         self._workers: dict[int, _Worker] = {}
         self._started = 0
 
-    def start(self, waiting: list[Entry]) -> bool:
+    def start(self, waiting: list[EncodeEntry]) -> bool:
         """Give the workers what waits for them, the first first; whether anything was given. Needs a usable worker."""
         started = False
         workers = {number: self._workers.setdefault(number, _Worker()) for number in self._backend.workers()}
@@ -47,14 +87,14 @@ class Batches:
             started = True
         return started
 
-    def take(self, number: int) -> list[Entry]:
+    def take(self, number: int) -> list[EncodeEntry]:
         """The entries of a batch that has ended."""
         worker = next(worker for worker in self._workers.values() if number in worker.batches)
         worker.alone = False
         worker.cancelled.discard(number)
         return worker.batches.pop(number)
 
-    def cancel_if_free(self, entry: Entry) -> None:
+    def cancel_if_free(self, entry: EncodeEntry) -> None:
         """To be called when nobody holds an entry that is being encoded: cancel its batch if that is so for all."""
         for place, worker in self._workers.items():
             for number, batch in worker.batches.items():
@@ -62,10 +102,10 @@ class Batches:
                     worker.cancelled.add(number)
                     self._backend.cancel(place, number)
 
-    def _has_room(self, worker: _Worker, first: Entry) -> bool:
+    def _has_room(self, worker: _Worker, first: EncodeEntry) -> bool:
         return not worker.alone and len(worker.batches) < (1 if first.attempts else self._ahead)
 
-    def _next_batch(self, waiting: list[Entry], worker: _Worker, workers: list[_Worker]) -> list[Entry]:
+    def _next_batch(self, waiting: list[EncodeEntry], worker: _Worker, workers: list[_Worker]) -> list[EncodeEntry]:
         """Take the next batch for a worker from the front: what makes its load an even share of all there is, within
         the compute budget, but one entry at least. What is retried goes alone."""
         total = sum(entry.patch.num_patches for entry in waiting) + sum(other.patches for other in workers)
@@ -79,10 +119,10 @@ class Batches:
             batch.append(waiting.pop(0))
         return batch
 
-    def _start_batch(self, place: int, batch: list[Entry]) -> None:
+    def _start_batch(self, place: int, batch: list[EncodeEntry]) -> None:
         self._started += 1
         for entry in batch:
-            entry.state = State.ENCODING
+            entry.state = EntryState.ENCODING
         worker = self._workers[place]
         worker.alone = batch[0].attempts > 0
         worker.batches[self._started] = batch

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vision.batches import Batches
+from vision.batches import UNDER_WAY, Batches, EncodeEntry, EntryState, Order
 from vision.cache.disk_tier import DiskTier, Loaded, Saved
 from vision.cache.embedding_cache import EmbeddingCache
 from vision.cache.stats import PoolStats
 from vision.cache.store import EmbeddingStore
-from vision.entries import UNDER_WAY, Entry, Order, State
 from vision.towers.temporal_patch import TemporalPatch, embedding_key
 from vision.workers.backend import EncoderBackend, EncodeResult
 
@@ -84,9 +83,9 @@ class EncoderPool:
         self._embed_shape = embed_shape
         self._limits = limits
         self._disk = disk
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, EncodeEntry] = {}
         self._queue: list[tuple[Order, bytes]] = []  # sorted
-        self._admitted: dict[bytes, Entry] = {}  # neither queued nor failed: these have room, and the cache holds them
+        self._admitted: dict[bytes, EncodeEntry] = {}  # have room; the cache holds them
         self._used_bytes = 0  # by these
         self._batches = Batches(backend, max_patches=limits.max_patches, ahead=limits.batches_ahead)
         self._new_failures: dict[bytes, str] = {}
@@ -109,7 +108,7 @@ class EncoderPool:
             if entry is not None:
                 self._join(entry, (order, number))
                 continue
-            entry = Entry(key=key, patch=patch, nbytes=self._embed_shape.nbytes(patch), holders=[(order, number)])
+            entry = EncodeEntry(key=key, patch=patch, nbytes=self._embed_shape.nbytes(patch), holders=[(order, number)])
             self._entries[key] = entry
             self._enqueue(entry)
         return keys
@@ -120,13 +119,13 @@ class EncoderPool:
             entry = self._entries[key]
             with self._reordered(entry):
                 entry.holders.remove((order, number))
-            if entry.state is State.ENCODING and not entry.holders:
+            if entry.state is EntryState.ENCODING and not entry.holders:
                 self._batches.cancel_if_free(entry)
             self._forget_if_free(entry)
 
     def is_ready(self, key: bytes) -> bool:
         """Whether the embeddings of a held key can be used, until the next `advance`."""
-        return self._entries[key].state is State.READY
+        return self._entries[key].state is EntryState.READY
 
     def was_encoded(self, key: bytes) -> bool:
         """Whether the embeddings of a held key were computed while it was held, and not found."""
@@ -168,7 +167,7 @@ class EncoderPool:
         entry = self._entries[key]
         return entry.last_save is not None and entry.saved is None
 
-    def _save(self, entry: Entry, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
+    def _save(self, entry: EncodeEntry, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
         assert self._disk is not None, "there is no disk tier"
         entry.saved = None
         entry.last_save = self._disk.save(entry.key, embeds, insist=insist, pin=pin)
@@ -231,7 +230,7 @@ class EncoderPool:
         states = Counter(entry.state for entry in self._entries.values())
         return PoolStats(
             **self._counts,
-            queued=states[State.QUEUED] + states[State.WAITING],
+            queued=states[EntryState.QUEUED] + states[EntryState.WAITING],
             under_way=sum(states[state] for state in UNDER_WAY),
             device=self.cache.device.stats(),
             host=None if self.cache.host is None else self.cache.host.stats(),
@@ -252,13 +251,13 @@ class EncoderPool:
             self._take_result(result)
         return bool(done or results)
 
-    def _take_loaded(self, entry: Entry, embeds: torch.Tensor | None) -> None:
+    def _take_loaded(self, entry: EncodeEntry, embeds: torch.Tensor | None) -> None:
         shape = self._embed_shape
         if embeds is not None and embeds.shape == shape.of(entry.patch) and embeds.dtype == shape.dtype:
             entry.saved = True
             self._make_ready(entry, embeds)
         else:
-            entry.state = State.WAITING
+            entry.state = EntryState.WAITING
             self._forget_if_free(entry)
 
     def _take_saved(self, done: Saved) -> None:
@@ -281,27 +280,27 @@ class EncoderPool:
                 self._save(entry, embeds)
             self._make_ready(entry, embeds)
 
-    def _take_failure(self, entries: list[Entry], error: str, untried: bool) -> None:
+    def _take_failure(self, entries: list[EncodeEntry], error: str, untried: bool) -> None:
         if any(entry.holders for entry in entries):
             log.warning("%d temporal patches could not be encoded: %s", len(entries), error)
         for entry in entries:
             entry.attempts += not untried
             if entry.attempts < MAX_ATTEMPTS:
                 self._counts["retried"] += bool(entry.holders)
-                entry.state = State.WAITING
+                entry.state = EntryState.WAITING
                 self._forget_if_free(entry)
             else:
                 self._fail(entry, error)
 
-    def _make_ready(self, entry: Entry, embeds: torch.Tensor) -> None:
-        entry.state = State.READY
+    def _make_ready(self, entry: EncodeEntry, embeds: torch.Tensor) -> None:
+        entry.state = EntryState.READY
         self.cache.add(entry.key, embeds)
         self._forget_if_free(entry)
 
-    def _fail(self, entry: Entry, error: str) -> None:
+    def _fail(self, entry: EncodeEntry, error: str) -> None:
         self._counts["failed"] += 1
         self._give_back_room(entry)
-        entry.state, entry.error = State.FAILED, error
+        entry.state, entry.error = EntryState.FAILED, error
         self._new_failures[entry.key] = error
         self._forget_if_free(entry)
 
@@ -310,7 +309,7 @@ class EncoderPool:
     def _admit(self, urgent: bytes | None) -> bool:
         """Begin with what is first in the queue, as far as there is room."""
         admitted = False
-        if urgent is not None and self._entries[urgent].state is State.QUEUED:
+        if urgent is not None and self._entries[urgent].state is EntryState.QUEUED:
             self._make_room(self._entries[urgent])
             self._begin(self._entries[urgent])
             admitted = True
@@ -322,7 +321,7 @@ class EncoderPool:
             admitted = True
         return admitted
 
-    def _make_room(self, entry: Entry) -> bool:
+    def _make_room(self, entry: EncodeEntry) -> bool:
         """Whether there is room for an entry: if need be, that of what waits for younger requests, the youngest
         first. Where even that is not enough they keep it."""
         used, space = self._used_bytes, self._limits.space_bytes
@@ -343,7 +342,7 @@ class EncoderPool:
             self._enqueue(other)
         return True
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: EncodeEntry) -> None:
         self._dequeue(entry)
         self._admitted[entry.key] = entry
         self._used_bytes += entry.nbytes
@@ -351,16 +350,16 @@ class EncoderPool:
         if entry.patch.encoded:
             # a copy, for the request's own array may be read-only memory
             self.cache.add(entry.key, torch.tensor(entry.patch.pixels, dtype=self._embed_shape.dtype))
-            entry.state = State.READY
+            entry.state = EntryState.READY
         elif self.cache.find(entry.key):
-            entry.state = State.READY
+            entry.state = EntryState.READY
         elif self._disk is not None:
-            entry.state = State.LOADING
+            entry.state = EntryState.LOADING
             self._disk.load(entry.key)
         else:
-            entry.state = State.WAITING
+            entry.state = EntryState.WAITING
 
-    def _give_back_room(self, entry: Entry) -> None:
+    def _give_back_room(self, entry: EncodeEntry) -> None:
         del self._admitted[entry.key]
         self._used_bytes -= entry.nbytes
         if entry.patch.encoded:
@@ -372,7 +371,7 @@ class EncoderPool:
 
     def _start(self, urgent: bytes | None) -> bool:
         """Give the workers what waits for them."""
-        waiting = [entry for entry in self._admitted.values() if entry.state is State.WAITING]
+        waiting = [entry for entry in self._admitted.values() if entry.state is EntryState.WAITING]
         if not waiting:
             return False
         if not self._backend.workers():
@@ -384,32 +383,32 @@ class EncoderPool:
 
     # ------------------------------------------------------------ entries
 
-    def _enqueue(self, entry: Entry) -> None:
-        entry.state = State.QUEUED
+    def _enqueue(self, entry: EncodeEntry) -> None:
+        entry.state = EntryState.QUEUED
         insort(self._queue, (entry.order, entry.key))
 
-    def _dequeue(self, entry: Entry) -> None:
+    def _dequeue(self, entry: EncodeEntry) -> None:
         del self._queue[bisect_left(self._queue, (entry.order, entry.key))]
 
-    def _join(self, entry: Entry, order: Order) -> None:
+    def _join(self, entry: EncodeEntry, order: Order) -> None:
         """One more holder comes to an entry."""
-        self._counts["coalesced"] += entry.state not in (State.READY, State.FAILED)
-        if entry.state is State.FAILED:
+        self._counts["coalesced"] += entry.state not in (EntryState.READY, EntryState.FAILED)
+        if entry.state is EntryState.FAILED:
             self._new_failures[entry.key] = entry.error  # for the newcomer
         with self._reordered(entry):
             insort(entry.holders, order)
 
     @contextlib.contextmanager
-    def _reordered(self, entry: Entry) -> Iterator[None]:
+    def _reordered(self, entry: EncodeEntry) -> Iterator[None]:
         """While its holders change, an entry is not in the queue."""
-        queued = entry.state is State.QUEUED
+        queued = entry.state is EntryState.QUEUED
         if queued:
             self._dequeue(entry)
         yield
         if queued and entry.holders:
             self._enqueue(entry)
 
-    def _forget_if_free(self, entry: Entry) -> None:
+    def _forget_if_free(self, entry: EncodeEntry) -> None:
         """To be called when nobody may hold an entry any more, or it is no longer under way."""
         if entry.holders or entry.state in UNDER_WAY:
             return

@@ -16,15 +16,43 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from processors.fetch.addresses import Resolver, system_resolver
-from processors.fetch.media_file import MediaFile
-from processors.fetch.memory import Claim, MediaMemory
-from processors.fetch.settings import ByteLimit, FetchSettings
+from processors.fetch.limits import ByteLimit, Claim, FetchSettings, MediaMemory
 from processors.inputs import Modality
-from processors.off_loop import off_loop
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
     from processors.fetch.http_get import HttpGetter
+from abc import ABC, abstractmethod
+from concurrent.futures import CancelledError
+from typing import ParamSpec, TypeVar
+
+from vlmserve_common.process.loop_thread import LoopThread
+
+
+class MediaFile(ABC):
+    """It may stand where a URL does, and is read when its turn comes, in a thread.
+
+    modality: by the file's first bytes; None where they are of neither a picture nor a video.
+    """
+
+    modality: Modality | None
+
+    @abstractmethod
+    def read(self, limit: ByteLimit) -> bytes:
+        """The whole file. Raises BadRequestError where it is gone or larger than the limit."""
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SMALL_BYTES = 256 * 1024
+
+
+async def off_loop(size: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call a function that goes through `size` bytes: in a thread, unless they are few."""
+    if size <= _SMALL_BYTES:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
 _WHITESPACE = b" \t\r\n\f"
@@ -251,3 +279,28 @@ def _explain_scheme(url: str, scheme: str) -> str:
 
 def _shorten(text: str, limit: int = 100) -> str:
     return repr(text if len(text) <= limit else text[:limit] + "...")
+
+
+class BlockingFetcher:
+    """See `MediaFetcher`. Thread-safe. Close it when done."""
+
+    def __init__(self, settings: FetchSettings) -> None:
+        self.settings = settings
+        self._fetcher = MediaFetcher(settings)
+        self._loop = LoopThread("fetch")
+        self._closed = False
+
+    def fetch(self, url: str, *, modality: Modality = Modality.IMAGE) -> bytes:
+        """See `MediaFetcher.fetch`."""
+        try:
+            return self._loop.run(self._fetcher.fetch(url, modality=modality))
+        except (CancelledError, RuntimeError):
+            if not self._closed:
+                raise
+            raise BadRequestError(f"{url[:100]!r} was not fetched: no more is", code="invalid_media_url") from None
+
+    def close(self) -> None:
+        """Break off downloads under way and refuse new ones."""
+        self._closed = True
+        self._loop.close()
+        self._fetcher.close()

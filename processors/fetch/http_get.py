@@ -20,8 +20,7 @@ import httpcore2
 import httpx2
 
 from processors.fetch.addresses import NameLookup, Resolver, is_public_address
-from processors.fetch.memory import FREE_BYTES, Claim
-from processors.fetch.settings import ByteLimit, FetchSettings
+from processors.fetch.limits import FREE_BYTES, ByteLimit, Claim, FetchSettings
 
 _MakeRoom: TypeAlias = Callable[[int], Awaitable[None]]
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

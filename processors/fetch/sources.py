@@ -9,9 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from PIL import Image
 
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.media_file import MediaFile
-from processors.fetch.memory import Claim
+from processors.fetch.fetching import MediaFetcher, MediaFile
+from processors.fetch.limits import Claim
 from processors.inputs import Modality
 from vlmserve_common.errors import BadRequestError
 

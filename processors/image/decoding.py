@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from PIL import ExifTags, Image, ImageFile, features
 
-from processors.formats import INVALID_IMAGE, FileFormat, file_format
+from processors.formats import INVALID_IMAGE, FileFormat, file_format, first_bytes, words
 from processors.image.rgb import to_rgb
-from processors.plain_words import first_bytes, words
 from processors.resize import MAX_ASPECT_RATIO
 from vlmserve_common.errors import BadRequestError
 

@@ -15,7 +15,7 @@ AUTO_PIXELS_SETTING = "setting --max-pixels auto"
 _LEAST_TOKENS = 4
 
 
-class Fit(NamedTuple):
+class FittedSize(NamedTuple):
     """A size in pixels, and what the server's limits changed on the way to it."""
 
     height: int
@@ -43,7 +43,7 @@ class ImageSizes:
         """The largest area that a request can ask for, in pixels."""
         return self.max_pixels if self.limit is None else self.limit
 
-    def fit(self, height: int, width: int, knobs: ImageKnobs) -> Fit:
+    def fit(self, height: int, width: int, knobs: ImageKnobs) -> FittedSize:
         """The size of a picture of that size. Raises BadRequestError for bad knobs or sides."""
         check_image_knobs(knobs)
         if knobs.resized_height is not None and knobs.resized_width is not None:
@@ -68,7 +68,7 @@ class ImageSizes:
             most = max(self.max_pixels, high)
             free = smart_resize(height, width, factor=self.factor, min_pixels=low, max_pixels=most)
             found += told_scaling(free, size, high)
-        return Fit(*size, tuple(found))
+        return FittedSize(*size, tuple(found))
 
     def ignored(self, knobs: ImageKnobs) -> tuple[str, ...]:
         """What was given and has no effect."""
@@ -97,7 +97,7 @@ def told_scaling(free: tuple[int, int], size: tuple[int, int], limit: int) -> tu
     return (Clamp(knob="max_pixels", asked=asked, used=used, limit=limit, setting=AUTO_PIXELS_SETTING),)
 
 
-def aimed_size(height: int, width: int, *, factor: int, limit: int, setting: str) -> Fit:
+def aimed_size(height: int, width: int, *, factor: int, limit: int, setting: str) -> FittedSize:
     """The size for one that was asked for: rounded to whole tokens, 4 tokens at least, and at most `limit` pixels.
 
     As `fetch_image` and `fetch_video` of qwen_vl_utils do, whose own limit is 16384 tokens. Raises BadRequestError.
@@ -109,6 +109,6 @@ def aimed_size(height: int, width: int, *, factor: int, limit: int, setting: str
         for most in (max(unlimited, least), limit)
     )
     if asked == used:
-        return Fit(*used)
+        return FittedSize(*used)
     sides = zip(("resized_height", "resized_width"), (height, width), used, strict=True)
-    return Fit(*used, tuple(Clamp(knob=k, asked=a, used=u, limit=limit, setting=setting) for k, a, u in sides))
+    return FittedSize(*used, tuple(Clamp(knob=k, asked=a, used=u, limit=limit, setting=setting) for k, a, u in sides))

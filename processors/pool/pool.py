@@ -17,11 +17,10 @@ from PIL import Image
 
 from processors.embeds import parse_embeds
 from processors.families.base import ImageKnobs, MultimodalProcessor, ProcessedMedium
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.memory import Claim
+from processors.fetch.fetching import MediaFetcher, off_loop
+from processors.fetch.limits import Claim
 from processors.fetch.sources import VideoSources, call_off, file_from
 from processors.knobs import check_image_knobs
-from processors.off_loop import off_loop
 from processors.pool.cache import CacheStats, ProcessorCache
 from processors.pool.maker import FatalMediumError, MediaMaker, ThreadMaker, closing_error
 from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
@@ -73,7 +72,7 @@ class ProcessorPool:
         self._cache = ProcessorCache(settings.cache_mib * 2**20)
         self._fatal: dict[bytes, Callable[[], BadRequestError]] = {}
         self._in_pool: set[asyncio.Task[ProcessedMedium]] = set()
-        self._in_work: dict[bytes, _Work] = {}
+        self._in_work: dict[bytes, _InWork] = {}
         self._closing = False
 
     @property
@@ -209,7 +208,7 @@ class ProcessorPool:
                 return found
             if key in self._fatal:
                 raise self._fatal[key]()
-            work = self._in_work[key] = _Work(task=asyncio.create_task(self._make(key, make)))
+            work = self._in_work[key] = _InWork(task=asyncio.create_task(self._make(key, make)))
         work.wanted_by += 1
         try:
             return await asyncio.shield(work.task)
@@ -234,7 +233,7 @@ class ProcessorPool:
 
 
 @dataclass(slots=True)
-class _Work:
+class _InWork:
     """A medium that is being made. wanted_by: so many wait for it."""
 
     task: asyncio.Task[ProcessedMedium]

@@ -15,7 +15,7 @@ def _load() -> None:
     from PIL import Image
 
     import processors.families.registry
-    import processors.pool.worker  # noqa: F401
+    import processors.pool.media_worker  # noqa: F401
     from processors.resize import resize_frames
 
     torch.set_num_threads(1)

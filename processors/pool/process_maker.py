@@ -15,12 +15,12 @@ import numpy as np
 
 from processors.families.base import MultimodalProcessor
 from processors.knobs import ImageKnobs
-from processors.pool.forks import prepare_processes
+from processors.pool import prepare_processes
 from processors.pool.maker import closing_error
 from processors.pool.media_process import MediaJob, MediaProcess, NotBegunError, WorkerBugError
+from processors.pool.media_worker import MediaWorkerSettings, run_worker
 from processors.pool.messages import MediaWork, PictureWork, VideoWork
 from processors.pool.turns import BYTES_PER_S, Turns
-from processors.pool.worker import MediaWorkerSettings, run_worker
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import EngineError
@@ -29,7 +29,7 @@ from vlmserve_common.process.keeper import ProcessPlan
 from vlmserve_common.transport.shm import SharedArrays
 
 WorkerMain: TypeAlias = Callable[[Parent, MediaWorkerSettings], None]
-"""A worker's work; see `processors.pool.worker`."""
+"""A worker's work; see `processors.pool.media_worker`."""
 
 _Processed = TypeVar("_Processed", ProcessedImage, ProcessedVideo)
 _MAX_TRIES = 3

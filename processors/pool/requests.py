@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from PIL import Image
 
-from processors.fetch.media_file import MediaFile
+from processors.fetch.fetching import MediaFile
 from processors.fetch.sources import Frame
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs

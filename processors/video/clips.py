@@ -21,16 +21,16 @@ from processors.hashing import media_digest
 from processors.inputs import Modality
 from processors.processed import ProcessedVideo
 from processors.resize import Allocate, PatchConfig, fit_to_resize_later
-from processors.video.ahead import ahead
-from processors.video.cutting import OtherSizeError, cut_frames, take_frames
 from processors.video.frame_choice import ClipInfo, FrameChoice
 from processors.video.options import VideoKnobs, VideoLimits, check_knobs
 from processors.video.rules import VideoRules
-from processors.video.side_by_side import side_by_side
+from processors.video.threads import ahead, side_by_side
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
     from processors.video.decoding import Clip
+from processors.hashing import original_digest, patch_digest
+from processors.resize import frames_to_patches, planes, resize_frames
 
 _CODE = "invalid_value"
 # qwen_vl_utils' rate of frames that come as a list, where nothing is said
@@ -227,3 +227,50 @@ def _checked(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarra
                 code="invalid_video",
             )
         yield frame
+
+
+class OtherSizeError(Exception):
+    """A frame has not the size of those before it, so they cannot travel as they are."""
+
+
+def cut_frames(
+    frames: Iterable[np.ndarray], feature: np.ndarray, grid: tuple[int, int], config: PatchConfig, *, in_float: bool
+) -> list[bytes]:
+    """Fill feature uint8 [t, h*w, row width] with the patches of frames uint8 [H, W, 3]; the digests.
+
+    The last frame is repeated to fill the last temporal patch. in_float: see `resize_frames`.
+    """
+    height, width = grid[0] * config.patch_size, grid[1] * config.patch_size
+    group = np.empty((config.temporal_patch_size, 3, height, width), np.uint8)
+    digests: list[bytes] = []
+    resized = _resized(frames, height, width, config.resample, in_float)
+    for place in feature:
+        for at in range(len(group)):
+            # a filled up frame stays as it is from the place before
+            group[at] = next(resized, group[at - 1])
+        frames_to_patches(group.transpose(0, 2, 3, 1), config, out=place)
+        digests.append(patch_digest(grid, group, config))
+    return digests
+
+
+def take_frames(
+    frames: Iterable[np.ndarray], feature: np.ndarray, grid: tuple[int, int], config: PatchConfig
+) -> list[bytes]:
+    """As `cut_frames`, but feature uint8 [t, temporal_patch_size, H, W, 3] gets the frames as they are, to be resized
+    later. Raises OtherSizeError."""
+    digests: list[bytes] = []
+    originals = iter(frames)
+    for place in feature:
+        for at in range(len(place)):
+            frame = next(originals, place[at - 1])
+            if frame.shape != place.shape[1:]:
+                raise OtherSizeError
+            place[at] = frame
+        digests.append(original_digest(grid, place, config))
+    return digests
+
+
+def _resized(frames: Iterable[np.ndarray], height: int, width: int, mode: str, in_float: bool) -> Iterator[np.ndarray]:
+    """uint8 [3, height, width] each."""
+    for frame in frames:
+        yield planes(resize_frames(frame[None], height, width, mode, in_float=in_float))[0]

@@ -8,23 +8,24 @@ few of them however long the clip is.
 from __future__ import annotations
 
 import bisect
+import struct
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import av
 import numpy as np
 from av.container import InputContainer
+from av.sidedata.sidedata import SideData
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from processors.video import h264
-from processors.video.display_matrix import orientation
-from processors.video.file import VideoFile, broken, check_frame_size, words
 from processors.video.frame_choice import ClipInfo
 from processors.video.listing import list_frames
 from processors.video.options import VideoLimits
 from processors.video.stretches import SEEK_GAP, stretches
+from processors.video.video_file import VideoFile, broken, check_frame_size, words
 from vlmserve_common.errors import BadRequestError
 
 _STRETCHES = 4
@@ -133,12 +134,12 @@ class Clip:
     def _frames(self, container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
         """The frames from here on, as they are shown; those that nothing refers to only where they are wanted."""
         # HEVC has no such frames: what is no reference there may be one for frames of a higher temporal layer.
-        prefix = h264.length_size(stream.codec_context.extradata) if stream.codec_context.name == "h264" else 0
+        prefix = length_size(stream.codec_context.extradata) if stream.codec_context.name == "h264" else 0
         for packet in container.demux(stream):
             self._check_time()
             # To leave them out is quicker than the decoder's own way (skip_frame), where they take up its threads.
             needed = packet.pts is None or packet.pts in wanted or not prefix
-            if needed or not h264.is_disposable(bytes(packet), prefix):
+            if needed or not is_disposable(bytes(packet), prefix):
                 yield from packet.decode()
 
     def _check_time(self) -> None:
@@ -182,3 +183,66 @@ class _LostError(Exception):
 
 class _CalledOffError(Exception):
     """Nobody wants the frames any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orientation:
+    """What brings a stored frame upright: rows and columns change places, then either may be turned around."""
+
+    transposed: bool = False
+    flip_rows: bool = False
+    flip_columns: bool = False
+
+    def apply(self, picture: np.ndarray) -> np.ndarray:
+        """[H, W, channels] as it is stored -> as it is shown, a view."""
+        if self.transposed:
+            picture = picture.transpose(1, 0, 2)
+        return picture[:: -1 if self.flip_rows else 1, :: -1 if self.flip_columns else 1]
+
+
+def orientation(frame: VideoFrame) -> Orientation:
+    """To the nearest quarter turn, mirrored or not. A matrix that leads nowhere counts as none."""
+    matrix = _matrix(frame)
+    if matrix is None:
+        return Orientation()
+    # A point (x, y) is shown at (x*a + y*c, x*b + y*d).
+    a, b, _, c, d = struct.unpack_from("=5i", matrix)
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        return Orientation(transposed=True, flip_rows=b < 0, flip_columns=c < 0)
+    return Orientation(flip_rows=d < 0, flip_columns=a < 0)
+
+
+def _matrix(frame: VideoFrame) -> bytes | None:
+    try:
+        data = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:  # PyAV stumbles over kinds of data that it does not know
+        return None
+    return bytes(data) if isinstance(data, SideData) else None
+
+
+_SLICE = range(1, 6)  # types of units that hold a part of a picture (ITU-T H.264, table 7-1)
+_TELLS_NOTHING = frozenset({6, 9, 12})  # additional information, delimiters and filling: nothing later depends on them
+
+
+def length_size(extradata: bytes | None) -> int:
+    """Bytes of the length before each unit, from the stream's header as MP4, MOV and Matroska have it (avcC); 0 if it
+    is none."""
+    return (extradata[4] & 3) + 1 if extradata and len(extradata) > 4 and extradata[0] == 1 else 0
+
+
+def is_disposable(packet: bytes, prefix: int) -> bool:
+    """Whether a packet holds one picture that no other picture refers to, and nothing else that matters.
+
+    prefix: what `length_size` says, at least 1. False for anything that is not understood.
+    """
+    at, slices = 0, 0
+    while at + prefix < len(packet):
+        header = packet[at + prefix]
+        if header & 31 in _SLICE:
+            if header >> 5 & 3:  # nal_ref_idc
+                return False
+            slices += 1
+        elif header & 31 not in _TELLS_NOTHING:
+            return False
+        at += prefix + int.from_bytes(packet[at : at + prefix], "big")
+    return slices > 0 and at == len(packet)

@@ -13,7 +13,7 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from processors.formats import INVALID_VIDEO
-from processors.video.file import MAX_RATE, VideoFile, broken
+from processors.video.video_file import MAX_RATE, VideoFile, broken
 from vlmserve_common.errors import BadRequestError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from processors.image.sizes import Fit, aimed_size, told_scaling
+from processors.image.sizes import FittedSize, aimed_size, told_scaling
 from processors.knobs import areas_without_effect, named
 from processors.video.frame_choice import (
     ByNumber,
@@ -48,7 +48,7 @@ class VideoRules:
         """times: of the clip's frames, in seconds from the start of the file; rate: its average frames per second."""
         return (every_frame if knobs.do_sample_frames is False else self.chooser)(times, rate, knobs)
 
-    def fit(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> Fit:
+    def fit(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> FittedSize:
         """The size of frames of that size, for a clip of which that many are used. Raises BadRequestError."""
         if knobs.resized_height is not None and knobs.resized_width is not None:
             limit, setting = self.sizer.limit(num_frames, knobs)
@@ -65,7 +65,7 @@ class VideoRules:
         if settings.tell_max_pixels and settings.max_pixels is not None and not clamps:
             free = replace(self.sizer, settings=replace(settings, max_pixels=None))
             clamps = told_scaling(free.size(num_frames, height, width, limited), size, settings.max_pixels)
-        return Fit(*size, clamps)
+        return FittedSize(*size, clamps)
 
     def ignored(self, knobs: VideoKnobs) -> tuple[str, ...]:
         """What was given and has no effect."""

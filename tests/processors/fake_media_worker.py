@@ -18,8 +18,8 @@ import numpy as np
 from processors.knobs import ImageKnobs
 from processors.pool import worker
 from processors.pool.maker import DirectMaker
+from processors.pool.media_worker import MediaWorkerSettings, run_worker
 from processors.pool.messages import ANSWER_MESSAGES, PictureWork
-from processors.pool.worker import MediaWorkerSettings, run_worker
 from processors.processed import ProcessedImage
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import CheckpointError

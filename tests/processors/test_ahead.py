@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from processors.video.ahead import ahead
+from processors.video.threads import ahead
 
 
 class Source:

@@ -16,9 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from processors.fetch import fetching
-from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import BlockingFetcher, MediaFetcher
+from processors.fetch.limits import FetchSettings
 from tests.processors.web import BODY, TLS, closed_port, serve
 from vlmserve_common.errors import BadRequestError
 

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.media_file import MediaFile
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import MediaFetcher, MediaFile
+from processors.fetch.limits import FetchSettings
 from processors.fetch.sources import VideoSources, file_from
 from tests import hf_env  # noqa: F401
 from tests.processors.web import Server, serve

@@ -7,7 +7,7 @@ import io
 import av
 import pytest
 
-from processors.video.h264 import is_disposable, length_size
+from processors.video.decoding import is_disposable, length_size
 from tests.processors.clips import make_clip
 
 SLICE, DISPOSABLE_SLICE, HEADER, INFORMATION = 0x41, 0x01, 0x67, 0x06

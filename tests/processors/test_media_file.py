@@ -7,9 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.media_file import MediaFile
-from processors.fetch.settings import ByteLimit, FetchSettings
+from processors.fetch.fetching import MediaFetcher, MediaFile
+from processors.fetch.limits import ByteLimit, FetchSettings
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest, VideoRequest
 from tests import hf_env  # noqa: F401

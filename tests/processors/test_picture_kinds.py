@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, features
 
-from processors.fetch.sniffing import modality_of
+from processors.formats import modality_of
 from processors.image import rgb
 from processors.image.decoding import DecodeLimits, decode_image, normalize_image
 from processors.inputs import Modality

@@ -16,9 +16,8 @@ import torch
 from PIL import Image
 
 from processors.families.base import ImageKnobs, ProcessedImage
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.media_file import MediaFile
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import MediaFetcher, MediaFile
+from processors.fetch.limits import FetchSettings
 from processors.pool import pool as pool_module
 from processors.pool.cache import ProcessorCache
 from processors.pool.maker import FatalMediumError

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from processors.fetch.fetching import MediaFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from processors.pool.maker import FatalMediumError
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest

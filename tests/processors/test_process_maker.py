@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from processors.knobs import ImageKnobs
-from processors.pool.forks import prepare_processes
+from processors.pool import prepare_processes
 from processors.pool.maker import DirectMaker, FatalMediumError
 from processors.pool.media_process import WorkerBugError
+from processors.pool.media_worker import run_worker
 from processors.pool.process_maker import ProcessMaker, ProcessSettings, WorkerMain
-from processors.pool.worker import run_worker
 from processors.video.options import VideoKnobs
 from tests.processors.clips import jpeg, make_clip
 from tests.processors.fake_media_worker import (

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from processors.video.side_by_side import side_by_side
+from processors.video.threads import side_by_side
 
 WAIT_S = 20.0  # a bound for waits on other threads, never waited for when all is well
 

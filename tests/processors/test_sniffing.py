@@ -7,7 +7,7 @@ import io
 import pytest
 from PIL import Image
 
-from processors.fetch.sniffing import HEAD_BYTES, mime_type
+from processors.formats import HEAD_BYTES, mime_type
 from tests.processors.clips import make_clip
 
 

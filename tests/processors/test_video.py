@@ -21,8 +21,8 @@ from processors.families.registry import make_processor
 from processors.inputs import Modality
 from processors.video.clips import ProcessedVideo
 from processors.video.decoding import Clip, _CalledOffError
-from processors.video.file import VideoFile
 from processors.video.options import VideoKnobs, VideoLimits, VideoOptions
+from processors.video.video_file import VideoFile
 from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, frame, jpeg, make_clip, with_matrix, with_rotation
 from tests.processors.helpers import picture, values

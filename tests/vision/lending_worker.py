@@ -16,7 +16,7 @@ import torch
 
 from tests.vision.fake_worker import DIE
 from vision.towers.temporal_patch import EncodeBatch
-from vision.workers.channel import EncodeDone, MessageChannel, RowsHandle
+from vision.workers.encoder_messages import EncodeDone, RowsHandle, encoder_channel
 from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH, LentRows
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.process.child import Parent
@@ -54,7 +54,7 @@ def share(memory: Memory, row_counts: Sequence[int]) -> RowsHandle:
 
 def lending_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
     folder = settings.model / "lent"
-    channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    channel = encoder_channel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     lent = LentRows(channel, share)
     broken = settings.model / "share"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vision.towers.cost import encoding_flops
-from vision.towers.registry import make_tower
+from vision.towers.blocks import encoding_flops
+from vision.towers.loading import make_tower
 
 QWEN3_VL_2B = {
     "depth": 24,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, safe_open
 
 from tests.vision.store_helpers import HEADER, Clock, file_of, holds, key, open_store, rows
-from vision.cache.file import EmbedsFormat, entry_header
+from vision.cache.entry_file import EmbedsFormat, entry_header
 
 SMALL = {"count": 2, "width": 3}
 

@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from vision.cache.disk_tier import DiskTier
-from vision.cache.host_copy import HostCopy
+from vision.cache.disk_tier import DiskTier, HostCopy
 from vision.cache.stats import TierStats
 
 

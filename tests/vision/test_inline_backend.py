@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
-from vision.workers.inline import InlineBackend
-from vision.workers.pace import Pace
+from vision.workers.inline import InlineBackend, Pace
 
 SPEED = 100e9
 PIECE_S = 0.01

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
 from vision.towers import fingerprint
-from vision.towers.fingerprint import tower_fingerprint
-from vision.towers.loading import load_tower
+from vision.towers.loading import load_tower, tower_fingerprint
 from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
 from vlmserve_common.errors import CheckpointError

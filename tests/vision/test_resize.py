@@ -12,7 +12,7 @@ from processors.resize import RESAMPLING, PatchConfig, frames_to_patches, resize
 from tests.fake_cuda.tensors import CUDA, FakeCuda
 from tests.processors.helpers import noise
 from vision.towers import resize as module
-from vision.towers.resize import make_taps, original_patches, resize
+from vision.towers.device_resize import make_taps, original_patches, resize
 from vlmserve_common.compute.transfers import to_device
 
 MODES = sorted(RESAMPLING.values())

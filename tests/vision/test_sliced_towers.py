@@ -10,8 +10,7 @@ import torch
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.patches import random_patches
-from vision.towers.blocks import VisionTower
-from vision.towers.cost import encoding_cost
+from vision.towers.blocks import VisionTower, encoding_cost
 from vision.towers.grids import Grid
 from vision.towers.loading import load_tower
 from vision.towers.pieces import TORCH_ROWS, UNLIMITED, Kind, Piece, Steps, finish, limited_tiles

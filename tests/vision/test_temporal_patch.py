@@ -21,8 +21,7 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
-from vision.towers.fingerprint import tower_fingerprint
-from vision.towers.loading import load_tower
+from vision.towers.loading import load_tower, tower_fingerprint
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, embedding_key, temporal_patches
 from vision.workers.inline import InlineBackend

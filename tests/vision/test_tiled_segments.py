@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from tests.fake_graphs import CallsAgain
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vision.patches import random_patches
-from vision.towers.graphs.tiled_segments import TiledSegments
-from vision.towers.graphs.tower_graphs import CapturedTower
 from vision.towers.grids import Segments
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
+from vision.towers.tower_graphs import CapturedTower, TiledSegments
 
 CPU = torch.device("cpu")
 

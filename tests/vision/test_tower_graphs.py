@@ -15,12 +15,10 @@ from torch.nn import functional as F
 from tests.fake_graphs import CallsAgain, Recorder
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.patches import random_patches
-from vision.towers.graphs.capturing import capture_tower
-from vision.towers.graphs.tower_graphs import BUCKETS, CapturedTower
-from vision.towers.grids import Segments
-from vision.towers.layer_inputs import StaticSegments
+from vision.towers.grids import Segments, StaticSegments
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
+from vision.towers.tower_graphs import BUCKETS, CapturedTower, capture_tower
 from vlmserve_common.compute.rotary import Rotation, rotate
 
 CPU = torch.device("cpu")

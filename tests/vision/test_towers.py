@@ -12,7 +12,7 @@ import torch
 from tests import hf_env  # noqa: F401
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.towers.grids import group_segments, interpolation, patch_coordinates, window_order
-from vision.towers.registry import make_tower
+from vision.towers.loading import make_tower
 from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint.reader import read_json
 from vlmserve_common.errors import CheckpointError

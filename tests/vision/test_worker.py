@@ -12,8 +12,7 @@ import torch
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.backends import collect
 from tests.vision.patches import make_levels, random_patches
-from vision.towers.fingerprint import tower_fingerprint
-from vision.towers.loading import load_tower
+from vision.towers.loading import load_tower, tower_fingerprint
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.process_backend import ProcessBackend

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from vision.cache.durable_file import make_folder, write_file
-from vision.cache.file import KEY_BYTES, DamagedEntryError, EmbedsFormat, entry_header, read_entry
+from vision.cache.entry_file import KEY_BYTES, DamagedEntryError, EmbedsFormat, entry_header, read_entry
 from vision.cache.folder import EmbeddingFolder, remove_damaged
 from vision.cache.limit import FolderLimit
 from vision.cache.stats import TierStats

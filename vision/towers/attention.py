@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
-from vision.towers.grids import Segments
-from vision.towers.layer_inputs import StaticSegments
+from vision.towers.grids import Segments, StaticSegments
 from vision.towers.pieces import TORCH_ROWS, Kind, Piece, PieceLimits, Steps, even_tiles, limited_tiles
 from vlmserve_common.compute.rotary import Rotation, rotate
 from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAttention, can_attend

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from vision.towers.attention import segment_attention
-from vision.towers.grids import Grid, Segments, check_grids
-from vision.towers.layer_inputs import LayerInputs, StaticSegments
+from vision.towers.attention import attention_cost, segment_attention
+from vision.towers.grids import Grid, LayerInputs, Segments, StaticSegments, check_grids
 from vision.towers.pieces import (
     TORCH_ROWS,
     UNLIMITED,
@@ -22,10 +22,12 @@ from vision.towers.pieces import (
     finish,
     limited_tiles,
 )
+from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
 from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
 from vlmserve_common.compute.transfers import to_device
+from vlmserve_common.errors import CheckpointError
 
 NORM_EPS = 1e-6
 # Rows that go through products together, at the most: what is between an MLP's is several times as wide.
@@ -289,3 +291,81 @@ class QwenPatchMerger(PatchMerger):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [P, size] -> [P / joined, out_size]."""
         return self.mlp(self.ln_q(x).view(-1, self._merged_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """kernel: (channels, frames, height, width) of a patch. size: the tower's width; out_size: of its embeddings."""
+
+    depth: int
+    size: int
+    out_size: int
+    num_heads: int
+    head_dim: int
+    merge_size: int
+    kernel: tuple[int, int, int, int]
+    rope_theta: float
+
+    @classmethod
+    def from_fields(
+        cls, fields: Fields, *, size_field: str = "hidden_size", out_size_field: str = "out_hidden_size"
+    ) -> TowerConfig:
+        """Raises CheckpointError for missing or impossible values."""
+        size = fields.positive(size_field)
+        num_heads = fields.positive("num_heads")
+        if size % num_heads or size // num_heads % 4:
+            raise CheckpointError(
+                f"{fields.where}: {size_field} {size} over {num_heads} heads: a head's dimensions must be a "
+                "multiple of 4"
+            )
+        patch = fields.positive("patch_size")
+        return cls(
+            depth=fields.positive("depth"),
+            size=size,
+            out_size=fields.positive(out_size_field),
+            num_heads=num_heads,
+            head_dim=size // num_heads,
+            merge_size=fields.positive("spatial_merge_size", 2),
+            # published Qwen2-VL configurations say `in_chans`
+            kernel=(
+                fields.positive("in_channels", fields.positive("in_chans", 3)),
+                fields.positive("temporal_patch_size", 2),
+                patch,
+                patch,
+            ),
+            rope_theta=fields.section("rope_parameters").number("rope_theta", 10000.0),
+        )
+
+
+def encoding_flops(tower: VisionTower, patches: int) -> float:
+    """Floating-point operations for a temporal patch of so many patches: of products with weights, and of attention
+    over the whole of it. What windows attend to, norms and rotations are small beside these and left out.
+
+    The tower may be on the meta device.
+    """
+    return _products(tower, patches) + 4.0 * _full_layers(tower) * _width(tower) * patches**2
+
+
+def encoding_cost(tower: VisionTower, patches: int) -> Mapping[Kind, float]:
+    """Costs of all pieces together, as `VisionTower.steps` tells them, for a temporal patch of so many patches; small
+    windows at its edges count as whole ones, and preparing values is left out."""
+    full, width = _full_layers(tower), _width(tower)
+    attention = full * attention_cost(patches, patches, width)
+    windowed = len(tower.blocks) - full
+    if windowed:
+        attention += windowed * attention_cost(patches, min(patches, tower.window_patches), width)
+    return {Kind.PRODUCT: _products(tower, patches), Kind.ATTENTION: attention}
+
+
+def _products(tower: VisionTower, patches: int) -> float:
+    layers = tower.patch_embed.flops + sum(block.flops for block in tower.layers())
+    return layers * patches + sum(merger.flops for merger in tower.mergers()) * patches / tower.spatial_merge_size**2
+
+
+def _full_layers(tower: VisionTower) -> int:
+    return len(tower.blocks) if tower.num_full_attention is None else tower.num_full_attention
+
+
+def _width(tower: VisionTower) -> int:
+    """Of all heads together."""
+    return tower.patch_embed.width

@@ -14,13 +14,12 @@ from vision.towers.blocks import (
     PatchEmbed,
     PatchMerger,
     QwenPatchMerger,
+    TowerConfig,
     VisionAttention,
     VisionBlock,
     VisionTower,
 )
-from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, Segments, frame_lengths, patch_coordinates, window_order
-from vision.towers.layer_inputs import LayerInputs
+from vision.towers.grids import Grid, LayerInputs, Segments, frame_lengths, patch_coordinates, window_order
 from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation

@@ -14,15 +14,14 @@ from vision.towers.blocks import (
     AxialRotary,
     PatchEmbed,
     PatchMerger,
+    TowerConfig,
     VisionAttention,
     VisionBlock,
     VisionMLP,
     VisionTower,
     product_flops,
 )
-from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, Segments, frame_lengths, interpolation, patch_coordinates
-from vision.towers.layer_inputs import LayerInputs
+from vision.towers.grids import Grid, LayerInputs, Segments, frame_lengths, interpolation, patch_coordinates
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps, even_tiles
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation

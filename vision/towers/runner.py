@@ -11,10 +11,9 @@ import torch
 
 from processors.inputs import Normalization, Resizing
 from processors.normalize import normalize, value_width
-from vision.towers.blocks import VisionTower
-from vision.towers.cost import encoding_cost
+from vision.towers.blocks import VisionTower, encoding_cost
+from vision.towers.device_resize import original_patches
 from vision.towers.pieces import UNLIMITED, Kind, Piece, PieceLimits, Steps, even_tiles, finish
-from vision.towers.resize import original_patches
 from vision.towers.temporal_patch import TemporalPatch
 from vlmserve_common.compute.transfers import gathered, to_device
 
@@ -100,16 +99,16 @@ def _value_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Step
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _PatchKind:
     """What patches must agree in to become values together. originals: grid and shape of those yet to be resized."""
 
     normalization: Normalization
     originals: tuple[Resizing, tuple[int, int], tuple[int, ...]] | None
 
 
-def _kind(patch: TemporalPatch) -> _Kind:
+def _kind(patch: TemporalPatch) -> _PatchKind:
     originals = None if patch.resizing is None else (patch.resizing, patch.grid, patch.pixels.shape)
-    return _Kind(_normalization(patch), originals)
+    return _PatchKind(_normalization(patch), originals)
 
 
 def _pixel_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Steps[np.ndarray | torch.Tensor]:

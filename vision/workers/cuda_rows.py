@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from vision.workers.channel import RowsHandle
+from vision.workers.encoder_messages import RowsHandle
 from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
 from vlmserve_common.compute.tensors import dtype_name
 

@@ -17,9 +17,40 @@ import torch
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.backend import EncodeResult, attempt
-from vision.workers.pace import Pace
 from vlmserve_common.compute.lanes import HostLane, Lane
 from vlmserve_common.compute.transfers import Mark
+
+# Before anything was measured: a slow machine, so that the first pieces are not too long on any.
+_GUESSED_S = {Kind.PRODUCT: 1 / 100e9, Kind.ATTENTION: 1 / 100e9, Kind.ELEMENTS: 1 / 400e6}
+# Of what was measured before, with each piece; about the last fifty count.
+_KEPT = 0.98
+
+
+class Pace:
+    """Seconds per cost of each kind of piece: a running mean. Also `PieceLimits`: pieces that take `piece_s` seconds,
+    which may be changed.
+
+    One thread tells what pieces took; any may ask.
+    """
+
+    def __init__(self, piece_s: float) -> None:
+        self.piece_s = piece_s
+        self._sums: dict[Kind, tuple[float, float]] = {}  # kind -> cost, seconds
+
+    def took(self, piece: Piece, seconds: float) -> None:
+        """A piece was computed."""
+        cost, spent = self._sums.get(piece.kind, (0.0, 0.0))
+        self._sums[piece.kind] = (cost * _KEPT + piece.cost, spent * _KEPT + seconds)
+
+    def seconds(self, kind: Kind, cost: float) -> float:
+        """What pieces of that cost together are going to take; a guess before the first of their kind."""
+        measured, spent = self._sums.get(kind, (0.0, 0.0))
+        return cost * (spent / measured if measured and spent else _GUESSED_S[kind])
+
+    def most(self, kind: Kind) -> float:
+        """See `PieceLimits`."""
+        return self.piece_s / self.seconds(kind, 1.0)
+
 
 PIECE_S = 0.01
 """Seconds that a piece is to take."""

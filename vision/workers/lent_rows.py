@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from vision.towers.temporal_patch import EncodeBatch
-from vision.workers.channel import MessageChannel, RowsAnswer, RowsHandle, RowsOffer, RowsTaken
+from vision.workers.encoder_messages import RowsAnswer, RowsHandle, RowsOffer, RowsTaken
+from vlmserve_common.transport.channel import MessageChannel
 
 _Rows = TypeVar("_Rows")
 

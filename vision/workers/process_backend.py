@@ -15,9 +15,9 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
 from vision.workers.cuda_rows import CudaBorrower, RowsBorrower
-from vision.workers.keeper import WorkerKeeper, WorkerMain
 from vision.workers.settings import WorkerSettings
 from vision.workers.start import start_worker
+from vision.workers.worker_keeper import WorkerKeeper, WorkerMain
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
 

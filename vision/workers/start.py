@@ -8,7 +8,7 @@ from vlmserve_common.process.child import Parent
 
 
 def start_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
-    """See `vision.workers.worker.run_worker`."""
-    from vision.workers.worker import run_worker
+    """See `vision.workers.encoder_worker.run_worker`."""
+    from vision.workers.encoder_worker import run_worker
 
     run_worker(parent, settings, device)

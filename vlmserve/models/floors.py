@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from vision.towers.blocks import VisionTower
-from vision.towers.cost import encoding_flops
+from vision.towers.blocks import VisionTower, encoding_flops
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.config import ExpertsConfig, ModelConfig

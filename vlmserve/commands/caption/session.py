@@ -19,7 +19,7 @@ from typing import BinaryIO, TextIO
 
 import blake3
 
-from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import BlockingFetcher
 from vlmserve.commands.caption.arguments import CaptionCommand
 from vlmserve.commands.caption.bounds import named_folder, refuse_inputs_as_outputs, words_to_open
 from vlmserve.commands.caption.captioner import Captioner, CaptionStopped

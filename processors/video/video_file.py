@@ -11,9 +11,8 @@ from av.container import InputContainer
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from processors.formats import INVALID_VIDEO, file_format
-from processors.plain_words import first_bytes
-from processors.plain_words import words as plain_words
+from processors.formats import INVALID_VIDEO, file_format, first_bytes
+from processors.formats import words as plain_words
 from processors.video.options import VideoLimits
 from vlmserve_common.errors import BadRequestError
 

@@ -19,13 +19,14 @@ from typing import Any, TypeAlias
 
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
-from vision.workers.channel import EncodeDone, MessageChannel, RowsAnswer, RowsOffer, RowsTaken
 from vision.workers.cuda_rows import RowsBorrower, try_out
+from vision.workers.encoder_messages import EncodeDone, RowsAnswer, RowsOffer, RowsTaken, encoder_channel
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.compute.tensors import from_array
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import ChildProcess, Parent
 from vlmserve_common.process.keeper import ProcessKeeper, ProcessPlan
+from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame
 
@@ -112,7 +113,7 @@ class WorkerKeeper:
         first = self.first_start
         if first.done() and first.exception() is None and first.result() != report:
             raise EngineError(f"{self._title} found other weights or settings in {self._settings.model} than before")
-        self._channel = MessageChannel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
+        self._channel = encoder_channel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
         with self._changed:
             self._child, self._overdue, self._turn_began_s = child, "", self._clock()
 

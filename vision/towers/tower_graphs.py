@@ -1,17 +1,21 @@
-"""A tower's layers captured for a few numbers of patches, and replayed at the next larger one."""
+"""A tower's layers captured as CUDA graphs for a few numbers of patches, and replayed at the next larger one."""
 
 from __future__ import annotations
 
+import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
 
 from vision.towers.blocks import VisionTower
-from vision.towers.grids import Segments
-from vision.towers.layer_inputs import LayerInputs, StaticSegments
+from vision.towers.grids import LayerInputs, Segments, StaticSegments
 from vision.towers.pieces import UNLIMITED, finish
-from vlmserve_common.compute.graphs import Capturer, Graph
+from vlmserve_common.compute.graphs import Capturer, CudaCapturer, Graph
+from vlmserve_common.compute.memory import free_memory, show_gib
+from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.kernels.segment_trial import gpu_kernels_work
 
 BUCKETS = (256, 512, 768, 1024, 1536, 2048)
 """Patches. About ten kernels a layer are launched however few patches there are, in a few milliseconds; computing takes
@@ -93,3 +97,81 @@ def _pairs(static: LayerInputs, inputs: LayerInputs) -> list[tuple[StaticSegment
         for one, other in zip(static.segments, inputs.segments, strict=True)
         if isinstance(one, StaticSegments) and isinstance(other, Segments)
     ]
+
+
+# Tiles of a bucket: one for so many patches. Windows of 64 patches need one each, and up to four times as many where
+# a picture is narrower than they are. A tile that is not needed does nothing.
+_PATCHES_OF_A_TILE = 16
+
+
+class TiledSegments(StaticSegments):
+    """See the module docstring. patches: of the bucket. longest: patches of a segment, at the most."""
+
+    def __init__(self, patches: int, longest: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        from vlmserve_common.kernels.gpu.segments import tile_rows
+
+        self._rows = tile_rows(dtype, longest)
+        self._tiles = torch.zeros(-(-patches // _PATCHES_OF_A_TILE), 3, dtype=torch.int32, device=device)
+
+    def fits(self, segments: Segments) -> bool:
+        """See the base class."""
+        return sum(-(-length // self._rows) for length in segments.lengths) <= len(self._tiles)
+
+    def load(self, segments: Segments) -> None:
+        """See the base class. Nobody waits for the copy."""
+        tiles = segments.tiles(self._rows)
+        self._tiles[: len(tiles)].copy_(tiles)
+        self._tiles[len(tiles) :].zero_()
+
+    def attend(self, qkv: torch.Tensor, rotary: Rotation) -> torch.Tensor:
+        """See the base class. Queries and keys are turned in place."""
+        from vlmserve_common.kernels.gpu.segments import segment_attention, turn
+
+        turn(qkv, *rotary)
+        return segment_attention(qkv, self._tiles, self._rows)
+
+
+log = logging.getLogger(__name__)
+
+
+def capture_on_gpu(tower: VisionTower, device: torch.device) -> None:
+    """Capture the layers of a tower that is on a GPU. Call it before a KV cache is sized by what memory is left. Where
+    attention is torch's, nothing is captured."""
+    dtype = next(tower.parameters()).dtype
+    if not gpu_kernels_work(device, dtype, tower.head_dim):
+        return
+
+    def make_segments(patches: int, longest: int) -> TiledSegments:
+        return TiledSegments(patches, longest, dtype=dtype, device=device)
+
+    def free() -> int:
+        torch.cuda.synchronize(device)
+        return free_memory(device)[0]
+
+    capture_tower(tower, make_segments=make_segments, capturer=CudaCapturer(device), free=free)
+
+
+def capture_tower(
+    tower: VisionTower,
+    *,
+    make_segments: MakeSegments,
+    capturer: Capturer,
+    free: Callable[[], int],
+    buckets: Sequence[int] = BUCKETS,
+) -> None:
+    """Capture a tower's layers for so many patches; without graphs, and with a line in the log, where that fails. free:
+    bytes of memory."""
+    before, began = free(), time.perf_counter()
+    try:
+        graphs = CapturedTower(tower, buckets, make_segments=make_segments, capturer=capturer)
+    except Exception as error:  # a compiler's, too: without graphs it is slower, and that is all
+        log.warning("the vision tower is not captured as CUDA graphs: %s", str(error).split("\n")[0])
+        return
+    tower.attach_graphs(graphs)
+    log.info(
+        "captured the vision tower's layers for %s patches (%d CUDA graphs) in %.1f s; they take %s",
+        ", ".join(map(str, graphs.buckets)),
+        len(graphs.buckets),
+        time.perf_counter() - began,
+        show_gib(max(0, before - free())),
+    )

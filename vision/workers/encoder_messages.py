@@ -9,7 +9,7 @@ from typing import TypeAlias, get_args
 import numpy as np
 
 from vision.towers.temporal_patch import EncodeBatch
-from vlmserve_common.transport import channel as common
+from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame
 
@@ -73,9 +73,9 @@ class RowsTaken:
 Message: TypeAlias = EncodeBatch | EncodeDone | RowsOffer | RowsAnswer | RowsTaken
 
 
-class MessageChannel(common.MessageChannel):
-    """See `vlmserve_common.transport.channel`."""
-
-    def __init__(self, send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays) -> None:
-        types = get_args(Message)
-        super().__init__(send, receive, send_types=types, receive_types=types, shared=shared)
+def encoder_channel(
+    send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays
+) -> MessageChannel:
+    """Return one side's channel for these messages."""
+    types = get_args(Message)
+    return MessageChannel(send, receive, send_types=types, receive_types=types, shared=shared)

@@ -1,10 +1,37 @@
-"""Calls made side by side in a few threads; what comes of them is as if they had been made one after the other."""
+"""Helper threads for one clip: items made ahead of their use, and calls made side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def ahead(items: Generator[_T, None, None], count: int = 2) -> Generator[_T, None, None]:
+    """`items`, made in a thread of its own, at the most `count` of them before they are asked for.
+
+    What making one raises is raised where it is asked for. When this iterator ends or is closed, `items` has been
+    closed and the thread is gone.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="media-ahead")
+
+    def make() -> tuple[_T] | None:
+        for item in items:
+            return (item,)
+        return None
+
+    try:
+        coming = deque(thread.submit(make) for _ in range(count))
+        while (made := coming.popleft().result()) is not None:
+            yield made[0]
+            coming.append(thread.submit(make))
+    finally:
+        thread.shutdown(cancel_futures=True)
+        items.close()
+
 
 _Result = TypeVar("_Result")
 

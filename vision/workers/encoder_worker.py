@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from vision.towers.fingerprint import tower_fingerprint
-from vision.towers.graphs.capturing import capture_on_gpu
-from vision.towers.loading import load_tower
+from vision.towers.loading import load_tower, tower_fingerprint
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import EncodeBatch
+from vision.towers.tower_graphs import capture_on_gpu
 from vision.workers.backend import attempt
-from vision.workers.channel import EncodeDone, MessageChannel
 from vision.workers.cuda_rows import share, trial_rows
+from vision.workers.encoder_messages import EncodeDone, encoder_channel
 from vision.workers.lent_rows import LentRows
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
@@ -20,6 +19,7 @@ from vlmserve_common.compute.tensors import dtype_setting, to_array
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, torch_threads
 from vlmserve_common.process.child import Parent
+from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
 
 
@@ -41,7 +41,7 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     elif settings.cuda_graphs:
         capture_on_gpu(tower, device)
     runner = TowerRunner(tower, device)
-    channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    channel = encoder_channel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     lent = LentRows(channel, share)
     offer = lent.offer(lambda: trial_rows(device)) if settings.may_lend(device_name) else None
     parent.ready({"fingerprint": fingerprint.hex()})
