@@ -1,4 +1,4 @@
-"""Which file formats there are: the ones that are read, and others that are at least called by their names.
+"""Known file formats: the ones that are read, and others that errors at least call by name.
 
 The content's first bytes decide, never a name or a MIME type.
 """
@@ -17,16 +17,19 @@ INVALID_VIDEO = "invalid_video"
 """The error code of a video that cannot be read."""
 
 _FORMAT_BYTES = 4096
-"""What says which format a file is of: its text formats may begin with white space, and to follow that through tens of
-megabytes would hold Python's lock for seconds."""
+"""Bytes at a file's start that decide its format.
+
+Text formats can begin with white space. Following that through tens of megabytes would hold Python's lock for seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """name: "PNG", or what it is to people. kind: None for what is neither. plugin, opener: Pillow's, for what is read.
+    """A file format. `name`: "PNG", or a description for people. `kind`: None for neither a picture nor a video.
+    `plugin`, `opener`: Pillow's, for a format that is read.
 
-    ffmpeg: FFmpeg's name of a format that is read as a video. It is given, never guessed: among FFmpeg's demuxers are
-    playlists, which open other files and addresses.
+    `ffmpeg`: FFmpeg's name of a format that is read as a video. FFmpeg gets the name and does not guess: some of its
+    demuxers are playlists, which open other files and addresses.
     """
 
     name: str
@@ -38,7 +41,7 @@ class FileFormat:
 
     @property
     def called(self) -> str:
-        """With its article."""
+        """The name with its article."""
         if self.plugin is None:
             return self.name
         return f"{'an' if self.name == 'AVIF' else 'a'} {self.name} picture"
@@ -80,16 +83,16 @@ _FORMATS = (
 
 
 def file_format(head: bytes) -> FileFormat | None:
-    """The format of a file that begins with `head`, whether it is read here or not."""
+    """Return the format of a file that begins with `head`, whether or not it is read here."""
     return next((known for known in _FORMATS if known.magic.match(head[:_FORMAT_BYTES])), None)
 
 
 HEAD_BYTES = 128
-"""As many first bytes of a file tell a picture from a video."""
+"""This many first bytes of a file tell a picture from a video."""
 
 
 def modality_of(head: bytes) -> Modality | None:
-    """What a file that begins with `head` is; a GIF is a picture. None for anything that is not read here."""
+    """Return the modality of a file that begins with `head`. A GIF is a picture. None for a file that is not read here."""
     found = file_format(head)
     if found is None or not (found.plugin or found.kind == "video"):
         return None
@@ -97,7 +100,7 @@ def modality_of(head: bytes) -> Modality | None:
 
 
 def mime_type(head: bytes) -> str:
-    """The MIME type of a file that begins with `head`; application/octet-stream for what is not read here."""
+    """Return the MIME type of a file that begins with `head`. A file that is not read here is application/octet-stream."""
     found = file_format(head)
     if found is not None and found.plugin:
         return f"image/{found.name.lower()}"
@@ -113,7 +116,7 @@ _SHOWN = 8
 
 
 def first_bytes(data: bytes) -> str:
-    """What a file begins with: text in quotes, or bytes in hexadecimal."""
+    """Describe the start of a file: text in quotes, or bytes in hexadecimal."""
     head = data[:_SHOWN]
     if head.isascii() and head.decode("ascii").isprintable():
         return f'"{head.decode("ascii")}"'
@@ -121,5 +124,6 @@ def first_bytes(data: bytes) -> str:
 
 
 def words(error: Exception) -> str:
-    """An error's own words, without the quotes that Python puts around bytes; its kind where it has none."""
+    """Return an error's own words, without the quotes that Python puts around bytes. An error without words gives its
+    type."""
     return _REPR.sub(r'"\g<inside>"', str(error)) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Pictures and videos as patches, ready for the vision tower. Needs no torch: processes tell each other of them."""
+"""Pictures and videos as patches, ready for the vision tower. Needs no torch, since processes send these to each other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from processors.knobs import Clamp
 class ProcessedImage:
     """One picture, ready for the vision tower.
 
-    digest, patch_digests, grid_thw, feature, normalization, resizing, encoded: as in `MultimodalDataItem`; feature is
-    read-only, for requests may share it.
-    num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
-    clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
+    `digest`, `patch_digests`, `grid_thw`, `feature`, `normalization`, `resizing`, `encoded`: as in
+    `MultimodalDataItem`. Requests may share `feature`, so it is read-only. `num_tokens`: pad tokens in a prompt.
+    `source_size`: (width, height) of the upright original. `clamps`: knobs that server limits changed. `ignored`: knobs
+    without effect.
     """
 
     digest: bytes
@@ -37,14 +37,11 @@ class ProcessedImage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessedVideo:
-    """One clip, ready for the vision tower.
+    """One clip, ready for the vision tower. Fields that a picture has, too, mean the same; `source_size` is of a frame.
 
-    digest, patch_digests, grid_thw, feature, normalization, resizing, second_per_grid_t: as in `MultimodalDataItem`;
-    feature is read-only.
-    num_tokens: pad tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices,
-    frame_times: the frames used, by number and in seconds. patch_times: the mean time of each temporal patch.
-    source_fps, source_frames: frames a second and in all, as it came. sampling: the rule that chose frames; sample_fps:
-    how many of them a second. clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
+    `second_per_grid_t`: as in `MultimodalDataItem`. `frame_indices`, `frame_times`: the frames used, by number and in
+    seconds. `patch_times`: the mean time of each temporal patch. `source_fps`, `source_frames`: of the original clip.
+    `sampling`: the rule that chose the frames. `sample_fps`: frames used per second.
     """
 
     digest: bytes
@@ -71,7 +68,7 @@ ProcessedMedium: TypeAlias = ProcessedImage | ProcessedVideo
 
 
 def of_tenant(medium: ProcessedMedium, tenant: str) -> ProcessedMedium:
-    """The same medium under digests that are nobody else's, so that no cache finds it for others."""
+    """Return the medium under digests of this tenant alone, so that no cache finds it for another tenant."""
 
     def own(digest: bytes) -> bytes:
         return digest_fields([b"vlmserve tenant 1", tenant.encode(), digest])

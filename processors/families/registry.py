@@ -24,12 +24,12 @@ class Qwen2VLProcessor(MultimodalProcessor):
     coordinates = "0-1000"
 
     def time_interval(self, item: MultimodalDataItem) -> float:
-        """One position per temporal patch."""
+        """Return 1: temporal patches are one position apart."""
         return 1.0
 
 
 class Qwen2_5VLProcessor(MultimodalProcessor):
-    """Processor of model_type qwen2_5_vl (arXiv:2502.13923, "absolute time encoding")."""
+    """Processor of model_type qwen2_5_vl (arXiv:2502.13923, "absolute time encoding"): time positions follow the clock."""
 
     video_rules = staticmethod(qwen2_rules)
     coordinates = "absolute"
@@ -48,26 +48,31 @@ class Qwen2_5VLProcessor(MultimodalProcessor):
         self._tokens_per_second = config.tokens_per_second
 
     def time_interval(self, item: MultimodalDataItem) -> float:
-        """tokens_per_second positions for each second between a video's temporal patches; 1 for a picture."""
+        """Return the positions between two temporal patches: tokens_per_second for each second of a video, 1 for a
+        picture."""
         if item.modality is Modality.VIDEO:
             return self._tokens_per_second * item.second_per_grid_t
         return 1.0
 
 
 class Qwen3VLProcessor(MultimodalProcessor):
-    """Processor of model_type qwen3_vl (arXiv:2511.21631). A video item has one offset range per temporal patch."""
+    """Processor of model_type qwen3_vl (arXiv:2511.21631): timestamps in the text tell the time.
+
+    A video item has one offset range for each temporal patch.
+    """
 
     video_rules = staticmethod(qwen3_rules)
     coordinates = "0-1000"
 
     def time_interval(self, item: MultimodalDataItem) -> float:
-        """Of no effect, as blocks are one temporal patch long."""
+        """Return 1. The value has no effect, since blocks are one temporal patch long."""
         return 1.0
 
     def place_video(self, before: list[int], video: ProcessedVideo, after: int | None) -> VideoBlock:
-        """`<T seconds>`, vision start, pads, vision end, for each temporal patch (`Qwen3VLProcessor` of transformers).
+        """Write `<T seconds>`, vision start, pads and vision end for each temporal patch (transformers'
+        `Qwen3VLProcessor`).
 
-        The published form has them in the place of the template's own markers.
+        In the published form these replace the template's own markers.
         """
         if self._continue_text is None:
             raise ValueError("a Qwen3-VL video needs the tokenizer: make_processor(continue_text=...)")
@@ -105,11 +110,10 @@ def make_processor(
     limits: ProcessorLimits | None = None,
     continue_text: ContinueText | None = None,
 ) -> MultimodalProcessor:
-    """The processor of a checkpoint folder; hf_config is the content of its config.json.
+    """Make the processor of a checkpoint folder.
 
-    continue_text: its tokenizer, for videos of families that write the time into the prompt.
-
-    Raises CheckpointError for an unknown model_type or unusable picture settings.
+    `hf_config`: the content of its config.json. `continue_text`: its tokenizer, for videos of families that write the
+    time into the prompt. Raises CheckpointError for an unknown model_type or unusable picture settings.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _PROCESSORS:

@@ -1,4 +1,4 @@
-"""A media URL to bytes: data:, http(s): and, where allowed, file:. Every failure is the request's own 400."""
+"""Fetches media URLs: data:, http(s): and, where allowed, file:. Every failure is a 400 of the request itself."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from vlmserve_common.process.loop_thread import LoopThread
 
 
 class MediaFile(ABC):
-    """It may stand where a URL does, and is read when its turn comes, in a thread.
+    """A medium that the server already holds, such as an uploaded file. It can replace a URL, and a thread reads it
+    when it is needed.
 
-    modality: by the file's first bytes; None where they are of neither a picture nor a video.
+    `modality`: by the file's first bytes; None if they belong to neither a picture nor a video.
     """
 
     modality: Modality | None
 
     @abstractmethod
     def read(self, limit: ByteLimit) -> bytes:
-        """The whole file. Raises BadRequestError where it is gone or larger than the limit."""
+        """Return the whole file. Raises BadRequestError if it is gone or larger than the limit."""
 
 
 _P = ParamSpec("_P")
@@ -48,7 +49,8 @@ _SMALL_BYTES = 256 * 1024
 
 
 async def off_loop(size: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call a function that goes through `size` bytes: in a thread, unless they are few."""
+    """Call a function that goes through `size` bytes. More than a few run in a thread, so that the event loop stays
+    free."""
     if size <= _SMALL_BYTES:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
@@ -64,7 +66,7 @@ _PIECE_BYTES = 256 * 1024  # a multiple of 4, which are decoded together
 class MediaFetcher:
     """Fetches media by URL, in one event loop. Cancelling a call ends its transfer.
 
-    resolver, ssl_context: other than the system's, for tests and unusual networks.
+    `resolver`, `ssl_context`: replace the system's, for tests and unusual networks.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class MediaFetcher:
         self._disk_turns = asyncio.Semaphore(_DISK_THREADS)
 
     def claim(self) -> Claim:
-        """For one medium's memory."""
+        """Return a claim on memory for one medium."""
         return Claim(self._memory)
 
     async def fetch(
@@ -95,10 +97,10 @@ class MediaFetcher:
         modality: Modality = Modality.IMAGE,
         claim: Claim | None = None,
     ) -> bytes:
-        """The bytes behind a URL, or of a file; how many there may be depends on the modality.
+        """Return the bytes of a URL or file. The modality sets the size limit.
 
-        claim: takes the memory that it needs; None: the caller sees to that. Raises BadRequestError (with `param`),
-        whatever the reason.
+        `claim`: takes the memory for them; None if the caller accounts for it. Raises BadRequestError (with `param`)
+        for any failure.
         """
         limit = self.settings.limit(modality)
         try:
@@ -110,7 +112,7 @@ class MediaFetcher:
             raise
 
     def close(self) -> None:
-        """Nothing is fetched any more. What a disk keeps waiting goes on by itself."""
+        """Stop fetching. A read that waits for a slow disk ends by itself later."""
         self._disk.shutdown(wait=False, cancel_futures=True)
 
     async def _fetch(self, url: str, limit: ByteLimit, claim: Claim | None) -> bytes:
@@ -174,7 +176,7 @@ class MediaFetcher:
 
 
 def decode_data_url(url: str, limit: ByteLimit) -> bytes:
-    """The bytes of a data: URL. Raises BadRequestError."""
+    """Return the bytes of a data: URL. Raises BadRequestError."""
     header, comma, payload = url.partition(",")
     if not comma:
         raise BadRequestError("data: URL without a comma before its data", code=_CODE)
@@ -209,12 +211,13 @@ def decode_data_url(url: str, limit: ByteLimit) -> bytes:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Decoding holds Python's lock: in one go it would stop the event loop for tens of milliseconds."""
+    """Cut data into pieces. Decoding holds Python's lock: in one go it would stop the event loop for tens of
+    milliseconds."""
     return (data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES))
 
 
 def _local_path(url: str) -> str:
-    """What a file: URL names. Raises BadRequestError for what cannot be a path."""
+    """Return the path in a file: URL. Raises BadRequestError for text that cannot be a path."""
     try:
         parts = urlsplit(url)
         path = unquote(parts.path, errors="surrogateescape")
@@ -226,7 +229,8 @@ def _local_path(url: str) -> str:
 
 
 def _pieces_of_escapes(data: bytes) -> Iterator[bytes]:
-    """Pieces that end between percent-encoded bytes: taking those apart makes an object of each."""
+    """Cut data between percent-encoded bytes. Decoding these makes an object of each, so one piece at a time saves
+    memory."""
     start = 0
     while start < len(data):
         end = start + _PIECE_BYTES
@@ -237,7 +241,7 @@ def _pieces_of_escapes(data: bytes) -> Iterator[bytes]:
 
 
 def _read_below(root: str, names: list[str], url: str, limit: ByteLimit) -> bytes:
-    """Walk down from `root` without following links, so that none slipped in after the check leads out."""
+    """Walk down from `root` without following links, so that a link created after the check cannot lead outside."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for depth, name in enumerate(names, 1):
@@ -282,7 +286,7 @@ def _shorten(text: str, limit: int = 100) -> str:
 
 
 class BlockingFetcher:
-    """See `MediaFetcher`. Thread-safe. Close it when done."""
+    """A `MediaFetcher` for threads that have no event loop. Thread-safe. Close it when done."""
 
     def __init__(self, settings: FetchSettings) -> None:
         self.settings = settings

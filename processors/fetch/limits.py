@@ -11,7 +11,7 @@ from processors.inputs import Modality
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteLimit:
-    """bytes: the most. setting: its name, for errors."""
+    """A limit. `bytes`: the most. `setting`: its name, for errors."""
 
     bytes: int
     setting: str
@@ -19,15 +19,14 @@ class ByteLimit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchSettings:
-    """What a client's URL may reach and cost.
+    """Limits of what a client's URL may reach and cost.
 
-    allow_private_media: let http(s) URLs reach loopback, private, link-local and other non-public addresses.
-    allowed_local_media_path: the folder below which file: URLs may read; None refuses them all.
-    max_bytes, max_video_bytes: the largest picture and video file. timeout_s: seconds for one URL in all: name lookup,
-    connecting, redirects, body.
-    max_redirects: redirects followed. allowed_media_domains: the only hosts http(s) URLs may name, redirects included
-    (".example.com" stands for everything below example.com); None for any host.
-    max_per_host: downloads from one host at a time. memory_mib: what was fetched and is not processed yet may take.
+    `allow_private_media`: let http(s) URLs reach loopback, private, link-local and other non-public addresses.
+    `allowed_local_media_path`: the folder below which file: URLs may read; None refuses them all. `max_bytes`,
+    `max_video_bytes`: the largest picture and video file. `timeout_s`: seconds for one URL, including name lookup,
+    connecting, redirects and body. `max_redirects`: redirects followed. `allowed_media_domains`: the only hosts that
+    http(s) URLs and redirects may name; None for any host. ".example.com" stands for everything below example.com.
+    `max_per_host`: downloads from one host at a time. `memory_mib`: for fetched files that are not processed yet.
     """
 
     allow_private_media: bool = False
@@ -42,7 +41,7 @@ class FetchSettings:
     memory_mib: int = 1024
 
     def limit(self, modality: Modality) -> ByteLimit:
-        """The largest file of a modality."""
+        """Return the limit on a file of a modality."""
         if modality is Modality.VIDEO:
             return ByteLimit(bytes=self.max_video_bytes, setting="--max-video-bytes")
         return ByteLimit(bytes=self.max_bytes, setting="--media-max-bytes")
@@ -50,11 +49,11 @@ class FetchSettings:
 
 _MIB = 2**20
 FREE_BYTES = _MIB
-"""Every medium may have that much without asking: what a slow host sends keeps nobody else waiting."""
+"""Every medium may take this much without a claim, so that a slow host delays nobody else."""
 
 
 class MediaMemory:
-    """mib: for all media that are larger than `FREE_BYTES`, together."""
+    """Memory for fetched files until they are processed. `mib`: for all media larger than `FREE_BYTES` together."""
 
     def __init__(self, mib: int) -> None:
         self.mib = self.free = mib
@@ -63,9 +62,9 @@ class MediaMemory:
 
 
 class Claim:
-    """One medium's part of the memory, let go of at the end of a `with` block.
+    """One medium's part of the memory, released at the end of a `with` block.
 
-    whole: bytes to take at once for a medium that comes in pieces.
+    `whole`: bytes to take at once for a medium that comes in pieces.
     """
 
     def __init__(self, memory: MediaMemory) -> None:
@@ -76,18 +75,23 @@ class Claim:
 
     @property
     def taken(self) -> bool:
-        """Whether it has room."""
+        """Whether the claim holds memory."""
         return self._taken > 0
 
     def fits(self, size: int) -> bool:
-        """Whether `take` would not wait. Whoever would must not keep what those who have memory may need: a turn."""
+        """Return True if `take` would not wait.
+
+        A caller that would wait must give up its turn first: media that hold memory may need the turn.
+        """
         if self.taken or size <= FREE_BYTES:
             return True
         return not self._memory.turn.locked() and self._memory.free >= self._wanted(size)
 
     async def take(self, size: int) -> None:
-        """Wait for room for so many bytes, unless they are few. Once: whoever has some never waits for more, which
-        another one could have who waits, too."""
+        """Wait for memory for so many bytes, unless they are few. A claim takes memory only once.
+
+        If it could take more later, two claims could wait for each other.
+        """
         if size <= FREE_BYTES:
             return
         memory, wanted = self._memory, self._wanted(size)

@@ -1,4 +1,4 @@
-"""How large a picture is shown: the checkpoint's area limits, narrowed or widened by a request, within the server's."""
+"""Computes a picture's resized size: the checkpoint's area limits, changed by a request, within the server's limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_TOKENS = 4
 
 
 class FittedSize(NamedTuple):
-    """A size in pixels, and what the server's limits changed on the way to it."""
+    """A size in pixels, and the values that server limits changed on the way to it."""
 
     height: int
     width: int
@@ -25,10 +25,11 @@ class FittedSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSizes:
-    """factor: pixels a side of a token. min_pixels, max_pixels: the checkpoint's area limits.
+    """Size limits of a checkpoint's pictures.
 
-    limit: the largest area, whatever is asked for; None: the checkpoint's. tell_limit: see `ProcessorLimits`.
-    low_detail_tokens: of detail "low".
+    `factor`: pixels a side of a token. `min_pixels`, `max_pixels`: the checkpoint's area limits. `limit`: the largest
+    area that a request can get; None for the checkpoint's. `low_detail_tokens`: for detail "low". `tell_limit`: see
+    `ProcessorLimits`.
     """
 
     factor: int
@@ -44,7 +45,7 @@ class ImageSizes:
         return self.max_pixels if self.limit is None else self.limit
 
     def fit(self, height: int, width: int, knobs: ImageKnobs) -> FittedSize:
-        """The size of a picture of that size. Raises BadRequestError for bad knobs or sides."""
+        """Return the resized size of a picture of height x width. Raises BadRequestError for bad knobs or sides."""
         check_image_knobs(knobs)
         if knobs.resized_height is not None and knobs.resized_width is not None:
             return aimed_size(
@@ -71,11 +72,12 @@ class ImageSizes:
         return FittedSize(*size, tuple(found))
 
     def ignored(self, knobs: ImageKnobs) -> tuple[str, ...]:
-        """What was given and has no effect."""
+        """Return the knobs that were given and have no effect."""
         return areas_without_effect(knobs)
 
     def knobs_for_detail(self, detail: str | None) -> ImageKnobs:
-        """OpenAI's `detail`: "low" is a few tokens, "high" all that the server allows; "auto" and None say nothing.
+        """Translate OpenAI's `detail`: "low" is a few tokens, "high" is all that the server allows. "auto" and None set
+        nothing.
 
         Raises BadRequestError for another word.
         """
@@ -90,7 +92,8 @@ class ImageSizes:
 
 
 def told_scaling(free: tuple[int, int], size: tuple[int, int], limit: int) -> tuple[Clamp, ...]:
-    """What is said of a limit that nobody chose. free: the (height, width) without it; no news if that is no larger."""
+    """Report a limit that the server chose itself. `free`: the (height, width) without the limit. Returns () if it is
+    no larger."""
     asked, used = free[0] * free[1], size[0] * size[1]
     if asked <= used:
         return ()
@@ -98,9 +101,10 @@ def told_scaling(free: tuple[int, int], size: tuple[int, int], limit: int) -> tu
 
 
 def aimed_size(height: int, width: int, *, factor: int, limit: int, setting: str) -> FittedSize:
-    """The size for one that was asked for: rounded to whole tokens, 4 tokens at least, and at most `limit` pixels.
+    """Return the size for a requested one: whole tokens, at least 4 tokens, and at most `limit` pixels. Raises
+    BadRequestError.
 
-    As `fetch_image` and `fetch_video` of qwen_vl_utils do, whose own limit is 16384 tokens. Raises BadRequestError.
+    `fetch_image` and `fetch_video` of qwen_vl_utils do the same, with a limit of 16384 tokens.
     """
     least = min(_LEAST_TOKENS * factor**2, limit)
     unlimited = (height + factor) * (width + factor)

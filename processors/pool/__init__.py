@@ -1,4 +1,4 @@
-"""Many media at a time, each answered for itself."""
+"""Loads many media at a time. Each one succeeds or fails for itself."""
 
 from vlmserve_common.process.child import prepare_forks
 

@@ -1,4 +1,4 @@
-"""Processed pictures and videos by the content of their files, so that one sent again is not decoded again."""
+"""Caches processed pictures and videos by the content of their files, so that a repeated one is not decoded again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processors.video.options import VideoKnobs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheStats:
-    """Counts since the start, and what is held now."""
+    """Counts since the start, and the present contents."""
 
     hits: int
     misses: int
@@ -24,7 +24,7 @@ class CacheStats:
 
 
 class ProcessorCache:
-    """Least recently used goes first. max_bytes bounds the features held; 0 turns the cache off."""
+    """Evicts the least recently used medium first. `max_bytes` bounds the features held; 0 turns the cache off."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -40,14 +40,14 @@ class ProcessorCache:
         knobs: ImageKnobs | VideoKnobs,
         tenant: str = "",
     ) -> bytes:
-        """The bytes of a file, or of a video's frames; what they are taken for, what is asked of it, and for whom.
+        """Return the key of a file, or of a video's frames, together with kind, knobs and tenant.
 
-        Knobs are dataclasses, whose repr has all that they say.
+        Knobs are dataclasses, so their repr holds all their values.
         """
         return digest_fields([kind.encode(), repr(knobs).encode(), tenant.encode(), *files])
 
     def get(self, key: bytes) -> ProcessedMedium | None:
-        """What was put under `key`, if it is still there."""
+        """Return the medium under `key`, if it is still cached."""
         found = self._entries.get(key)
         if found is None:
             self._misses += 1
@@ -57,7 +57,7 @@ class ProcessorCache:
         return found
 
     def put(self, key: bytes, medium: ProcessedMedium) -> None:
-        """Keep `medium`, at the expense of those not used for longest. One larger than the cache is not kept."""
+        """Keep `medium`, and evict the least recently used for it. A medium larger than the cache is not kept."""
         if medium.feature.nbytes > self._max_bytes:
             return
         old = self._entries.pop(key, None)
@@ -70,5 +70,5 @@ class ProcessorCache:
             self._bytes -= evicted.feature.nbytes
 
     def stats(self) -> CacheStats:
-        """A snapshot."""
+        """Return a snapshot of the counts."""
         return CacheStats(hits=self._hits, misses=self._misses, entries=len(self._entries), bytes=self._bytes)

@@ -1,7 +1,7 @@
-"""Fetches, decodes and resizes pictures and videos for one event loop: what is the same is made once, at any time.
+"""Fetches, decodes and resizes pictures and videos for one event loop. Equal media are made once at a time.
 
-What costs CPU time is the maker's matter, and in which order it is done; fetching costs none, and waits for nobody but
-its own host. What was fetched takes part of a bounded memory until it is processed.
+The maker does the work that costs CPU time, and decides its order. Fetching costs none, and each fetch waits only for
+its own host. Fetched files take part of a bounded memory until they are processed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _MOST_FATAL = 1024
 
 
 def _ignore() -> None:
-    """What is told of media that were fetched, where nobody asks."""
+    """Do nothing: the default of `fetched`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
-    """max_workers: threads that decode and resize. max_frame_downloads: frames of one list fetched at a time.
+    """Limits of a pool.
 
-    max_queued: pictures and videos in the pool, waiting or in work, above which `load` refuses more.
-    cache_mib: processed pictures and videos kept, in MiB; 0 for none.
+    `max_workers`: threads that decode and resize. `max_frame_downloads`: frames of one list fetched at a time.
+    `max_queued`: pictures and videos in the pool, waiting or in work; `load` refuses more. `cache_mib`: MiB of
+    processed pictures and videos kept; 0 for none.
     """
 
     max_workers: int = 2
@@ -49,9 +50,10 @@ class PoolSettings:
 
 
 class ProcessorPool:
-    """Loads pictures and videos for `processor`, in one event loop. Close it when done: it closes fetcher and maker.
+    """Loads pictures and videos for `processor`, in one event loop. Close it when done: it also closes fetcher and
+    maker.
 
-    maker: makes patches of files; by default threads do. What comes as Pillow pictures or rows stays with them.
+    `maker`: makes patches from files; threads by default. Pillow pictures and embeddings always stay with the threads.
     """
 
     def __init__(
@@ -77,11 +79,11 @@ class ProcessorPool:
 
     @property
     def in_pool(self) -> int:
-        """Media that were taken and wait or are in work; zero when idle."""
+        """Media that wait or are in work; zero when idle."""
         return len(self._in_pool)
 
     def cache_stats(self) -> CacheStats:
-        """Figures of the processor cache."""
+        """Return the figures of the processor cache."""
         return self._cache.stats()
 
     async def load(
@@ -89,9 +91,9 @@ class ProcessorPool:
     ) -> list[ProcessedMedium]:
         """Fetch, decode and process all media of one request, in order.
 
-        The first failure, or cancelling the caller, calls off the rest. client: who asks; clients take turns.
-        fetched: called for each medium whose bytes are there. Raises BadRequestError, with status 429 when the pool is
-        full.
+        The first failure calls off the rest, and so does cancelling the caller. `client`: the requester; clients take
+        turns. `fetched`: called for each medium once its bytes are there. Raises BadRequestError, with status 429 when
+        the pool is full.
         """
         if self._closing:
             raise closing_error()
@@ -112,7 +114,7 @@ class ProcessorPool:
             tasks.clear()  # an error has this frame, and they have the error: a circle, with the medium's bytes in it
 
     async def close(self) -> None:
-        """Refuse new work, and call off what there is."""
+        """Refuse new work, and call off the present work."""
         self._closing = True
         await call_off(list(self._in_pool))
         self._fetcher.close()
@@ -120,7 +122,7 @@ class ProcessorPool:
         await self._threads.close()
 
     def _check(self, request: MediaRequest) -> None:
-        """Before anything is fetched. What needs the picture or the clip is checked with it."""
+        """Check a request before anything is fetched. Checks that need the picture or clip come later."""
         try:
             if isinstance(request, VideoRequest):
                 check_knobs(request.knobs or VideoKnobs())
@@ -196,9 +198,9 @@ class ProcessorPool:
         knobs: ImageKnobs | VideoKnobs,
         make: Callable[[], Awaitable[ProcessedMedium]],
     ) -> ProcessedMedium:
-        """What is cached, or what `make` makes, for all who ask for it meanwhile; `make` is the same for all of them.
+        """Return the cached medium, or the result of `make`, for all requests that ask for it meanwhile.
 
-        Its failure is everybody's. It is called off when the last one who wants it is gone.
+        `make` is the same for all of them, and they share its failure. It is called off when the last request has gone.
         """
         key = await off_loop(sum(map(len, files)), self._cache.key, kind, files, knobs, request.tenant)
         work = self._in_work.get(key)
@@ -234,7 +236,7 @@ class ProcessorPool:
 
 @dataclass(slots=True)
 class _InWork:
-    """A medium that is being made. wanted_by: so many wait for it."""
+    """A medium that is being made. `wanted_by`: how many requests wait for it."""
 
     task: asyncio.Task[ProcessedMedium]
     wanted_by: int = 0

@@ -1,4 +1,5 @@
-"""Imported once, by the process that children are forks of: torch, and what resizing pictures needs, in one thread."""
+"""Imported once, by the process that children are forks of. It loads torch and the code that resizes pictures, in one
+thread."""
 
 from __future__ import annotations
 

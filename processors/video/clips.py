@@ -1,7 +1,7 @@
-"""One clip, or list of frames, to patches.
+"""Turns one clip, or a list of frames, into patches.
 
-Frames are resized and cut into patches one temporal patch after the other, so that memory holds the result and two
-frames of full size for each thread that does so, not the clip; unless they are to be resized later.
+Frames are resized and cut one temporal patch after the other. So memory holds the result and two full-size frames for
+each decoding thread, not the clip. Only frames that are resized later are all kept at full size.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _Frames: TypeAlias = AbstractContextManager[Iterable[np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reading:
-    """Frames [H, W, 3] to be read, in stretches side by side.
+    """How to read frames [H, W, 3], in stretches side by side.
 
-    opens: makes each stretch's frames, one after the other. starts: the temporal patch at which each stretch begins.
-    threads: stretches at a time. call_off: tells those under way that nobody wants their frames any more.
+    `opens`: makes each stretch's frames. `starts`: the temporal patch at which each stretch begins. `threads`:
+    stretches read at a time. `call_off`: stops the reading when the frames are no longer needed.
     """
 
     opens: Sequence[Callable[[], _Frames]]
@@ -56,9 +56,9 @@ class _Reading:
 
 
 class VideoProcessor:
-    """Clips of one checkpoint. Stateless, so any number of threads may use it.
+    """Processes the clips of one checkpoint. It has no state, so any number of threads can use it.
 
-    resize_later: as in `ProcessorLimits`.
+    `resize_later`: as in `ProcessorLimits`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class VideoProcessor:
         self._patches = patches
 
     def process_clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
-        """A video file's bytes. Raises BadRequestError."""
+        """Process a video file's bytes. Raises BadRequestError."""
         check_knobs(knobs)
         try:
             return self._process_file(data, knobs, later=self._resize_later)
@@ -93,7 +93,7 @@ class VideoProcessor:
         return self._process(self._reading(clip, choice.indices), choice, clip.info, knobs, later=later)
 
     def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
-        """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
+        """Process `count` RGB frames uint8 [H, W, 3], all used, `knobs.fps` per second. Raises BadRequestError."""
         check_knobs(knobs)
         if not count:
             raise BadRequestError("the video is an empty list of frames", code=_CODE)
@@ -175,7 +175,7 @@ class VideoProcessor:
     def _cut(
         self, reading: _Reading, grid: tuple[int, int, int], original: tuple[int, int] | None
     ) -> tuple[np.ndarray, tuple[bytes, ...]]:
-        """Read-only feature and digests. original: (height, width) of frames that are resized later."""
+        """Return the read-only feature and the digests. `original`: (height, width) of frames that are resized later."""
         config, t = self._patches, grid[0]
         depth = config.temporal_patch_size
         shape = (depth, *original, 3) if original else (grid[1] * grid[2], config.row_width(depth))
@@ -209,7 +209,7 @@ def _open(clip: Clip, indices: Sequence[int]) -> _Frames:
 
 
 def _checked(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarray]:
-    """A list's frames: all of one size, and slow ones together have the time of a clip."""
+    """Check a list's frames: one size for all, and the time limit of a clip."""
     deadline = time.monotonic() + limit_s
     shape: tuple[int, ...] | None = None
     for place, frame in enumerate(frames):
@@ -230,15 +230,15 @@ def _checked(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarra
 
 
 class OtherSizeError(Exception):
-    """A frame has not the size of those before it, so they cannot travel as they are."""
+    """A frame's size differs from the frames before it, so they cannot travel as they are."""
 
 
 def cut_frames(
     frames: Iterable[np.ndarray], feature: np.ndarray, grid: tuple[int, int], config: PatchConfig, *, in_float: bool
 ) -> list[bytes]:
-    """Fill feature uint8 [t, h*w, row width] with the patches of frames uint8 [H, W, 3]; the digests.
+    """Fill feature uint8 [t, h*w, row width] with the patches of frames uint8 [H, W, 3]; return the digests.
 
-    The last frame is repeated to fill the last temporal patch. in_float: see `resize_frames`.
+    The last frame is repeated to fill the last temporal patch. `in_float`: see `resize_frames`.
     """
     height, width = grid[0] * config.patch_size, grid[1] * config.patch_size
     group = np.empty((config.temporal_patch_size, 3, height, width), np.uint8)
@@ -256,8 +256,10 @@ def cut_frames(
 def take_frames(
     frames: Iterable[np.ndarray], feature: np.ndarray, grid: tuple[int, int], config: PatchConfig
 ) -> list[bytes]:
-    """As `cut_frames`, but feature uint8 [t, temporal_patch_size, H, W, 3] gets the frames as they are, to be resized
-    later. Raises OtherSizeError."""
+    """Fill feature uint8 [t, temporal_patch_size, H, W, 3] with unresized frames; return the digests.
+
+    The last frame is repeated as in `cut_frames`. Raises OtherSizeError.
+    """
     digests: list[bytes] = []
     originals = iter(frames)
     for place in feature:
@@ -271,6 +273,6 @@ def take_frames(
 
 
 def _resized(frames: Iterable[np.ndarray], height: int, width: int, mode: str, in_float: bool) -> Iterator[np.ndarray]:
-    """uint8 [3, height, width] each."""
+    """Resize frames to uint8 [3, height, width] each."""
     for frame in frames:
         yield planes(resize_frames(frame[None], height, width, mode, in_float=in_float))[0]

@@ -1,8 +1,8 @@
-"""Video bytes to the RGB frames that are used, through PyAV.
+"""Decodes the RGB frames that are used from video bytes, through PyAV.
 
-A clip is read twice: once without decoding, for the times of all its frames and its keyframes, and once decoding what
-the chosen frames need, in stretches side by side where that is worth it. Frames come one at a time, so memory holds a
-few of them however long the clip is.
+A clip is read twice. The first time nothing is decoded: the times of all frames and the keyframes are listed. The
+second time the chosen frames are decoded, in stretches side by side if that is faster. Frames come one at a time, so
+memory holds a few of them, however long the clip is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixe
 
 
 class Clip:
-    """One clip, its frames listed. Raises BadRequestError when it is broken or over the limits.
+    """One clip with its frames listed. Raises BadRequestError when it is broken or over the limits.
 
-    clock: seconds, for the limit on decoding.
+    `clock`: seconds, for the limit on decoding.
     """
 
     def __init__(self, data: bytes, limits: VideoLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,8 +65,10 @@ class Clip:
         )
 
     def stretches(self, indices: Sequence[int], multiple: int) -> list[range]:
-        """Ranges of places in `indices` (ascending) that are worth decoding side by side, in order; all but the last
-        hold a multiple of `multiple`."""
+        """Return ranges of places in `indices` (ascending) that are worth decoding side by side, in order.
+
+        All but the last hold a multiple of `multiple`.
+        """
         keys = [bisect.bisect_left(self._pts, key) for key in self._keys]
         # Not as many as there are threads: what a damaged clip shows behind the damage depends on where decoding began,
         # and should not depend on the machine.
@@ -74,16 +76,19 @@ class Clip:
 
     @property
     def threads(self) -> int:
-        """That decode, together. Each may keep up to 17 frames: one of the largest allowed, or several where frames are
-        smaller; of 10 bits without subsampling a frame counts four times."""
+        """How many threads decode together.
+
+        Each can keep up to 17 frames: one thread for frames of the largest allowed size, several for smaller frames. A
+        frame of 10 bits without subsampling counts four times.
+        """
         room = self._limits.max_frame_pixels * _USUAL_BITS // (self.info.width * self.info.height * self._pixel_bits)
         return max(1, min(self._limits.decode_threads, room))
 
     def read(self, indices: Sequence[int], threads: int = 1) -> Generator[np.ndarray, None, None]:
-        """The frames of these indices (ascending): uint8 [height, width, 3], upright, each for as long as it is used.
+        """Yield the frames of these indices (ascending): uint8 [height, width, 3], upright. Several threads can read at
+        a time.
 
-        threads: that decode. Raises BadRequestError at the first that cannot be decoded. Several threads may read at a
-        time.
+        `threads`: threads that decode. Raises BadRequestError at the first frame that cannot be decoded.
         """
         wanted = sorted(set(indices))
         reformatter = VideoReformatter()  # making one takes as long as reformatting a frame of 720p
@@ -95,11 +100,11 @@ class Clip:
             yield picture
 
     def call_off(self) -> None:
-        """Whatever is being read ends soon, with an error."""
+        """Let all reading end soon, with an error."""
         self._called_off = True
 
     def _walk(self, targets: list[int], threads: int) -> Iterator[VideoFrame]:
-        """One frame for each time in `targets`, seeking where that saves work."""
+        """Yield one frame for each time in `targets`, seeking if that saves work."""
         done = 0
         try:
             for frame in self._decode(targets, threads, seek=True):
@@ -132,7 +137,8 @@ class Clip:
                 yield found
 
     def _frames(self, container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
-        """The frames from here on, as they are shown; those that nothing refers to only where they are wanted."""
+        """Yield the frames from here on, in display order. Frames that no frame refers to are decoded only if they are
+        wanted."""
         # HEVC has no such frames: what is no reference there may be one for frames of a higher temporal layer.
         prefix = length_size(stream.codec_context.extradata) if stream.codec_context.name == "h264" else 0
         for packet in container.demux(stream):
@@ -167,7 +173,8 @@ class Clip:
 
 
 def _check_gif(frames: int, width: int, height: int, limits: VideoLimits) -> None:
-    """A frame is made of the one before and costs its whole area, though it may take twenty bytes of the file."""
+    """Refuse a GIF with too many pixels. A frame builds on the one before and costs its whole area, even with 20 bytes
+    of file."""
     most = _GIF_FRAMES * limits.max_frame_pixels
     if frames * width * height > most:
         raise BadRequestError(
@@ -178,30 +185,33 @@ def _check_gif(frames: int, width: int, height: int, limits: VideoLimits) -> Non
 
 
 class _LostError(Exception):
-    """A seek did not lead to the frame looked for."""
+    """A seek did not lead to the wanted frame."""
 
 
 class _CalledOffError(Exception):
-    """Nobody wants the frames any more."""
+    """The frames are no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orientation:
-    """What brings a stored frame upright: rows and columns change places, then either may be turned around."""
+    """How to turn a stored frame upright: swap rows and columns, then flip either."""
 
     transposed: bool = False
     flip_rows: bool = False
     flip_columns: bool = False
 
     def apply(self, picture: np.ndarray) -> np.ndarray:
-        """[H, W, channels] as it is stored -> as it is shown, a view."""
+        """Turn a picture [H, W, channels] upright; returns a view."""
         if self.transposed:
             picture = picture.transpose(1, 0, 2)
         return picture[:: -1 if self.flip_rows else 1, :: -1 if self.flip_columns else 1]
 
 
 def orientation(frame: VideoFrame) -> Orientation:
-    """To the nearest quarter turn, mirrored or not. A matrix that leads nowhere counts as none."""
+    """Read a frame's display matrix (ISO/IEC 14496-12, section 6.2.2), to the nearest quarter turn, mirrored or not.
+
+    A degenerate matrix counts as none.
+    """
     matrix = _matrix(frame)
     if matrix is None:
         return Orientation()
@@ -225,15 +235,17 @@ _TELLS_NOTHING = frozenset({6, 9, 12})  # additional information, delimiters and
 
 
 def length_size(extradata: bytes | None) -> int:
-    """Bytes of the length before each unit, from the stream's header as MP4, MOV and Matroska have it (avcC); 0 if it
-    is none."""
+    """Return the bytes of the length before each H.264 unit, from the stream's header in MP4, MOV and Matroska (avcC).
+
+    0 if the header is another one.
+    """
     return (extradata[4] & 3) + 1 if extradata and len(extradata) > 4 and extradata[0] == 1 else 0
 
 
 def is_disposable(packet: bytes, prefix: int) -> bool:
-    """Whether a packet holds one picture that no other picture refers to, and nothing else that matters.
+    """Return True if an H.264 packet holds one picture that no other picture refers to, and nothing else that matters.
 
-    prefix: what `length_size` says, at least 1. False for anything that is not understood.
+    `prefix`: the value of `length_size`, at least 1. False for a packet that is not understood.
     """
     at, slices = 0, 0
     while at + prefix < len(packet):

@@ -11,10 +11,10 @@ _T = TypeVar("_T")
 
 
 def ahead(items: Generator[_T, None, None], count: int = 2) -> Generator[_T, None, None]:
-    """`items`, made in a thread of its own, at the most `count` of them before they are asked for.
+    """Yield `items`, which one extra thread makes at most `count` ahead of their use.
 
-    What making one raises is raised where it is asked for. When this iterator ends or is closed, `items` has been
-    closed and the thread is gone.
+    An error of making an item is raised when the item is asked for. When this iterator ends or is closed, `items` is
+    closed and the thread has ended.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="media-ahead")
 
@@ -39,11 +39,11 @@ _Result = TypeVar("_Result")
 def side_by_side(
     calls: Sequence[Callable[[], _Result]], most: int, call_off: Callable[[], None], begin: Iterable[int]
 ) -> list[_Result]:
-    """The result of each call; `most` at a time, each in a thread of its own.
+    """Return the result of each call; `most` run at a time, each in a thread of its own.
 
-    begin: every place in `calls`, in the order in which they are begun. Raises the failure of the first call, by place,
-    that fails, when all before it are done. It drops the calls that have not begun then, lets `call_off` hurry those
-    under way, and waits for them.
+    `begin`: every place in `calls`, in the order in which they start. If calls fail, the failure of the first one by
+    place is raised, once all before it are done. Calls that have not started are dropped. `call_off` hurries the
+    running ones, and the function waits for them.
     """
     failures: list[int] = []  # places, kept by those who fail, so that nobody begins what comes behind
 

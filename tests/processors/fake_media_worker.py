@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from processors.knobs import ImageKnobs
-from processors.pool import worker
+from processors.pool import media_worker as worker
 from processors.pool.maker import DirectMaker
 from processors.pool.media_worker import MediaWorkerSettings, run_worker
 from processors.pool.messages import ANSWER_MESSAGES, PictureWork

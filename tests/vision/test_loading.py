@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
-from vision.towers import fingerprint
+from vision.towers import loading
 from vision.towers.loading import load_tower, tower_fingerprint
 from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
@@ -105,7 +105,7 @@ def test_a_fingerprint_tells_towers_apart(tmp_path, monkeypatch):
         "taps": fingerprint_of(tower, folder, deepstack_visual_indexes=[0, 2]),
         "activation": fingerprint_of(tower, folder, hidden_act="gelu"),
     }
-    monkeypatch.setattr(fingerprint, "_VERSION", b"vlmserve tower 0")
+    monkeypatch.setattr(loading, "_VERSION", b"vlmserve tower 0")
     found["version"] = fingerprint_of(tower, folder)
     assert len(set(found.values())) == len(found), found
     assert {len(value) for value in found.values()} == {32}

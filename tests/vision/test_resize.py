@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from processors.resize import RESAMPLING, PatchConfig, frames_to_patches, resize_frames
 from tests.fake_cuda.tensors import CUDA, FakeCuda
 from tests.processors.helpers import noise
-from vision.towers import resize as module
+from vision.towers import device_resize as module
 from vision.towers.device_resize import make_taps, original_patches, resize
 from vlmserve_common.compute.transfers import to_device
 

@@ -1,4 +1,4 @@
-"""Loads the vision tower of a checkpoint, without the rest of the model."""
+"""Makes towers by model family, loads a checkpoint's tower without the rest of the model, and identifies it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOWERS: Mapping[str, type[Qwen2VisionTower] | type[Qwen2_5VisionTower] | type[Qw
 
 
 def make_tower(hf_config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str) -> VisionTower:
-    """An uninitialised tower for a checkpoint's config.json.
+    """Make an uninitialised tower for a checkpoint's config.json.
 
     Raises CheckpointError for a family without a tower here, or an impossible `vision_config`.
     """
@@ -61,16 +61,16 @@ TOWER_WEIGHT_RULES = WeightRules(
     # a constant that old versions of transformers saved along
     ignored=(r"\brotary_pos_emb\.inv_freq$",),
 )
-"""How a tower's tensors are named in a whole model's checkpoint."""
+"""Names of a tower's tensors in a whole model's checkpoint."""
 
 OF_THE_TOWER = r"^(model\.)?visual\."
 _NOT_OF_THE_TOWER = r"^(?!(model\.)?visual\.)"
 
 
 def outline_tower(folder: Path, *, dtype: torch.dtype | None = None) -> VisionTower:
-    """The tower of a checkpoint folder without its weights, on the meta device: its sizes, and no memory.
+    """Make the tower of a checkpoint folder on the meta device: its sizes, without weights or memory.
 
-    dtype, errors: those of `load_tower`, but for the tensors'.
+    `dtype` and errors: as in `load_tower`, which also checks the tensors.
     """
     hf_config = read_hf_config(folder)
     try:
@@ -81,10 +81,10 @@ def outline_tower(folder: Path, *, dtype: torch.dtype | None = None) -> VisionTo
 
 
 def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> VisionTower:
-    """Make the tower of a checkpoint folder on `device`; only its tensors are read.
+    """Make the tower of a checkpoint folder on `device`. Only its tensors are read.
 
-    dtype: what it computes in; the checkpoint's own by default. Raises CheckpointError when the family is unknown, the
-    `vision_config` impossible, or one of the tower's tensors missing, unexpected or misshaped.
+    `dtype`: of its weights and results; the checkpoint's own by default. Raises CheckpointError when the family is
+    unknown, the `vision_config` impossible, or one of the tower's tensors missing, unexpected or misshaped.
     """
     reader = CheckpointReader(folder)
     tower = outline_tower(folder, dtype=dtype)
@@ -100,10 +100,11 @@ _VERSION = b"vlmserve tower 1"
 
 
 def tower_fingerprint(tower: VisionTower, vision_config: Mapping[str, Any]) -> bytes:
-    """32 bytes: BLAKE3 over a tower's weights as loaded, in its dtype, and its settings.
+    """Return 32 bytes that identify a tower: BLAKE3 over its weights as loaded, in its dtype, and its settings.
 
-    vision_config: as in config.json. It does not matter on which device the tower is, or what else was loaded with it.
-    Weights are hashed in place by all cores; those on a GPU are copied one tensor at a time.
+    Equal fingerprints and equal pixels give equal embeddings, up to rounding. `vision_config`: as in config.json. The
+    tower's device does not matter, nor other loaded modules. All cores hash weights in place. Weights on a GPU are
+    copied one tensor at a time.
     """
     return digest_fields(_fields(tower, vision_config), threads=available_cpus())
 

@@ -28,7 +28,7 @@ from vlmserve_common.compute.layers import LayerNorm
 
 
 class Qwen2VisionTower(VisionTower):
-    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+    """Qwen2-VL's tower, with uninitialised weights, from a `vision_config`."""
 
     def __init__(self, vision_config: dict[str, Any]) -> None:
         super().__init__()
@@ -53,19 +53,16 @@ class Qwen2VisionTower(VisionTower):
         self._rotary = AxialRotary(config.head_dim, config.rope_theta)
 
     def mergers(self) -> list[PatchMerger]:
-        """See `VisionTower`."""
         return [self.merger]
 
     def input_steps(
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
     ) -> Steps[LayerInputs]:
-        """See `VisionTower`."""
         x = yield from self.patch_embed.steps(pixel_values, limits)
         rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
         return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
-        """See `VisionTower`."""
         x, (frames,) = inputs.x, inputs.segments
         for block in self.layers():
             yield from block.steps(x, inputs.rotary, frames, limits)

@@ -29,7 +29,7 @@ from vlmserve_common.errors import CheckpointError
 
 
 class Qwen2_5VisionTower(VisionTower):
-    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+    """Qwen2.5-VL's tower, with uninitialised weights, from a `vision_config`."""
 
     def __init__(self, vision_config: dict[str, Any]) -> None:
         super().__init__()
@@ -60,13 +60,12 @@ class Qwen2_5VisionTower(VisionTower):
         self._rotary = AxialRotary(config.head_dim, config.rope_theta)
 
     def mergers(self) -> list[PatchMerger]:
-        """See `VisionTower`."""
         return [self.merger]
 
     def input_steps(
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
     ) -> Steps[LayerInputs]:
-        """See `VisionTower`. Between the first and the last layer, patches lie window by window."""
+        """Prepare the inputs. Between the first and the last layer, patches go window by window."""
         merge = self.spatial_merge_size
         order, window_lengths = window_order(grid_thw, merge, self._window)
         patch_order = (order[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
@@ -81,7 +80,6 @@ class Qwen2_5VisionTower(VisionTower):
         )
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
-        """See `VisionTower`."""
         x, (frames, windows) = inputs.x, inputs.segments
         for index, block in enumerate(self.layers()):
             yield from block.steps(x, inputs.rotary, frames if index in self._full_attention else windows, limits)

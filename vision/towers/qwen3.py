@@ -35,7 +35,7 @@ _POSITION_ROWS = 512
 
 
 class Qwen3PatchMerger(PatchMerger):
-    """Tokens are normalised before or (DeepStack) after they are joined."""
+    """Normalises tokens before they are joined, or after that (DeepStack)."""
 
     def __init__(self, config: TowerConfig, *, norm_joined: bool) -> None:
         super().__init__(config.merge_size**2)
@@ -57,7 +57,7 @@ class Qwen3PatchMerger(PatchMerger):
 
 
 class Qwen3VisionTower(VisionTower):
-    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+    """Qwen3-VL's tower, with uninitialised weights, from a `vision_config`."""
 
     def __init__(self, vision_config: dict[str, Any]) -> None:
         super().__init__()
@@ -93,7 +93,6 @@ class Qwen3VisionTower(VisionTower):
         self._rotary = AxialRotary(config.head_dim, config.rope_theta)
 
     def mergers(self) -> list[PatchMerger]:
-        """See `VisionTower`."""
         return [self.merger, *self._deepstack_mergers()]
 
     def _deepstack_mergers(self) -> list[Qwen3PatchMerger]:
@@ -102,14 +101,13 @@ class Qwen3VisionTower(VisionTower):
     def input_steps(
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
     ) -> Steps[LayerInputs]:
-        """See `VisionTower`."""
         x = yield from self.patch_embed.steps(pixel_values, limits)
         yield from self._add_positions(x, grid_thw)
         rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
         return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
-        """See `VisionTower`. DeepStack embeddings follow the main ones in layer order."""
+        """Run the layers. DeepStack embeddings follow the main ones in layer order."""
         x, (frames,) = inputs.x, inputs.segments
         out = x.new_empty(len(x) // self.spatial_merge_size**2, 1 + len(self._taps), self.out_hidden_size)
         for index, block in enumerate(self.layers()):

@@ -18,19 +18,21 @@ from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.segment_trial import gpu_kernels_work
 
 BUCKETS = (256, 512, 768, 1024, 1536, 2048)
-"""Patches. About ten kernels a layer are launched however few patches there are, in a few milliseconds; computing takes
-longer than that from about 2048 patches on, in towers of the published sizes. Padding is a third at the most, from 256
-patches on."""
+"""Numbers of patches.
+
+About ten kernels a layer are launched, however few patches there are, in a few milliseconds. In towers of the published
+sizes computing takes longer than that from about 2048 patches on. From 256 patches on, padding is at most a third.
+"""
 
 MakeSegments = Callable[[int, int], StaticSegments]
-"""Patches of a bucket, and those of the longest segment in it -> memory for segments."""
+"""(patches of a bucket, patches of its longest segment) -> memory for segments."""
 
 
 class CapturedTower:
-    """All blocks and mergers. What depends on grids is worked out before, and copied into static memory.
+    """All blocks and mergers, captured. Data that depend on grids are computed before, and copied into static memory.
 
-    There is one set of buffers, of the largest bucket: batches are encoded one after the other. RuntimeError as
-    `Capturer.capture` raises it.
+    There is one set of buffers, of the largest bucket, since batches are encoded one after the other. Raises
+    RuntimeError as `Capturer.capture` does.
     """
 
     @torch.inference_mode()
@@ -68,7 +70,6 @@ class CapturedTower:
         return inputs, capturer.capture(run)
 
     def fits(self, inputs: LayerInputs) -> bool:
-        """See `vision.towers.blocks.TowerGraphs`."""
         if len(inputs.x) > self.buckets[-1]:
             return False
         static, _ = self._graphs[self._bucket(inputs)]
@@ -76,7 +77,7 @@ class CapturedTower:
 
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        """See `vision.towers.blocks.TowerGraphs`. Embeddings in memory of their own."""
+        """Run by a graph (see `TowerGraphs`). The embeddings have memory of their own."""
         static, graph = self._graphs[self._bucket(inputs)]
         count = len(inputs.x)
         self._x[:count].copy_(inputs.x, non_blocking=True)
@@ -91,7 +92,7 @@ class CapturedTower:
 
 
 def _pairs(static: LayerInputs, inputs: LayerInputs) -> list[tuple[StaticSegments, Segments]]:
-    """Of each kind: the static ones, and those that they are to be."""
+    """Pair the static segments of each kind with the new ones."""
     return [
         (one, other)
         for one, other in zip(static.segments, inputs.segments, strict=True)
@@ -105,7 +106,10 @@ _PATCHES_OF_A_TILE = 16
 
 
 class TiledSegments(StaticSegments):
-    """See the module docstring. patches: of the bucket. longest: patches of a segment, at the most."""
+    """Segments for the GPU attention kernel: tiles of queries, in a tensor of constant length.
+
+    `patches`: of the bucket. `longest`: most patches of a segment.
+    """
 
     def __init__(self, patches: int, longest: int, *, dtype: torch.dtype, device: torch.device) -> None:
         from vlmserve_common.kernels.gpu.segments import tile_rows
@@ -114,17 +118,14 @@ class TiledSegments(StaticSegments):
         self._tiles = torch.zeros(-(-patches // _PATCHES_OF_A_TILE), 3, dtype=torch.int32, device=device)
 
     def fits(self, segments: Segments) -> bool:
-        """See the base class."""
         return sum(-(-length // self._rows) for length in segments.lengths) <= len(self._tiles)
 
     def load(self, segments: Segments) -> None:
-        """See the base class. Nobody waits for the copy."""
         tiles = segments.tiles(self._rows)
         self._tiles[: len(tiles)].copy_(tiles)
         self._tiles[len(tiles) :].zero_()
 
     def attend(self, qkv: torch.Tensor, rotary: Rotation) -> torch.Tensor:
-        """See the base class. Queries and keys are turned in place."""
         from vlmserve_common.kernels.gpu.segments import segment_attention, turn
 
         turn(qkv, *rotary)
@@ -135,8 +136,10 @@ log = logging.getLogger(__name__)
 
 
 def capture_on_gpu(tower: VisionTower, device: torch.device) -> None:
-    """Capture the layers of a tower that is on a GPU. Call it before a KV cache is sized by what memory is left. Where
-    attention is torch's, nothing is captured."""
+    """Capture the layers of a tower on a GPU. Call it before the KV cache is sized by the memory that is left.
+
+    Nothing is captured if attention is torch's.
+    """
     dtype = next(tower.parameters()).dtype
     if not gpu_kernels_work(device, dtype, tower.head_dim):
         return
@@ -159,8 +162,10 @@ def capture_tower(
     free: Callable[[], int],
     buckets: Sequence[int] = BUCKETS,
 ) -> None:
-    """Capture a tower's layers for so many patches; without graphs, and with a line in the log, where that fails. free:
-    bytes of memory."""
+    """Capture a tower's layers for each number of patches in `buckets`. If that fails, log it and go without graphs.
+
+    `free`: returns the free bytes of memory.
+    """
     before, began = free(), time.perf_counter()
     try:
         graphs = CapturedTower(tower, buckets, make_segments=make_segments, capturer=capturer)

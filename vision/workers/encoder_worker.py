@@ -24,8 +24,8 @@ from vlmserve_common.transport.shm import SharedArrays
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
-    """Load the tower, say whose weights it has (`towers.fingerprint`), and encode what comes; the process ends with its
-    parent (see `vlmserve_common.process.child`)."""
+    """Load the tower, report its fingerprint, and encode batches. The process ends with its parent (see
+    `process.child`)."""
     torch.set_num_threads(settings.threads)
     device = torch.device(device_name)
     if device.type == "cpu":
@@ -55,7 +55,7 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
 
 
 def _answer_next(runner: TowerRunner, channel: MessageChannel, lent: LentRows[torch.Tensor]) -> bool:
-    """Encode a batch. Whether that went well."""
+    """Encode the next batch; return True if that succeeded."""
     work = lent.receive_work()
     encoded, error = attempt(lambda: _encode(runner, work, lent))
     channel.send(channel.encode(encoded or EncodeDone(number=work.number, error=error)))
