@@ -58,7 +58,7 @@ def parse_embeds(data: bytes) -> dict[str, torch.Tensor]:
         RuntimeError,
         TypeError,
         ValueError,
-    ) as error:  # sizes beyond int64, among others
+    ) as error:  # such as sizes beyond int64
         raise _bad(f"the data is not a safetensors file: {error}") from None
 
 

@@ -52,7 +52,7 @@ def _picture(name: str, magic: bytes, opener: str, ffmpeg: str | None = None) ->
     return FileFormat(name, re.compile(magic, re.DOTALL), "picture", plugin, opener, ffmpeg)
 
 
-# An ISO media file says its brands first: one of its own, then those of others that it agrees with.
+# An ISO media file starts with its brands: its own, then the compatible ones.
 _BRANDS = rb"....ftyp(?:....){0,16}?"
 _SVG = rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.{0,999}?-->\s*)?(?:<!DOCTYPE )?<?svg\b"
 _FORMATS = (
@@ -92,7 +92,7 @@ HEAD_BYTES = 128
 
 
 def modality_of(head: bytes) -> Modality | None:
-    """Return the modality of a file that begins with `head`. A GIF is a picture. None for a file that is not read here."""
+    """Return the modality of a file that begins with `head`, None if it is not read here. A GIF is a picture."""
     found = file_format(head)
     if found is None or not (found.plugin or found.kind == "video"):
         return None
@@ -100,7 +100,7 @@ def modality_of(head: bytes) -> Modality | None:
 
 
 def mime_type(head: bytes) -> str:
-    """Return the MIME type of a file that begins with `head`. A file that is not read here is application/octet-stream."""
+    """Return the MIME type of a file that begins with `head`; application/octet-stream if it is not read here."""
     found = file_format(head)
     if found is not None and found.plugin:
         return f"image/{found.name.lower()}"

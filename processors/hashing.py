@@ -56,7 +56,7 @@ def media_digest(modality: Modality, grid_thw: tuple[int, int, int], patch_diges
 
 
 def embeds_digest(grid_thw: tuple[int, int, int], rows: np.ndarray) -> bytes:
-    """Return the identity of a picture that came as embeddings. It never equals that of a picture that came as pixels."""
+    """Return the identity of a picture that came as embeddings. No picture that came as pixels has the same one."""
     header = [b"vlmserve embeds 1", np.asarray((*grid_thw, *rows.shape), "<i8").tobytes(), rows.dtype.str.encode()]
     return digest_fields([*header, _contents(rows)])
 

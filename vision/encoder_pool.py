@@ -96,7 +96,7 @@ class EncoderPool:
         self._new_failures: dict[bytes, str] = {}
         self._counts = Counter[str]()
 
-    # ------------------------------------------------------------ for those who need embeddings
+    # ------------------------------------------------------------ requests
 
     def key(self, patch: TemporalPatch) -> bytes:
         """Return the key of a temporal patch's embeddings."""

@@ -135,16 +135,6 @@ class MultimodalProcessor(ABC):
         """The ids of the media tokens."""
         return self.config.token_ids
 
-    def resized_size(self, height: int, width: int, knobs: ImageKnobs | None = None) -> tuple[int, int]:
-        """Return the (height, width) in pixels that a picture is resized to. Raises BadRequestError for bad knobs or
-        sides."""
-        return self.sizes.fit(height, width, knobs or ImageKnobs())[:2]
-
-    def num_image_tokens(self, height: int, width: int, knobs: ImageKnobs | None = None) -> int:
-        """Count the pad tokens of a picture from its size alone."""
-        new_height, new_width = self.resized_size(height, width, knobs)
-        return new_height * new_width // self.config.patches.factor**2
-
     def process_image(self, image: Image.Image, knobs: ImageKnobs | None = None) -> ProcessedImage:
         """Bring one picture upright, to RGB and to size, and cut it into patches. Raises BadRequestError."""
         rgb = normalize_image(image, self.limits.decode)

@@ -29,7 +29,7 @@ class Qwen2VLProcessor(MultimodalProcessor):
 
 
 class Qwen2_5VLProcessor(MultimodalProcessor):
-    """Processor of model_type qwen2_5_vl (arXiv:2502.13923, "absolute time encoding"): time positions follow the clock."""
+    """Processor of model_type qwen2_5_vl (arXiv:2502.13923). "Absolute time encoding": positions follow the clock."""
 
     video_rules = staticmethod(qwen2_rules)
     coordinates = "absolute"

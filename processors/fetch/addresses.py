@@ -16,27 +16,12 @@ Resolver: TypeAlias = Callable[[str, int], Sequence[str]]
 
 # What IANA's special-purpose registries keep off the public internet. Not `ipaddress.is_global`: that one differs
 # between Python versions (192.0.0.0/24, where a cloud has its metadata service, is global to some).
-_SPECIAL_V4 = tuple(
-    ipaddress.IPv4Network(text)
-    for text in (
-        "0.0.0.0/8",
-        "10.0.0.0/8",
-        "100.64.0.0/10",
-        "127.0.0.0/8",
-        "168.63.129.16/32",  # Azure's metadata and name service, though it looks public
-        "169.254.0.0/16",
-        "172.16.0.0/12",
-        "192.0.0.0/24",
-        "192.0.2.0/24",
-        "192.88.99.0/24",
-        "192.168.0.0/16",
-        "198.18.0.0/15",
-        "198.51.100.0/24",
-        "203.0.113.0/24",
-        "224.0.0.0/4",
-        "240.0.0.0/4",
-    )
-)
+# 168.63.129.16 is Azure's metadata and name service, though it looks public.
+_NOT_PUBLIC = """
+0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 168.63.129.16/32 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24
+192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4
+"""
+_SPECIAL_V4 = tuple(map(ipaddress.IPv4Network, _NOT_PUBLIC.split()))
 _GLOBAL_UNICAST_V6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_V6 = tuple(ipaddress.IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "3fff::/20"))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")

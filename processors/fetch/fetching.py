@@ -154,7 +154,7 @@ class MediaFetcher:
             if claim.fits(size):
                 await claim.take(size)
                 return data
-        del data  # who waits keeps neither memory nor a turn: those that have memory may need one
+        del data  # while waiting, hold neither bytes nor a turn: a medium that has memory may need the turn
         await claim.take(size)
         return await self._read(read, limit, claim)
 
@@ -245,7 +245,7 @@ def _read_below(root: str, names: list[str], url: str, limit: ByteLimit) -> byte
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for depth, name in enumerate(names, 1):
-            # Not blocking: opening a pipe that nobody writes to would hang.
+            # Not blocking: opening a pipe without a writer would hang.
             kind = os.O_NONBLOCK if depth == len(names) else os.O_DIRECTORY
             below = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=fd)
             os.close(fd)

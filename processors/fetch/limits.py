@@ -98,7 +98,7 @@ class Claim:
         async with self._lock:
             if self._taken:
                 return
-            async with memory.turn:  # nobody else takes what is free now
+            async with memory.turn:  # no other claim takes the free memory meanwhile
                 while memory.free < wanted:
                     memory.freed.clear()
                     await memory.freed.wait()

@@ -152,5 +152,5 @@ def _turn_upright(rgb: Image.Image, source: Image.Image) -> Image.Image:
     if method is None:
         return rgb
     upright = rgb.transpose(method)
-    upright.info = {}  # or whoever gets it would read the orientation, and turn it, again
+    upright.info = {}  # or a later reader of the orientation would turn it again
     return upright

@@ -41,7 +41,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _check_samples(image: Image.Image) -> None:
-    """Refuse signed and 32-bit pixels of a TIFF. Their range is unknown: small values would come out as nearly black."""
+    """Refuse signed and 32-bit pixels of a TIFF. Their range is unknown: small values would become nearly black."""
     tags = getattr(image, "tag_v2", {})
     bits = _first(tags.get(_BITS_PER_SAMPLE), 1)
     if _first(tags.get(_SAMPLE_FORMAT), 1) == _SIGNED:

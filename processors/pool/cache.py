@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from processors.families.base import ProcessedMedium
 from processors.hashing import digest_fields
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheStats:
-    """Counts since the start, and the present contents."""
-
-    hits: int
-    misses: int
-    entries: int
-    bytes: int
 
 
 class ProcessorCache:
@@ -30,8 +19,6 @@ class ProcessorCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[bytes, ProcessedMedium] = OrderedDict()
         self._bytes = 0
-        self._hits = 0
-        self._misses = 0
 
     @staticmethod
     def key(
@@ -49,11 +36,8 @@ class ProcessorCache:
     def get(self, key: bytes) -> ProcessedMedium | None:
         """Return the medium under `key`, if it is still cached."""
         found = self._entries.get(key)
-        if found is None:
-            self._misses += 1
-            return None
-        self._entries.move_to_end(key)
-        self._hits += 1
+        if found is not None:
+            self._entries.move_to_end(key)
         return found
 
     def put(self, key: bytes, medium: ProcessedMedium) -> None:
@@ -68,7 +52,3 @@ class ProcessorCache:
         while self._bytes > self._max_bytes:
             _, evicted = self._entries.popitem(last=False)
             self._bytes -= evicted.feature.nbytes
-
-    def stats(self) -> CacheStats:
-        """Return a snapshot of the counts."""
-        return CacheStats(hits=self._hits, misses=self._misses, entries=len(self._entries), bytes=self._bytes)

@@ -1,4 +1,4 @@
-"""Makes patches from the bytes of files: the part of the work that costs CPU time, and that a malicious file can break."""
+"""Makes patches from the bytes of files, which costs CPU time, and which a malicious file can break."""
 
 from __future__ import annotations
 

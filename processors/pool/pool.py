@@ -21,7 +21,7 @@ from processors.fetch.fetching import MediaFetcher, off_loop
 from processors.fetch.limits import Claim
 from processors.fetch.sources import VideoSources, call_off, file_from
 from processors.knobs import check_image_knobs
-from processors.pool.cache import CacheStats, ProcessorCache
+from processors.pool.cache import ProcessorCache
 from processors.pool.maker import FatalMediumError, MediaMaker, ThreadMaker, closing_error
 from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
 from processors.video.options import VideoKnobs, check_knobs
@@ -81,10 +81,6 @@ class ProcessorPool:
     def in_pool(self) -> int:
         """Media that wait or are in work; zero when idle."""
         return len(self._in_pool)
-
-    def cache_stats(self) -> CacheStats:
-        """Return the figures of the processor cache."""
-        return self._cache.stats()
 
     async def load(
         self, requests: Sequence[MediaRequest], *, client: str = "", fetched: Callable[[], None] = _ignore
@@ -149,8 +145,8 @@ class ProcessorPool:
                     return await self._load_video(request, claim, client, fetched)
                 return await self._load_embeds(request, claim, fetched)
         except BadRequestError as error:
-            # Not the error itself, which is also others' who sent the same medium; its frames hold the medium's bytes,
-            # and go round in circles with the futures that it came through.
+            # Raise a copy: requests for the same medium share the error. Its frames hold the medium's bytes, and form
+            # reference cycles with the futures that it came through.
             clear_frames(error.__traceback__)
             param = error.param or request.param
             raise BadRequestError(error.message, param=param, code=error.code, status=error.status) from error

@@ -175,7 +175,7 @@ class VideoProcessor:
     def _cut(
         self, reading: _Reading, grid: tuple[int, int, int], original: tuple[int, int] | None
     ) -> tuple[np.ndarray, tuple[bytes, ...]]:
-        """Return the read-only feature and the digests. `original`: (height, width) of frames that are resized later."""
+        """Return the read-only feature and the digests. `original`: (height, width) of frames to be resized later."""
         config, t = self._patches, grid[0]
         depth = config.temporal_patch_size
         shape = (depth, *original, 3) if original else (grid[1] * grid[2], config.row_width(depth))

@@ -139,7 +139,7 @@ class Clip:
     def _frames(self, container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
         """Yield the frames from here on, in display order. Frames that no frame refers to are decoded only if they are
         wanted."""
-        # HEVC has no such frames: what is no reference there may be one for frames of a higher temporal layer.
+        # HEVC is left out: a frame that is no reference there can be one for frames of a higher temporal layer.
         prefix = length_size(stream.codec_context.extradata) if stream.codec_context.name == "h264" else 0
         for packet in container.demux(stream):
             self._check_time()

@@ -71,7 +71,7 @@ knobs."""
 
 
 def every_frame(times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
-    """Choose every frame, for do_sample_frames false. Raises BadRequestError when the request also asks for a number."""
+    """Choose every frame, for do_sample_frames false. Raises BadRequestError when the request also gives a number."""
     for asked in knobs.given(("fps", "num_frames")):
         raise BadRequestError(
             f"do_sample_frames false takes every frame of a video file, so {asked} cannot be given",
@@ -152,7 +152,7 @@ class ByNumber:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnTimeGrid:
-    """Chooses frames at whole multiples of 1 / fps seconds from the start of the file: at each, the frame shown then."""
+    """Chooses the frames shown at whole multiples of 1 / fps seconds from the start of the file."""
 
     settings: RuleSettings
 

@@ -51,7 +51,7 @@ class FrameSizer:
         return self.server_limit()
 
     def total_limit(self, knobs: VideoKnobs) -> Limit | None:
-        """Return the limit of a whole clip's area, whatever its number of frames; None if total_pixels has no effect."""
+        """Return the limit of a clip's whole area, for any number of frames; None if total_pixels has no effect."""
         return None
 
     def server_limit(self, frames: int = 1) -> Limit:
@@ -109,7 +109,7 @@ def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[
     depth = sizer.settings.patches.temporal_patch_size
     size_limit = sizer.server_limit(max(num_frames, depth)) if sizer.counts_clip else limit
     defaults = knobs.defaults or _NOTHING
-    # Where the part has its own, the request's does not count and is no news.
+    # A part's own value hides the request's, so a change of that is not reported.
     shortest = at_most(low, defaults.shortest_edge, [size_limit], found if least is None else [])
     longest = at_most(high, defaults.longest_edge, [size_limit], found if most is None else [])
     defaults = replace(defaults, shortest_edge=shortest, longest_edge=longest)

@@ -116,7 +116,7 @@ def _matroska_rate(told: float, times: Sequence[float], lasts: float) -> float:
 
 
 def _is_hidden(stream: VideoStream, packet: av.Packet) -> bool:
-    """Return True for VP8's alternate reference frames: packets of their own that show nothing (RFC 6386, section 9.1)."""
+    """Return True for VP8's alternate reference frames: packets that show nothing (RFC 6386, section 9.1)."""
     return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
 

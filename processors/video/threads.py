@@ -45,7 +45,7 @@ def side_by_side(
     place is raised, once all before it are done. Calls that have not started are dropped. `call_off` hurries the
     running ones, and the function waits for them.
     """
-    failures: list[int] = []  # places, kept by those who fail, so that nobody begins what comes behind
+    failures: list[int] = []  # places of failed calls: calls behind them do not start
 
     def run(place: int) -> _Result:
         if any(place > other for other in failures):

@@ -154,7 +154,7 @@ class EmbeddingCache:
 
 
 def _on_host(embeds: torch.Tensor) -> torch.Tensor:
-    """Copy to page-locked memory. A GPU copies in the order of its other work, so any later copy back comes after it."""
+    """Copy to page-locked memory. A GPU copies in order, so a later copy back finds the bytes."""
     if not embeds.is_cuda:
         return embeds.cpu()
     host = torch.empty(embeds.shape, dtype=embeds.dtype, pin_memory=True)

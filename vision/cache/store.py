@@ -114,7 +114,7 @@ class EmbeddingStore:
             return False
 
     def stats(self) -> TierStats:
-        """Return this process's counts, and the folder's bytes and entries at the last listing plus own writes since."""
+        """Return this process's counts, and the folder's bytes and entries (last listing plus own writes since)."""
         limit = self._limit
         with self._lock:
             return TierStats(

@@ -13,7 +13,7 @@ from vlmserve_common.compute.rotary import Rotation, rotate
 from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAttention, can_attend
 from vlmserve_common.kernels.segment_trial import gpu_kernels_work
 
-# Turning and laying out a patch for attention takes as long as attending to so many others.
+# Rotating and packing a patch takes as long as attending to this many keys.
 _PACK_KEYS = 64
 
 

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from vision.towers.attention import attention_cost, segment_attention
-from vision.towers.grids import Grid, LayerInputs, Segments, StaticSegments, check_grids
+from vision.towers.grids import (
+    Grid,
+    LayerInputs,
+    Segments,
+    StaticSegments,
+    check_grids,
+    frame_lengths,
+    patch_coordinates,
+)
 from vision.towers.pieces import (
     TORCH_ROWS,
     UNLIMITED,
@@ -30,7 +38,7 @@ from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
 
 NORM_EPS = 1e-6
-# Rows that go through products together, at the most: what is between an MLP's is several times as wide.
+# Most rows that go through products together: the inner rows of an MLP are several times as wide.
 _MOST_ROWS = 2048
 
 
@@ -93,19 +101,21 @@ class VisionTower(nn.Module):
     """A vision tower, as the encoder sees it.
 
     `spatial_merge_size`: patches merged per side. `out_hidden_size`: width of the main embeddings.
-    `num_deepstack_layers`: embeddings of that width behind the main one, one for each tapped layer.
-    `num_full_attention`: layers that attend to a whole temporal patch instead of windows; None for all.
-    `window_patches`: in a whole window.
+    `num_deepstack_layers`: embeddings of that width behind the main one, one for each tapped layer. `full_attention`:
+    layers that attend to a whole temporal patch instead of windows; None for all. `window_patches`: in a whole window.
+    `rotary`: positions.
     """
 
     spatial_merge_size: int
     out_hidden_size: int
     num_deepstack_layers: int = 0
-    num_full_attention: int | None = None
+    full_attention: frozenset[int] | None = None
     window_patches: int = 0
     _graphs: TowerGraphs | None = None
     patch_embed: PatchEmbed
     blocks: nn.ModuleList
+    merger: PatchMerger
+    rotary: AxialRotary
 
     def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
         """Encode a packed batch. Every embedding depends on its own temporal patch only.
@@ -135,11 +145,28 @@ class VisionTower(nn.Module):
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
     ) -> Steps[LayerInputs]:
         """Prepare the inputs of the layers: data that depend on the grids, and the embedded patches."""
-        raise NotImplementedError
+        x = yield from self.token_steps(pixel_values, grid_thw, limits)
+        rotary = self.rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
+        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
+
+    def token_steps(
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+    ) -> Steps[torch.Tensor]:
+        """Embed the patches: [P, size]."""
+        return (yield from self.patch_embed.steps(pixel_values, limits))
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
-        """Run all blocks and mergers; return embeddings [P / merge**2, out_hidden_size * (1 + num_deepstack_layers)]."""
-        raise NotImplementedError
+        """Run all blocks and mergers; return embeddings [P / merge**2, out_hidden_size * (1 + num_deepstack_layers)].
+
+        The first segments are whole frames. With windows, the second ones are for blocks without full attention.
+        """
+        x = inputs.x
+        for index, block in enumerate(self.layers()):
+            full = self.full_attention is None or index in self.full_attention
+            yield from block.steps(x, inputs.rotary, inputs.segments[0 if full else 1], limits)
+        out = x.new_empty(len(x) // self.spatial_merge_size**2, self.out_hidden_size)
+        yield from self.merger.steps(x, limits, out)
+        return out
 
     @property
     def head_dim(self) -> int:
@@ -152,7 +179,7 @@ class VisionTower(nn.Module):
 
     def mergers(self) -> list[PatchMerger]:
         """Return all modules that make embeddings."""
-        raise NotImplementedError
+        return [self.merger]
 
 
 class PatchEmbed(nn.Module):
@@ -373,7 +400,7 @@ def _products(tower: VisionTower, patches: int) -> float:
 
 
 def _full_layers(tower: VisionTower) -> int:
-    return len(tower.blocks) if tower.num_full_attention is None else tower.num_full_attention
+    return len(tower.blocks) if tower.full_attention is None else len(tower.full_attention)
 
 
 def _width(tower: VisionTower) -> int:

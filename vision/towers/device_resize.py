@@ -78,7 +78,7 @@ def make_taps(source: int, target: int, mode: str) -> Taps:
         row[:] = np.where(tap < count, weigh(np.abs((tap + first - center + 0.5) * (1.0 / wide))), 0.0)
         total += row
     weights /= total
-    # As many bits as leave the largest weight within 16
+    # the most bits that keep the largest weight within 16
     largest = float(weights.max())
     precision = next((bits for bits in range(22) if int(0.5 + largest * 2 ** (bits + 1)) >= 1 << 15), 22)
     scaled = weights * 2**precision

@@ -90,7 +90,7 @@ def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     tower = outline_tower(folder, dtype=dtype)
     give_memory(tower, device)
     rules = replace(TOWER_WEIGHT_RULES, ignored=(*TOWER_WEIGHT_RULES.ignored, _NOT_OF_THE_TOWER))
-    # under the name that it has in a whole model: only what is stored under that name is meant for it
+    # under its name in a whole model: only tensors stored under that name belong to it
     load_weights(nn.ModuleDict({"visual": tower}), reader, rules)
     return tower
 

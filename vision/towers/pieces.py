@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 TORCH_ROWS = 512
 """Most rows of a tile when torch computes on a CPU."""
-# Of our operators' tiles: they go through rows by 6 and by 16, and read all of a weight for each tile.
+# A multiple of rows for our operators' tiles: they take rows by 6 and by 16, and read a whole weight for each tile.
 _ROUND_ROWS = 48
 
 

@@ -21,7 +21,7 @@ from vision.towers.blocks import (
     VisionTower,
     product_flops,
 )
-from vision.towers.grids import Grid, LayerInputs, Segments, frame_lengths, interpolation, patch_coordinates
+from vision.towers.grids import Grid, LayerInputs, interpolation
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps, even_tiles
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
@@ -90,7 +90,7 @@ class Qwen3VisionTower(VisionTower):
         )
         self.merger = Qwen3PatchMerger(config, norm_joined=False)
         self.deepstack_merger_list = nn.ModuleList(Qwen3PatchMerger(config, norm_joined=True) for _ in self._taps)
-        self._rotary = AxialRotary(config.head_dim, config.rope_theta)
+        self.rotary = AxialRotary(config.head_dim, config.rope_theta)
 
     def mergers(self) -> list[PatchMerger]:
         return [self.merger, *self._deepstack_mergers()]
@@ -98,13 +98,13 @@ class Qwen3VisionTower(VisionTower):
     def _deepstack_mergers(self) -> list[Qwen3PatchMerger]:
         return [merger for merger in self.deepstack_merger_list if isinstance(merger, Qwen3PatchMerger)]
 
-    def input_steps(
+    def token_steps(
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
-    ) -> Steps[LayerInputs]:
+    ) -> Steps[torch.Tensor]:
+        """Embed the patches and add their positions."""
         x = yield from self.patch_embed.steps(pixel_values, limits)
         yield from self._add_positions(x, grid_thw)
-        rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
-        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
+        return x
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
         """Run the layers. DeepStack embeddings follow the main ones in layer order."""

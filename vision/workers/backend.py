@@ -39,7 +39,7 @@ class EncoderBackend(Protocol):
         ...
 
     def start(self, worker: int, batch: EncodeBatch) -> None:
-        """Let a worker encode a batch after its earlier ones. Never blocks. Problems of the batch come as its result."""
+        """Let a worker encode a batch after its earlier ones. Never blocks. A batch's errors come as its result."""
         ...
 
     def cancel(self, worker: int, number: int) -> None:

@@ -21,6 +21,8 @@ from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
 from vlmserve_common.compute.tensors import dtype_name
 
 _SHARED_MEMORY = Path("/dev/shm")
+# Fields of a `RowsHandle` that torch gives and takes, in its order.
+_STORAGE = ("device", "memory", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
 
 
 def share(rows: torch.Tensor, row_counts: Sequence[int]) -> RowsHandle:
@@ -31,20 +33,8 @@ def share(rows: torch.Tensor, row_counts: Sequence[int]) -> RowsHandle:
     if rows.untyped_storage().nbytes() != rows.nbytes or not rows.is_contiguous():
         raise ValueError("rows that are shared need memory of their own")
     torch.cuda.current_stream(rows.device).synchronize()
-    device, memory, nbytes, offset, counter, counter_offset, event, event_sync = rows.untyped_storage()._share_cuda_()
-    return RowsHandle(
-        row_counts=tuple(row_counts),
-        width=rows.shape[1],
-        dtype=dtype_name(rows.dtype),
-        device=device,
-        memory=memory,
-        nbytes=nbytes,
-        offset=offset,
-        counter=counter,
-        counter_offset=counter_offset,
-        event=event,
-        event_sync=event_sync,
-    )
+    storage = dict(zip(_STORAGE, rows.untyped_storage()._share_cuda_(), strict=True))
+    return RowsHandle(row_counts=tuple(row_counts), width=rows.shape[1], dtype=dtype_name(rows.dtype), **storage)
 
 
 def trial_rows(device: torch.device | str) -> torch.Tensor:
@@ -116,16 +106,7 @@ def _open(handle: RowsHandle) -> torch.Tensor:
     try:
         if handle.nbytes != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{handle.nbytes} bytes are not rows {list(shape)} of {handle.dtype}")
-        storage = torch.UntypedStorage._new_shared_cuda(
-            handle.device,
-            handle.memory,
-            handle.nbytes,
-            handle.offset,
-            handle.counter,
-            handle.counter_offset,
-            handle.event,
-            handle.event_sync,
-        )
+        storage = torch.UntypedStorage._new_shared_cuda(*(getattr(handle, name) for name in _STORAGE))
     except BaseException:
         # nothing was opened, whose closing would say so
         torch.UntypedStorage._release_ipc_counter_cuda(handle.counter, handle.counter_offset)

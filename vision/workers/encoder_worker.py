@@ -50,7 +50,7 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     while True:
         done = _answer_next(runner, channel, lent)
         if not done and device.type == "cuda":
-            # After some errors a GPU is of no more use to its process. Then this raises, and a new worker is started.
+            # After some errors a process cannot use its GPU any more. Then this raises, and a new worker is started.
             torch.cuda.synchronize(device)
 
 

@@ -22,7 +22,7 @@ from vlmserve_common.compute.transfers import Mark
 
 # Before anything was measured: a slow machine, so that the first pieces are not too long on any.
 _GUESSED_S = {Kind.PRODUCT: 1 / 100e9, Kind.ATTENTION: 1 / 100e9, Kind.ELEMENTS: 1 / 400e6}
-# Of what was measured before, with each piece; about the last fifty count.
+# The part of earlier measurements kept with each new piece: about the last fifty count.
 _KEPT = 0.98
 
 
@@ -172,7 +172,7 @@ class InlineBackend:
             worked = True
         worked |= self._take_computed()
         if not worked and self._launched:
-            time.sleep(_NAP_S)  # who has nothing else to do asks again and again
+            time.sleep(_NAP_S)  # an idle caller asks again and again
         return worked
 
     def _take_computed(self) -> bool:

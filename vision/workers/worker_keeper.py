@@ -64,7 +64,7 @@ class WorkerKeeper:
         self._shared = SharedArrays(settings.shared_dir)
         self._changed = threading.Condition()
         self._unsent: deque[EncodeBatch] = deque()
-        self._sent: dict[int, Sequence[Frame]] = {}  # in order: number -> what is needed to discard the message
+        self._sent: dict[int, Sequence[Frame]] = {}  # in order: number -> frames, to discard the message
         self._taken: deque[int] = deque()  # batches whose rows the worker need not keep, which it is still to be told
         self._turn_began_s = 0.0  # when the first of the batches that the worker owes had its turn
         self._overdue = ""
@@ -205,7 +205,7 @@ class WorkerKeeper:
 
     def _write(self, child: ChildProcess, channel: MessageChannel) -> None:
         """Send batches to a child until it is gone."""
-        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone, too
+        with contextlib.suppress(OSError):  # the reading thread sees its end, too
             while self._write_next(child, channel):
                 pass
 
