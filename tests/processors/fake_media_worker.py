@@ -71,7 +71,7 @@ class _OddMaker(DirectMaker):
         while data == SPIN:
             pass
         if data == EAT:
-            return [bytearray(2**30) for _ in range(2**10)]
+            return [np.empty(2**30, np.uint8) for _ in range(2**10)]
         if data == FILES:
             return [open(os.devnull) for _ in range(2**10)]
         if data == FAIL:

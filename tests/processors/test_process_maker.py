@@ -366,31 +366,7 @@ def test_what_kills_one_worker_after_the_other_before_they_look_at_it_is_given_u
     assert len(fake.pids()) == 4
 
 
-def test_a_file_whose_worker_was_killed_by_others_is_not_to_blame(fakes):
-    async def play() -> None:
-        call = asyncio.create_task(fake.maker.picture(PAUSE, KNOBS))
-        await fake.tried(1)
-        os.kill(fake.pids()[-1], signal.SIGKILL)
-        with pytest.raises(BadRequestError, match="SIGKILL") as caught:
-            await call
-        assert not isinstance(caught.value, FatalMediumError)
-
-    fake = fakes()
-    run(play())
-
-
 # ---------------------------------------------------------------- starting and ending
-
-
-def test_workers_that_cannot_start_are_tried_at_intervals_and_requests_fail_with_the_reason(fakes, caplog):
-    fake = fakes(plan="error", first_pause_s=PATIENCE_S)
-    with pytest.raises(EngineError, match=r"^no processor in there$"):
-        fake.maker.wait_ready()
-    for _ in range(2):
-        with pytest.raises(EngineError, match=r"^no processor in there$"):
-            run(fake.maker.picture(GOOD, KNOBS))
-    assert len(fake.pids()) == 4
-    assert f"no processor in there: the next try in {PATIENCE_S:g} s" in caplog.text
 
 
 def test_a_worker_that_cannot_start_is_tried_again_and_waiting_tells(fakes):
@@ -420,20 +396,6 @@ def test_work_waits_for_a_worker_that_is_well_while_another_one_is_down(fakes):
     run(play())
 
 
-def test_a_worker_logs_as_it_is_told(fakes):
-    fake = fakes(log_level="error")
-    fake.maker.wait_ready()
-    assert fake.notes("levels") == ["ERROR"]
-
-
-def test_a_worker_that_does_not_get_ready_in_time_has_not_started(fakes):
-    fake = fakes(plan="hang", startup_timeout_s=0.5)
-    with pytest.raises(
-        EngineError, match=r"^media worker 0 is not ready after 0\.5 s; --startup-timeout-s allows more$"
-    ):
-        fake.maker.wait_ready()
-
-
 def test_closing_ends_workers_whatever_they_do(fakes):
     async def play() -> None:
         calls = [asyncio.create_task(fake.maker.picture(PAUSE, KNOBS)) for _ in range(3)]
@@ -450,5 +412,25 @@ def test_closing_ends_workers_whatever_they_do(fakes):
     run(play())
 
 
-def test_closing_while_workers_start(fakes):
-    fakes(count=2).maker.close_now()
+def test_a_file_whose_worker_was_killed_by_others_is_not_to_blame(fakes):
+    async def play() -> None:
+        call = asyncio.create_task(fake.maker.picture(PAUSE, KNOBS))
+        await fake.tried(1)
+        os.kill(fake.pids()[-1], signal.SIGKILL)
+        with pytest.raises(BadRequestError, match="SIGKILL") as caught:
+            await call
+        assert not isinstance(caught.value, FatalMediumError)
+
+    fake = fakes()
+    run(play())
+
+
+def test_workers_that_cannot_start_are_tried_at_intervals_and_requests_fail_with_the_reason(fakes, caplog):
+    fake = fakes(plan="error", first_pause_s=PATIENCE_S)
+    with pytest.raises(EngineError, match=r"^no processor in there$"):
+        fake.maker.wait_ready()
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^no processor in there$"):
+            run(fake.maker.picture(GOOD, KNOBS))
+    assert len(fake.pids()) == 4
+    assert f"no processor in there: the next try in {PATIENCE_S:g} s" in caplog.text

@@ -122,16 +122,6 @@ def test_a_worker_that_hangs_is_ended_and_started_again_and_its_batches_fail(ben
     assert f"{REASON}: starting it again" in caplog.text
 
 
-def test_one_that_was_stopped_ends_too(bench, caplog):
-    pid = bench.stop()
-    bench.backend.start(0, batch(1))
-    bench.later(LIMIT_S)
-    [result] = collect(bench.backend, 1)
-    assert result.error == REASON
-    assert gone(pid)
-    assert f"{REASON}: starting it again" in caplog.text
-
-
 def test_the_limit_is_for_each_batch_and_not_for_idling(bench):
     for number in range(3):
         assert not bench.later(10 * LIMIT_S)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests.vision.backends import PATIENCE_S, collect
-from tests.vision.fake_worker import DIE
 from tests.vision.lending_worker import FileBorrower, lending_worker, owner
 from tests.vision.patches import make_patch
 from vision.towers.temporal_patch import EncodeBatch
@@ -135,15 +134,6 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     assert wait([fd], PATIENCE_S)
     os.close(fd)
-
-
-def test_a_worker_that_dies_with_rows_lent_takes_nothing_along(lending):
-    one = batch(0)
-    result = lending.encode(one)
-    died = lending.encode(batch(1, order=DIE))
-    assert died.error == "the encoder worker on cuda:1 was killed by SIGKILL"
-    assert_done(result, one)
-    assert_done(lending.encode_by_the_next(batch(2)), batch(2))
 
 
 def test_closing_while_rows_are_copied(tmp_path):
@@ -280,12 +270,6 @@ def test_a_handle_of_another_size_is_not_opened(cuda):
         CudaBorrower("cpu").copy(handle)
     assert "open" not in cuda.calls
     assert ("release", b"/torch_1_2_3", 7) in cuda.calls
-
-
-def test_rows_within_a_larger_storage_are_not_shared(cuda):
-    with pytest.raises(ValueError, match="memory of their own"):
-        share(cuda.rows[:3], [3])
-    assert cuda.calls == []
 
 
 def test_counters_of_a_worker_that_is_gone_are_removed_and_no_others(cuda, monkeypatch, tmp_path):

@@ -109,13 +109,3 @@ def test_a_fingerprint_tells_towers_apart(tmp_path, monkeypatch):
     found["version"] = fingerprint_of(tower, folder)
     assert len(set(found.values())) == len(found), found
     assert {len(value) for value in found.values()} == {32}
-
-
-def test_a_fingerprint_is_the_same_each_time_and_whatever_the_order_of_settings(tmp_path):
-    folder = make_checkpoint("qwen2_vl", tmp_path)
-    settings = read_json(folder, "config.json")["vision_config"]
-    turned = dict(reversed(settings.items()))
-    first = tower_fingerprint(load_tower(folder), settings)
-    assert first == tower_fingerprint(load_tower(folder), turned)
-    edit(folder, lambda tensors: tensors["model.embed_tokens.weight"].zero_())
-    assert first == tower_fingerprint(load_tower(folder), settings), "the decoder does not matter"

@@ -68,20 +68,6 @@ def test_rows_alone_packed_and_of_a_video_by_two_workers(tmp_path, shared_dir, f
     assert not any(result.untried for result in results.values())
 
 
-def test_rows_in_bfloat16(tmp_path, shared_dir):
-    folder = make_checkpoint("qwen3_vl", tmp_path / "model")
-    tower = load_tower(folder, dtype=torch.bfloat16)
-    [patch] = random_patches(tower, [(8, 8)])
-    settings = WorkerSettings(
-        model=folder, devices=("cpu",), shared_dir=shared_dir, dtype="bfloat16", cpu_kernels="off"
-    )
-    with contextlib.closing(ProcessBackend(settings)) as backend:
-        backend.start(0, EncodeBatch(number=0, patches=(patch,)))
-        [result] = collect(backend, 1)
-    assert result.embeds[0].dtype == torch.bfloat16
-    torch.testing.assert_close(result.embeds[0], directly(tower, [patch]))
-
-
 def test_a_checkpoint_that_cannot_be_loaded_is_told_in_its_own_words(tmp_path, shared_dir):
     folder = make_checkpoint("qwen2_vl", tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"short")
@@ -105,3 +91,17 @@ def test_workers_tell_the_fingerprint_of_the_tower(tmp_path, shared_dir, dtype):
     tower = load_tower(folder, dtype=getattr(torch, dtype))
     with contextlib.closing(ProcessBackend(settings)) as backend:
         assert backend.wait_ready() == tower_fingerprint(tower, read_json(folder, "config.json")["vision_config"])
+
+
+def test_rows_in_bfloat16(tmp_path, shared_dir):
+    folder = make_checkpoint("qwen3_vl", tmp_path / "model")
+    tower = load_tower(folder, dtype=torch.bfloat16)
+    [patch] = random_patches(tower, [(8, 8)])
+    settings = WorkerSettings(
+        model=folder, devices=("cpu",), shared_dir=shared_dir, dtype="bfloat16", cpu_kernels="off"
+    )
+    with contextlib.closing(ProcessBackend(settings)) as backend:
+        backend.start(0, EncodeBatch(number=0, patches=(patch,)))
+        [result] = collect(backend, 1)
+    assert result.embeds[0].dtype == torch.bfloat16
+    torch.testing.assert_close(result.embeds[0], directly(tower, [patch]))

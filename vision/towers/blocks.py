@@ -90,11 +90,9 @@ class TowerGraphs(Protocol):
 
     def fits(self, inputs: LayerInputs) -> bool:
         """Return True if there is a graph for these inputs."""
-        ...
 
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         """Run `VisionTower.layer_steps` by a graph."""
-        ...
 
 
 class VisionTower(nn.Module):

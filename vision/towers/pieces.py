@@ -49,7 +49,6 @@ class PieceLimits(Protocol):
 
     def most(self, kind: Kind) -> float:
         """Return the approximate cost of a piece. A piece that cannot be cut further is larger."""
-        ...
 
 
 class Unlimited:

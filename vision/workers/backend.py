@@ -36,40 +36,32 @@ class EncoderBackend(Protocol):
 
     def workers(self) -> Sequence[int]:
         """Return the ids of the usable workers, without those given up."""
-        ...
 
     def start(self, worker: int, batch: EncodeBatch) -> None:
         """Let a worker encode a batch after its earlier ones. Never blocks. A batch's errors come as its result."""
-        ...
 
     def cancel(self, worker: int, number: int) -> None:
         """Allow a worker to drop the rest of a started batch that is no longer wanted."""
-        ...
 
     def collect(self) -> list[EncodeResult]:
         """Return the results of batches that have finished, failed or been cancelled since. Never blocks, never
         computes."""
-        ...
 
     @property
     def has_work(self) -> bool:
         """Whether batches wait for `work`. Always False if workers compute by themselves."""
-        ...
 
     def work(self, budget_s: float) -> bool:
         """Compute for about so many seconds, and at least one piece if there is any; return True if there was one.
 
         Infinity computes everything.
         """
-        ...
 
     def wait_handles(self) -> Sequence[int]:
         """Return file descriptors that are readable when `collect` has something. None: all batches wait for `work`."""
-        ...
 
     def close(self) -> None:
         """End the workers. Can be called again."""
-        ...
 
 
 def attempt(run: Callable[[], _T]) -> tuple[_T | None, str]:

@@ -52,11 +52,9 @@ class RowsBorrower(Protocol):
         The copy has ended, and nothing of the worker's is open any more. On an error, too, the handle is no longer
         used.
         """
-        ...
 
     def worker_gone(self) -> None:
         """Remove the files that a dead worker left behind."""
-        ...
 
 
 def try_out(borrower: RowsBorrower, trial: RowsHandle) -> None:

@@ -67,15 +67,12 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device:
         """The device that it computes on."""
-        ...
 
     def steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[tuple[torch.Tensor, ...]]:
         """Encode temporal patches in pieces; the result is the embeddings of each."""
-        ...
 
     def cost(self, patches: Sequence[TemporalPatch]) -> Mapping[Kind, float]:
         """Return the approximate cost of these pieces."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
