@@ -237,7 +237,6 @@ class EncoderPool:
             self._disk.close()
 
     def stats(self) -> PoolStats:
-        """Return the pool's figures."""
         states = Counter(entry.state for entry in self._entries.values())
         return PoolStats(
             **self._counts,
@@ -384,7 +383,6 @@ class EncoderPool:
     # ------------------------------------------------------------ batches
 
     def _start(self, urgent: bytes | None) -> bool:
-        """Give waiting entries to the workers."""
         waiting = [entry for entry in self._admitted.values() if entry.state is EntryState.WAITING]
         if not waiting:
             return False
@@ -405,7 +403,6 @@ class EncoderPool:
         del self._queue[bisect_left(self._queue, (entry.order, entry.key))]
 
     def _join(self, entry: EncodeEntry, order: Order) -> None:
-        """Add a holder to an entry."""
         self._counts["coalesced"] += entry.state not in (EntryState.READY, EntryState.FAILED)
         if entry.state is EntryState.FAILED:
             self._new_failures[entry.key] = entry.error  # for the newcomer

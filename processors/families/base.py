@@ -132,7 +132,6 @@ class MultimodalProcessor(ABC):
 
     @property
     def token_ids(self) -> TokenIds:
-        """The ids of the media tokens."""
         return self.config.token_ids
 
     def process_image(self, image: Image.Image, knobs: ImageKnobs | None = None) -> ProcessedImage:

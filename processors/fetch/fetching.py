@@ -295,7 +295,6 @@ class BlockingFetcher:
         self._closed = False
 
     def fetch(self, url: str, *, modality: Modality = Modality.IMAGE) -> bytes:
-        """See `MediaFetcher.fetch`."""
         try:
             return self._loop.run(self._fetcher.fetch(url, modality=modality))
         except (CancelledError, RuntimeError):

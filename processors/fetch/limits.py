@@ -41,7 +41,6 @@ class FetchSettings:
     memory_mib: int = 1024
 
     def limit(self, modality: Modality) -> ByteLimit:
-        """Return the limit on a file of a modality."""
         if modality is Modality.VIDEO:
             return ByteLimit(bytes=self.max_video_bytes, setting="--max-video-bytes")
         return ByteLimit(bytes=self.max_bytes, setting="--media-max-bytes")
@@ -75,7 +74,6 @@ class Claim:
 
     @property
     def taken(self) -> bool:
-        """Whether the claim holds memory."""
         return self._taken > 0
 
     def fits(self, size: int) -> bool:

@@ -72,7 +72,6 @@ class ImageSizes:
         return FittedSize(*size, tuple(found))
 
     def ignored(self, knobs: ImageKnobs) -> tuple[str, ...]:
-        """Return the knobs that were given and have no effect."""
         return areas_without_effect(knobs)
 
     def knobs_for_detail(self, detail: str | None) -> ImageKnobs:

@@ -118,7 +118,6 @@ class ProcessMaker:
         return await self._make(work, ProcessedVideo, client)
 
     async def close(self) -> None:
-        """Run `close_now` in a thread."""
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:

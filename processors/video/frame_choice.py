@@ -37,7 +37,6 @@ class ClipInfo:
 
     @property
     def num_frames(self) -> int:
-        """Frames in the file."""
         return len(self.times)
 
 

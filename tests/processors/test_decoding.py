@@ -130,11 +130,6 @@ def test_16_bit_grey_with_a_transparent_level():
     assert np.asarray(image)[0, :, 0].tolist() == [0, 255, 255]
 
 
-def test_16_bit_colour_keeps_the_high_byte():
-    rows = b"\0" + struct.pack(">6H", 0, 0x1234, 0xFFFF, 0x80FF, 0xAB00, 0x00FF)
-    assert np.asarray(decode_image(png(2, 1, 16, 2, rows), LIMITS)).tolist() == [[[0, 0x12, 0xFF], [0x80, 0xAB, 0]]]
-
-
 def test_premultiplied_alpha():
     image = Image.fromarray(np.array([[[100, 50, 0, 128]]], np.uint8), "RGBA").convert("RGBa")
     assert np.abs(np.asarray(to_rgb(image)).astype(int) - [[[177, 152, 127]]]).max() <= 1

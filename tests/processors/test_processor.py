@@ -139,17 +139,10 @@ def test_features_are_shared_and_therefore_read_only(processor):
     ("knobs", "match"),
     [
         ({"max_pixels": 0}, "max_pixels is 0; it must be a positive integer"),
-        ({"min_pixels": -5}, "min_pixels is -5;"),
-        ({"max_pixels": True}, "max_pixels is True;"),
-        ({"max_pixels": 1000.5}, "is 1000.5;"),
-        ({"max_pixels": float("nan")}, "is nan;"),
-        ({"min_pixels": 2**53 + 1}, r"is 9007199254740993; it must be at most 2\*\*53"),
-        ({"max_pixels": 10**5000}, "is a number of about 5001 digits"),
         ({"min_pixels": 2000, "max_pixels": 1000}, "min_pixels 2000 exceeds max_pixels 1000"),
         ({"resized_height": 100}, "together"),
         ({"resized_height": 0, "resized_width": 100}, "resized_height is 0"),
         ({"resized_height": 10**9, "resized_width": 1}, "aspect ratio"),
-        ({"resized_height": 1, "resized_width": 300}, "aspect ratio"),
     ],
 )
 def test_bad_knobs(qwen2, knobs, match):

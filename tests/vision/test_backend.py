@@ -38,27 +38,6 @@ def small(tmp_path):
     return load_tower(make_checkpoint("qwen2_vl", tmp_path))
 
 
-def test_batches_are_run_when_there_is_time(small):
-    backend = InlineBackend(TowerRunner(small, CPU))
-    assert (list(backend.workers()), list(backend.wait_handles()), backend.collect()) == ([0], [], [])
-    patches = random_patches(small)
-    for number, patch in enumerate(patches):
-        backend.start(0, EncodeBatch(number=number, patches=(patch,)))
-    assert backend.collect() == []
-    assert backend.has_work
-    assert backend.work(math.inf)
-    assert not backend.has_work
-    results = sorted(backend.collect(), key=lambda result: result.number)
-    for number, (patch, result) in enumerate(zip(patches, results, strict=True)):
-        assert (result.number, result.error, result.untried) == (number, "", False)
-        torch.testing.assert_close(result.embeds[0], directly(small, patch), rtol=1e-5, atol=1e-5)
-    assert backend.collect() == []
-    backend.start(0, EncodeBatch(number=9, patches=(patches[0],)))
-    backend.close()
-    assert not backend.has_work
-    assert backend.collect() == []
-
-
 @pytest.mark.parametrize(
     ("patches", "message"),
     [

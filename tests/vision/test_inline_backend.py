@@ -195,28 +195,6 @@ def test_no_more_batches_than_allowed_are_in_work_and_each_has_one_result(most, 
         assert result.embeds is not None or (result.untried and result.number in cancelled)
 
 
-def test_what_nobody_wants_any_more_is_dropped_where_it_is():
-    rig = Rig()
-    numbers = [rig.start(name, 100) for name in "abc"]
-    rig.backend.work(0.5)
-    rig.backend.cancel(0, numbers[0])  # half way
-    rig.backend.cancel(0, numbers[2])  # not begun
-    assert rig.backend.collect() == []
-    before = rig.tower.now
-    rig.backend.work(math.inf)
-    assert rig.tower.now == pytest.approx(before + 1.0)
-    assert rig.tower.closed == [b"a"]
-    results = {result.number: result for result in rig.backend.collect()}
-    assert [(results[n].untried, results[n].embeds is None) for n in numbers] == [
-        (True, True),
-        (False, False),
-        (True, True),
-    ]
-    rig.backend.cancel(0, numbers[1])  # too late
-    assert not rig.backend.work(math.inf)
-    assert rig.backend.collect() == []
-
-
 def test_a_failure_half_way_is_the_result_of_its_batch_alone():
     rig = Rig()
     rig.tower.fail = {b"a"}

@@ -18,7 +18,7 @@ from processors.resize import RESAMPLING, PatchConfig, frames_to_patches, resize
 from processors.video.options import VideoKnobs, VideoOptions
 from tests.fake_cuda.tensors import CUDA, FakeCuda
 from tests.processors.clips import make_clip
-from tests.processors.helpers import noise, picture
+from tests.processors.helpers import picture
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.towers import device_resize as module
 from vision.towers.device_resize import make_taps, original_patches, resize
@@ -53,16 +53,6 @@ def check(frames: np.ndarray, height: int, width: int, mode: str) -> None:
 )
 def test_bits_of_the_cpu(source, target, frames, mode, seed):
     check(pixels(frames, *source, seed), *target, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [((1, 1), (56, 56)), ((1, 200), (28, 448)), ((2000, 10), (1988, 28)), ((64, 64), (64, 32)), ((64, 64), (32, 64)),
-     ((900, 1200), (896, 1184)), ((448, 448), (224, 224)), ((7, 5000), (28, 2520))],
-)  # fmt: skip
-def test_bits_of_pictures_and_strips(source, target, mode):
-    check(noise(source[1], source[0])[None], *target, mode)
 
 
 @pytest.mark.parametrize("most", [1, 5_000, 100_000])

@@ -121,7 +121,6 @@ class DiskTier:
         return self._wake_up.fd
 
     def stats(self) -> TierStats:
-        """Return the store's figures."""
         return self.store.stats()
 
     def flush(self, timeout_s: float) -> int:

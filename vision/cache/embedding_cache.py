@@ -80,7 +80,6 @@ class MemoryTier:
         return self._trim(key)
 
     def stats(self) -> TierStats:
-        """Return the tier's figures."""
         return TierStats(
             hits=self._hits,
             misses=self._misses,
@@ -139,7 +138,6 @@ class EmbeddingCache:
         self.device.hold(key)
 
     def let_go(self, key: bytes) -> None:
-        """Undo `hold`."""
         self._pass_on(self.device.let_go(key))
 
     def drop(self, key: bytes) -> None:

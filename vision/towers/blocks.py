@@ -168,7 +168,6 @@ class VisionTower(nn.Module):
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
         return self.patch_embed.width // self.layers()[0].attn.num_heads
 
     def layers(self) -> list[VisionBlock]:
@@ -402,5 +401,4 @@ def _full_layers(tower: VisionTower) -> int:
 
 
 def _width(tower: VisionTower) -> int:
-    """Return the width of all heads together."""
     return tower.patch_embed.width

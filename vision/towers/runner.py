@@ -30,7 +30,6 @@ class TowerRunner:
 
     @property
     def device(self) -> torch.device:
-        """The tower's device."""
         return self._device
 
     @torch.inference_mode()

@@ -32,7 +32,6 @@ class TemporalPatch:
 
     @property
     def num_patches(self) -> int:
-        """Patches to encode."""
         return 0 if self.encoded else self.grid[0] * self.grid[1]
 
 

@@ -38,7 +38,6 @@ def share(rows: torch.Tensor, row_counts: Sequence[int]) -> RowsHandle:
 
 
 def trial_rows(device: torch.device | str) -> torch.Tensor:
-    """Make the rows for a trial."""
     count = sum(TRIAL_ROWS)
     return torch.arange(count * TRIAL_WIDTH, dtype=torch.float32, device=device).view(count, TRIAL_WIDTH)
 

@@ -38,7 +38,6 @@ class Pace:
         self._sums: dict[Kind, tuple[float, float]] = {}  # kind -> cost, seconds
 
     def took(self, piece: Piece, seconds: float) -> None:
-        """Record the time of a piece."""
         cost, spent = self._sums.get(piece.kind, (0.0, 0.0))
         self._sums[piece.kind] = (cost * _KEPT + piece.cost, spent * _KEPT + seconds)
 

@@ -101,7 +101,6 @@ class WorkerKeeper:
         self._deliver(EncodeResult(number=batch.number, embeds=None, error=self._given_up, untried=True))
 
     def begin_close(self) -> None:
-        """Tell the worker to end."""
         self._process.begin_close()
 
     def close(self) -> None:
