@@ -23,6 +23,15 @@ Text formats can begin with white space. Following that through tens of megabyte
 """
 
 
+# An ISO media file starts with its brands: its own, then the compatible ones.
+_BRANDS = rb"....ftyp(?:....){0,16}?"
+_SVG = rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.{0,999}?-->\s*)?(?:<!DOCTYPE )?<?svg\b"
+HEAD_BYTES = 128
+"""This many first bytes of a file tell a picture from a video."""
+_REPR = re.compile(r"""\bb(?P<quote>['"])(?P<inside>.*?)(?P=quote)""")
+_SHOWN = 8
+
+
 @dataclass(frozen=True, slots=True)
 class FileFormat:
     """A file format. `name`: "PNG", or a description for people. `kind`: None for neither a picture nor a video.
@@ -52,9 +61,6 @@ def _picture(name: str, magic: bytes, opener: str, ffmpeg: str | None = None) ->
     return FileFormat(name, re.compile(magic, re.DOTALL), "picture", plugin, opener, ffmpeg)
 
 
-# An ISO media file starts with its brands: its own, then the compatible ones.
-_BRANDS = rb"....ftyp(?:....){0,16}?"
-_SVG = rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.{0,999}?-->\s*)?(?:<!DOCTYPE )?<?svg\b"
 _FORMATS = (
     _picture("PNG", rb"\x89PNG\r\n\x1a\n", "PngImageFile"),
     _picture("JPEG", rb"\xff\xd8\xff", "jpeg_factory"),
@@ -87,10 +93,6 @@ def file_format(head: bytes) -> FileFormat | None:
     return next((known for known in _FORMATS if known.magic.match(head[:_FORMAT_BYTES])), None)
 
 
-HEAD_BYTES = 128
-"""This many first bytes of a file tell a picture from a video."""
-
-
 def modality_of(head: bytes) -> Modality | None:
     """Return the modality of a file that begins with `head`, None if it is not read here. A GIF is a picture."""
     found = file_format(head)
@@ -109,10 +111,6 @@ def mime_type(head: bytes) -> str:
             return "video/quicktime" if head[8:12] == b"qt  " else "video/mp4"
         return "video/webm" if b"webm" in head else "video/x-matroska"
     return "application/octet-stream"
-
-
-_REPR = re.compile(r"""\bb(?P<quote>['"])(?P<inside>.*?)(?P=quote)""")
-_SHOWN = 8
 
 
 def first_bytes(data: bytes) -> str:

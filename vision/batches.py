@@ -10,6 +10,8 @@ from typing import TypeAlias
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.backend import EncoderBackend
 
+Order: TypeAlias = tuple[int, int]
+
 
 class EntryState(enum.Enum):
     """The state of an entry; see `vision.encoder_pool`."""
@@ -23,7 +25,6 @@ class EntryState(enum.Enum):
 
 
 UNDER_WAY = (EntryState.LOADING, EntryState.ENCODING)
-Order: TypeAlias = tuple[int, int]
 
 
 @dataclass(eq=False)

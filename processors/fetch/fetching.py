@@ -9,24 +9,31 @@ import os
 import re
 import ssl
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from processors.fetch.addresses import Resolver, system_resolver
 from processors.fetch.limits import ByteLimit, Claim, FetchSettings, MediaMemory
 from processors.inputs import Modality
 from vlmserve_common.errors import BadRequestError
+from vlmserve_common.process.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from processors.fetch.http_get import HttpGetter
-from abc import ABC, abstractmethod
-from concurrent.futures import CancelledError
-from typing import ParamSpec, TypeVar
 
-from vlmserve_common.process.loop_thread import LoopThread
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SMALL_BYTES = 256 * 1024
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
+_WHITESPACE = b" \t\r\n\f"
+_CODE = "invalid_media_url"
+_DISK_THREADS = 8
+_PIECE_BYTES = 256 * 1024  # a multiple of 4, which are decoded together
 
 
 class MediaFile(ABC):
@@ -43,24 +50,12 @@ class MediaFile(ABC):
         """Return the whole file. Raises BadRequestError if it is gone or larger than the limit."""
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_SMALL_BYTES = 256 * 1024
-
-
 async def off_loop(size: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Call a function that goes through `size` bytes. More than a few run in a thread, so that the event loop stays
     free."""
     if size <= _SMALL_BYTES:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
-
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
-_WHITESPACE = b" \t\r\n\f"
-_CODE = "invalid_media_url"
-_DISK_THREADS = 8
-_PIECE_BYTES = 256 * 1024  # a multiple of 4, which are decoded together
 
 
 class MediaFetcher:

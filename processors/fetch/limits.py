@@ -8,6 +8,10 @@ from types import TracebackType
 
 from processors.inputs import Modality
 
+_MIB = 2**20
+FREE_BYTES = _MIB
+"""Every medium may take this much without a claim, so that a slow host delays nobody else."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteLimit:
@@ -44,11 +48,6 @@ class FetchSettings:
         if modality is Modality.VIDEO:
             return ByteLimit(bytes=self.max_video_bytes, setting="--max-video-bytes")
         return ByteLimit(bytes=self.max_bytes, setting="--media-max-bytes")
-
-
-_MIB = 2**20
-FREE_BYTES = _MIB
-"""Every medium may take this much without a claim, so that a slow host delays nobody else."""
 
 
 class MediaMemory:

@@ -33,6 +33,10 @@ _GIF_FRAMES = 256  # of the largest allowed: some 20 s
 _USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixels
 
 
+_SLICE = range(1, 6)  # types of units that hold a part of a picture (ITU-T H.264, table 7-1)
+_TELLS_NOTHING = frozenset({6, 9, 12})  # additional information, delimiters and filling: nothing later depends on them
+
+
 class Clip:
     """One clip with its frames listed. Raises BadRequestError when it is broken or over the limits.
 
@@ -228,10 +232,6 @@ def _matrix(frame: VideoFrame) -> bytes | None:
     except ValueError:  # PyAV stumbles over kinds of data that it does not know
         return None
     return bytes(data) if isinstance(data, SideData) else None
-
-
-_SLICE = range(1, 6)  # types of units that hold a part of a picture (ITU-T H.264, table 7-1)
-_TELLS_NOTHING = frozenset({6, 9, 12})  # additional information, delimiters and filling: nothing later depends on them
 
 
 def length_size(extradata: bytes | None) -> int:

@@ -10,6 +10,9 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
+_Result = TypeVar("_Result")
+
+
 def ahead(items: Generator[_T, None, None], count: int = 2) -> Generator[_T, None, None]:
     """Yield `items`, which one extra thread makes at most `count` ahead of their use.
 
@@ -31,9 +34,6 @@ def ahead(items: Generator[_T, None, None], count: int = 2) -> Generator[_T, Non
     finally:
         thread.shutdown(cancel_futures=True)
         items.close()
-
-
-_Result = TypeVar("_Result")
 
 
 def side_by_side(

@@ -289,21 +289,6 @@ def test_work_whose_client_has_gone_is_ended_and_what_waits_is_never_begun(fakes
     assert "starting it again" not in caplog.text, "clients that leave are no trouble of the server's"
 
 
-def test_clips_leave_a_worker_to_pictures(fakes):
-    async def play() -> None:
-        clips = [asyncio.create_task(fake.maker.clip(PAUSE, VideoKnobs())) for _ in range(5)]
-        await fake.tried(1)
-        for _ in range(3):
-            await fake.check_works()
-        for clip in clips:
-            clip.cancel()
-        await asyncio.wait(clips)
-
-    fake = fakes(count=2)
-    run(play())
-    assert fake.notes("tried") == ["PAUSE"]
-
-
 @pytest.mark.parametrize(("order", "log"), [(FAIL, "RuntimeError: a bug"), (ODD, "object"), (LIE, "cannot be used")])
 def test_a_bug_is_nobody_s_fault(fakes, order, log):
     fake = fakes()

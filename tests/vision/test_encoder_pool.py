@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.vision.fake_backend import ROW_BYTES, FakeBackend, make_pool, rows_of
+from tests.vision.fake_backend import FakeBackend, make_pool, rows_of
 from tests.vision.fake_disk import FakeDisk
 from vision.encoder_pool import EncoderPool
 from vision.towers.temporal_patch import TemporalPatch, embedding_key
@@ -88,38 +88,6 @@ def test_it_says_whether_anything_changed_and_how_much_there_is():
     assert figures() == (False, 0, 0)
 
 
-def test_cached_rows_are_not_encoded_again_whichever_tier_they_are_in():
-    backend = FakeBackend()
-    pool = make_pool(backend, space_rows=2, host_rows=10)
-    for name in "abc":
-        pool.release(pool.submit([content(name)], order=0), order=0)
-        keys = pool.submit([content(name)], order=0)
-        pool.advance()
-        pool.release(keys, order=0)
-    assert (len(pool.cache.device), len(pool.cache.host)) == (2, 1)
-    keys = pool.submit(contents("ba"), order=1)
-    pool.advance()
-    assert ready(pool, keys) == [True, True]
-    assert len(backend.batches) == 3
-    assert (pool.stats().device.hits, pool.stats().host.hits) == (1, 1)
-    assert len(pool.cache.host) == 1
-
-
-def test_what_came_encoded_passes_by_in_the_towers_dtype_and_is_kept_nowhere():
-    pool = make_pool(backend := FakeBackend(), space_rows=2, host_rows=10)
-    keys = pool.submit([came_encoded("x", 2), came_encoded("y", 1)], order=0)
-    pool.advance()
-    assert ready(pool, keys) == [True, False], "it takes room like all rows"
-    assert pool.embeds(keys[0]).dtype == torch.int32
-    assert pool.embeds(keys[0]).tolist() == [[7, 7]] * 2
-    pool.release(keys[:1], order=0)
-    pool.advance()
-    assert ready(pool, keys[1:]) == [True]
-    pool.release(keys[1:], order=0, place=1)
-    assert backend.batches == []
-    assert (len(pool.cache.device), len(pool.cache.host)) == (0, 0)
-
-
 # ---------------------------------------------------------------- room
 
 
@@ -138,23 +106,6 @@ def test_room_is_given_in_order_and_nobody_overtakes():
     pool.release(large[:1], order=1)
     pool.advance()
     assert names(backend.batches[1:]) == [(0, "bc")]
-
-
-def test_cached_rows_wait_for_room_like_others():
-    """Or many waiting requests would bring all of the host's memory to the device."""
-    backend = FakeBackend()
-    pool = make_pool(backend, space_rows=2, host_rows=100)
-    for name in "abcdef":
-        keys = pool.submit([content(name)], order=0)
-        pool.advance()
-        pool.release(keys, order=0)
-    keys = [pool.submit([content(name)], order=1 + number)[0] for number, name in enumerate("abcdef")]
-    for number in range(6):
-        pool.advance()
-        assert pool.cache.device.bytes <= 2 * ROW_BYTES
-        assert ready(pool, keys[number:][:2]) == [True] * len(keys[number:][:2])
-        pool.release([keys[number]], order=1 + number)
-    assert len(backend.batches) == 6
 
 
 def test_rows_that_wait_for_younger_requests_make_room_for_an_older_ones_youngest_first():
@@ -275,23 +226,6 @@ def test_a_retry_waits_for_a_worker_with_nothing_to_do():
     backend.finish()
     pool.advance()
     assert names(backend.batches[2:]) == [(0, "a")]
-
-
-def test_a_worker_that_dies_takes_no_innocents_with_it():
-    """What it had not come to is as good as new, however often that happens."""
-    backend = FakeBackend(inline=False)
-    pool = make_pool(backend, max_patches=8)
-    keys = pool.submit(contents("abcd"), order=0)
-    pool.advance()
-    assert names(backend.batches) == [(0, "ab"), (0, "cd")]
-    backend.die(0)
-    pool.advance()
-    assert names(backend.batches[2:]) == [(0, "a")]
-    backend.die(0)
-    finish_all(pool, backend)
-    assert pool.take_failures() == {keys[0]: "died"}
-    assert names(backend.batches[3:]) == [(0, "b"), (0, "cd")]
-    assert ready(pool, keys) == [False, True, True, True]
 
 
 def test_with_no_worker_left_what_must_be_encoded_fails_and_what_is_kept_comes():

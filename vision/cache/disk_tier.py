@@ -15,6 +15,8 @@ from vision.cache.stats import TierStats
 from vision.cache.store import EmbeddingStore
 from vlmserve_common.process.wake_up import WakeUp
 
+log = logging.getLogger(__name__)
+
 
 class HostCopy:
     """Holds embeddings, from any device, until `take` copies them to the host. Making one never waits for the device.
@@ -39,9 +41,6 @@ class HostCopy:
         with torch.cuda.stream(stream):
             stream.wait_event(self._computed)
             return self._embeds.cpu()
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

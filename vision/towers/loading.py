@@ -37,6 +37,19 @@ TOWERS: Mapping[str, type[Qwen2VisionTower] | type[Qwen2_5VisionTower] | type[Qw
 )
 
 
+TOWER_WEIGHT_RULES = WeightRules(
+    # `visual.*` (Qwen2-VL, Qwen2.5-VL) or `model.visual.*` (Qwen3-VL, and all families saved anew)
+    prefixes=(("model.visual.", "visual."),),
+    # a constant that old versions of transformers saved along
+    ignored=(r"\brotary_pos_emb\.inv_freq$",),
+)
+"""Names of a tower's tensors in a whole model's checkpoint."""
+OF_THE_TOWER = r"^(model\.)?visual\."
+_NOT_OF_THE_TOWER = r"^(?!(model\.)?visual\.)"
+# To be changed with whatever changes the embeddings that our towers make of the same weights.
+_VERSION = b"vlmserve tower 1"
+
+
 def make_tower(hf_config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str) -> VisionTower:
     """Make an uninitialised tower for a checkpoint's config.json.
 
@@ -53,18 +66,6 @@ def make_tower(hf_config: Mapping[str, Any], dtype: torch.dtype, device: torch.d
     give_memory(tower.eval(), device)
     share_workspace(tower)
     return tower
-
-
-TOWER_WEIGHT_RULES = WeightRules(
-    # `visual.*` (Qwen2-VL, Qwen2.5-VL) or `model.visual.*` (Qwen3-VL, and all families saved anew)
-    prefixes=(("model.visual.", "visual."),),
-    # a constant that old versions of transformers saved along
-    ignored=(r"\brotary_pos_emb\.inv_freq$",),
-)
-"""Names of a tower's tensors in a whole model's checkpoint."""
-
-OF_THE_TOWER = r"^(model\.)?visual\."
-_NOT_OF_THE_TOWER = r"^(?!(model\.)?visual\.)"
 
 
 def outline_tower(folder: Path, *, dtype: torch.dtype | None = None) -> VisionTower:
@@ -93,10 +94,6 @@ def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     # under its name in a whole model: only tensors stored under that name belong to it
     load_weights(nn.ModuleDict({"visual": tower}), reader, rules)
     return tower
-
-
-# To be changed with whatever changes the embeddings that our towers make of the same weights.
-_VERSION = b"vlmserve tower 1"
 
 
 def tower_fingerprint(tower: VisionTower, vision_config: Mapping[str, Any]) -> bytes:

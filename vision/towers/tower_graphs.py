@@ -28,6 +28,12 @@ MakeSegments = Callable[[int, int], StaticSegments]
 """(patches of a bucket, patches of its longest segment) -> memory for segments."""
 
 
+# Tiles of a bucket: one for so many patches. Windows of 64 patches need one each, and up to four times as many where
+# a picture is narrower than they are. A tile that is not needed does nothing.
+_PATCHES_OF_A_TILE = 16
+log = logging.getLogger(__name__)
+
+
 class CapturedTower:
     """All blocks and mergers, captured. Data that depend on grids are computed before, and copied into static memory.
 
@@ -100,11 +106,6 @@ def _pairs(static: LayerInputs, inputs: LayerInputs) -> list[tuple[StaticSegment
     ]
 
 
-# Tiles of a bucket: one for so many patches. Windows of 64 patches need one each, and up to four times as many where
-# a picture is narrower than they are. A tile that is not needed does nothing.
-_PATCHES_OF_A_TILE = 16
-
-
 class TiledSegments(StaticSegments):
     """Segments for the GPU attention kernel: tiles of queries, in a tensor of constant length.
 
@@ -130,9 +131,6 @@ class TiledSegments(StaticSegments):
 
         turn(qkv, *rotary)
         return segment_attention(qkv, self._tiles, self._rows)
-
-
-log = logging.getLogger(__name__)
 
 
 def capture_on_gpu(tower: VisionTower, device: torch.device) -> None:

@@ -26,6 +26,16 @@ _GUESSED_S = {Kind.PRODUCT: 1 / 100e9, Kind.ATTENTION: 1 / 100e9, Kind.ELEMENTS:
 _KEPT = 0.98
 
 
+PIECE_S = 0.01
+"""Target seconds of a piece."""
+# ... where `work` has more time: that part of it, and so many at the most.
+_PIECE_SHARE, _LONGEST_PIECE_S = 0.25, 0.1
+BATCHES_IN_WORK = 3
+_NAP_S = 50e-6
+# While a later batch goes before it, the first one gets one second of so many.
+_FIRST_SHARE = 4
+
+
 class Pace:
     """Seconds per cost of each kind of piece, as a running mean. It is also a `PieceLimits`: pieces take `piece_s`
     seconds.
@@ -48,16 +58,6 @@ class Pace:
 
     def most(self, kind: Kind) -> float:
         return self.piece_s / self.seconds(kind, 1.0)
-
-
-PIECE_S = 0.01
-"""Target seconds of a piece."""
-# ... where `work` has more time: that part of it, and so many at the most.
-_PIECE_SHARE, _LONGEST_PIECE_S = 0.25, 0.1
-BATCHES_IN_WORK = 3
-_NAP_S = 50e-6
-# While a later batch goes before it, the first one gets one second of so many.
-_FIRST_SHARE = 4
 
 
 class Runner(Protocol):
