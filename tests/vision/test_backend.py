@@ -28,8 +28,8 @@ def directly(tower, patch):
     return tower(pixel_values([patch], CPU), [(1, *patch.grid)])
 
 
-def test_rows_have_memory_of_their_own(tower):
-    for rows in TowerRunner(tower, CPU).encode(random_patches(tower)):
+def test_rows_have_memory_of_their_own(small):
+    for rows in TowerRunner(small, CPU).encode(random_patches(small)):
         assert rows.untyped_storage().nbytes() == rows.nbytes
 
 

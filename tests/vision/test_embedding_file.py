@@ -39,13 +39,13 @@ def test_any_safetensors_tool_reads_it(store, tmp_path, dtype):
         assert file.metadata()["key"] == key(0).hex()
 
 
-def test_every_bit_is_checked(store, tmp_path):
+def test_every_byte_is_checked(store, tmp_path):
     assert store.put(key(0), rows(0, **SMALL))
     path = file_of(tmp_path, 0)
     good = path.read_bytes()
     assert len(good) == HEADER + 12
     for place in range(len(good)):
-        for bit in range(8):
+        for bit in range(8) if place >= HEADER else (place % 8,):
             bad = bytearray(good)
             bad[place] ^= 1 << bit
             assert_refused(store, path, bad, f"bit {bit} of byte {place}")
