@@ -14,18 +14,16 @@ from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
 from vlmserve.scheduler.prefix_leaders import PrefixLeaders
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_status import ReqStatus
-from vlmserve.scheduler.schedule_batch import RunningBatch
+from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.sessions import Sessions
-from vlmserve.scheduler.step import StepHandle
 from vlmserve.scheduler.step_costs import StepCosts
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 
 
-class Admission:
-    """The scheduler's, and at work on its queue, its running batch and its pools.
+class PromptAdmission:
+    """Chooses the prompts of a step from the scheduler's queue.
 
-    retract: lets a request wait again, which is in no list of those that run any more. may_retract: whether that can be
-    done now; if not, it is asked for as soon as no step is in flight.
+    retract: lets a request wait again, which is in no list of requests that run any more.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class Admission:
         policy: SchedulePolicy,
         ratio: NewTokenRatio,
         encoder_order: FairOrder,
-        may_retract: Callable[[], bool],
         retract: Callable[[Req], None],
     ) -> None:
         self._args = args
@@ -52,22 +49,47 @@ class Admission:
         self._policy = policy
         self._ratio = ratio
         self._encoder_order = encoder_order
-        self._may_retract = may_retract
         self._retract = retract
 
-    def add_prompts(self, decoding: Sequence[Req], in_flight: Sequence[StepHandle]) -> list[Req]:
-        """Chunks of prompts, with their slots: who gets them, and how much."""
+    def add_prompts(self, decoding: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> tuple[list[Req], bool]:
+        """Give requests slots for a chunk of their prompts. Returns these requests, and whether a running request is to
+        give its place up as soon as the batches in flight have come.
+
+        Prompts in progress and waiting requests are tried in the order of the queue, until budgets are used up.
+        """
         queue = self._queue
         in_progress = queue.in_progress
         if not in_progress and not len(queue):
-            return []
-        running = self._running.reqs
+            return [], False
+        adder = self._make_adder(decoding, in_progress)
+        leaders = self._prefix_leaders(in_progress, in_flight)
+        begun = dict.fromkeys(in_progress)
+        drain = False
+
+        def attempt(req: Req) -> bool:
+            nonlocal drain
+            if req in begun:
+                del begun[req]
+                result = self._continue_prompt(adder, req, in_flight)
+            else:
+                result = self._admit(adder, req, leaders, in_flight)
+            drain |= result is AddReqResult.DRAIN
+            return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
+
+        queue.visit(attempt)
+        for req in begun:  # a waiting request without a place holds nobody up whose prompt has begun
+            if adder.full:
+                break
+            drain |= self._continue_prompt(adder, req, in_flight) is AddReqResult.DRAIN
+        return adder.can_run, drain
+
+    def _make_adder(self, decoding: Sequence[Req], in_progress: Sequence[Req]) -> PrefillAdder:
         chunk_size, by_time = self._args.chunked_prefill_size, self._costs.chunk_tokens(decoding=bool(decoding))
         if chunk_size > 0 and by_time is not None:
             chunk_size = min(chunk_size, by_time)
-        adder = PrefillAdder(
+        return PrefillAdder(
             self._kv,
-            running=running,
+            running=self._running.reqs,
             in_progress=in_progress,
             new_token_ratio=self._ratio.value,
             max_prefill_tokens=self._args.max_prefill_tokens,
@@ -75,52 +97,38 @@ class Admission:
             max_running=self._args.max_running_requests,
             mixed_decode_tokens=len(decoding) if self._args.enable_mixed_chunk else 0,
         )
-        leaders = self._prefix_leaders(in_progress, in_flight)
 
-        begun = dict.fromkeys(in_progress)
-
-        def attempt(req: Req) -> bool:
-            if req in begun:
-                del begun[req]
-                result = self._continue_prompt(adder, req)
-            else:
-                result = self._admit(adder, req, leaders)
-            return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
-
-        queue.visit(attempt)
-        for req in begun:  # a waiting request without a place holds nobody up whose prompt has begun
-            if adder.full:
-                break
-            self._continue_prompt(adder, req)
-        return adder.can_run
-
-    def _prefix_leaders(self, in_progress: Sequence[Req], in_flight: Sequence[StepHandle]) -> PrefixLeaders | None:
+    def _prefix_leaders(self, in_progress: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> PrefixLeaders | None:
         if not self._kv.prefix_cache.shares:
             return None
         leaders = PrefixLeaders(self._kv.matched_len, self._kv.key_of, page_size=self._kv.page_size)
         for req in in_progress:
             leaders.lead(req)
-        for step in in_flight:
-            for part in step.batch.prompts:
+        for batch in in_flight:
+            for part in batch.prompts:
                 if not part.req.is_finished and part.completes:  # others are in progress
                     leaders.lead(part.req)
         return leaders
 
-    def _continue_prompt(self, adder: PrefillAdder, req: Req) -> AddReqResult:
-        """The next chunk of a prompt in progress; running requests are retracted if it has no slots otherwise."""
+    def _continue_prompt(self, adder: PrefillAdder, req: Req, in_flight: Sequence[ScheduleBatch]) -> AddReqResult:
+        """Add the next chunk of a prompt in progress. If there are no slots for it, running requests are retracted."""
         result = adder.add_chunked_req(req)
         while result is AddReqResult.NO_TOKEN:
             if not self._sessions.release_oldest():
-                if not len(self._running) or not self._may_retract():
+                if not len(self._running):
                     break
+                if in_flight:
+                    return AddReqResult.DRAIN
                 self._retract(self._running.retract_decode())
             result = adder.add_chunked_req(req)
         if result is AddReqResult.CONTINUE:
             self._queue.charge(req, req.kv_allocated_len - req.kv_len)
         return result
 
-    def _admit(self, adder: PrefillAdder, req: Req, leaders: PrefixLeaders | None) -> AddReqResult:
-        """A waiting request's first chunk; it may take the place of one that runs."""
+    def _admit(
+        self, adder: PrefillAdder, req: Req, leaders: PrefixLeaders | None, in_flight: Sequence[ScheduleBatch]
+    ) -> AddReqResult:
+        """Add the first chunk of a waiting request, which may take the place of a running one."""
         if req.prefetch is not None:
             if not req.prefetch.done():
                 return self._wait_for(req, ReqStatus.WAITING_FOR_REMOTE_KV)
@@ -133,8 +141,12 @@ class Admission:
         result = adder.add_one_req(req)
         while result is AddReqResult.NO_TOKEN and self._sessions.release_oldest():
             result = adder.add_one_req(req)
-        if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and self._preempt_for(req):
-            return AddReqResult.OTHER  # it comes next
+        if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and (victim := self._victim_for(req)) is not None:
+            if in_flight:
+                return AddReqResult.DRAIN
+            self._running.remove(victim)
+            self._retract(victim)
+            return AddReqResult.OTHER  # the waiting request comes next
         if result is AddReqResult.NOT_READY:
             return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if result is AddReqResult.CONTINUE:
@@ -151,19 +163,11 @@ class Admission:
         self._queue.block(req, status)
         return AddReqResult.NOT_READY
 
-    def _preempt_for(self, req: Req) -> bool:
-        """Whether a running request gives its place up for one that waits, now or when no step is in flight."""
-        running = self._running.reqs
+    def _victim_for(self, req: Req) -> Req | None:
+        """Return the running request that gives its place up for one that waits, if there is one."""
         if self._policy.preempts:
-            victim = less_urgent(req, running)
-        else:
-            victim = over_share(req, running, self._args.max_running_requests)
-        if victim is None:
-            return False
-        if self._may_retract():
-            self._running.remove(victim)
-            self._retract(victim)
-        return True
+            return less_urgent(req, self._running.reqs)
+        return over_share(req, self._running.reqs, self._args.max_running_requests)
 
 
 def may_be_tried(req: Req) -> bool:
