@@ -82,12 +82,14 @@ class EventLoop:
         assert (placement is not None) == (len(schedulers) > 1), "several groups need a placement"
         self.schedulers = tuple(schedulers)
         self.worker, self.device, self.encoder = worker, device, encoder
+        self._running = [scheduler.running_batch for scheduler in self.schedulers]
         self.batch_log = batch_log or BatchLog(0.0)
         self._send = send
         self._placement = placement
         self._expert_stats = expert_stats
         self._warmups = EncoderWarmups(encoder, send=send, max_patches=max_patches)
-        self._in_flight: deque[StepHandle | Work[bool]] = deque()
+        self._in_flight: deque[StepHandle] = deque()
+        self._slices: deque[tuple[int, Work[bool]]] = deque()  # in flight, each with the number of the step before it
         self._steps = self._turns = 0
 
     # ------------------------------------------------------------ messages
@@ -122,16 +124,17 @@ class EventLoop:
     def step(self) -> bool:
         """Do one turn. False: there is nothing to do before a message comes, or one of `wait_handles` is readable."""
         moved = self._take_ready()
-        batches = self._launch_step()
-        launched = batches is not None and any(batch is not None for batch in batches)
-        sliced = self._launch_slice(batches)
-        resting = [] if moved or sliced or self._slices_in_flight else self._resting(batches)
+        encoding, steps = self._encoding_group(), self._steps
+        batches = self._launch_step(encoding)
+        launched = self._steps > steps
+        sliced = self._launch_slice(encoding, batches)
+        resting = [] if moved or self._slices else self._resting(batches)
         busy = moved or launched or sliced
-        if self._in_flight and (not launched or len(self._steps_in_flight) >= self._depth):
+        if (self._in_flight or self._slices) and (not launched or len(self._in_flight) >= self._depth()):
             self._take_oldest()
             busy = True
         for scheduler in resting:
-            busy |= scheduler.rest(held_bytes=self._held_bytes)
+            busy |= scheduler.rest(held_bytes=self._held_bytes())
         return self._encode_ahead(busy)
 
     def step_or_wait(self) -> None:
@@ -148,13 +151,13 @@ class EventLoop:
 
     def drain(self) -> None:
         """Take the results of everything in flight, and launch nothing."""
-        while self._in_flight:
+        while self._in_flight or self._slices:
             self._take_oldest()
 
     def _take_ready(self) -> bool:
         """Let all schedulers take what came since the last turn. True if the encoder or a request moved."""
         encoded = False
-        for urgent in dict.fromkeys(scheduler.due.urgent for scheduler in self.schedulers):
+        for urgent in dict.fromkeys([scheduler.due.urgent for scheduler in self.schedulers]):
             encoded |= self.encoder.advance(urgent=urgent)
         failures = self.encoder.take_failures()
         moved = encoded
@@ -162,18 +165,18 @@ class EventLoop:
             moved |= scheduler.take_ready(encoded=encoded, failures=failures)
         return moved
 
-    def _launch_step(self) -> list[ScheduleBatch | None] | None:
+    def _launch_step(self, encoding: int) -> list[ScheduleBatch | None] | None:
         """Launch the next batch of each group as one step; no step if no group has any. None: no group was asked, as
-        tokens that the next step reads have not been sampled yet."""
-        in_flight = self._steps_in_flight
-        if not all(step.is_sampled for step in in_flight):
-            return None
+        tokens that the next step reads have not been sampled yet. encoding: see `_encoding_group`."""
+        for step in self._in_flight:
+            if not step.is_sampled:
+                return None
         batches: list[ScheduleBatch | None] = []
         try:
             for group, scheduler in enumerate(self.schedulers):
-                before = [batch for step in in_flight if (batch := step.batches[group]) is not None]
-                batches.append(scheduler.get_next_batch_to_run(before, encodes=group == self._encoding_group))
-            reqs = sum(len(batch) for batch in batches if batch is not None)
+                before = [batch for step in self._in_flight if (batch := step.batches[group]) is not None]
+                batches.append(scheduler.get_next_batch_to_run(before, encodes=group == encoding))
+            reqs = sum(map(len, filter(None, batches)))
             if reqs:
                 self._steps += 1
                 self._in_flight.append(StepHandle(self._submit(reqs), self.worker, batches, self._steps))
@@ -182,62 +185,61 @@ class EventLoop:
             raise
         return batches
 
-    def _launch_slice(self, batches: Sequence[ScheduleBatch | None] | None) -> bool:
+    def _launch_slice(self, group: int, batches: Sequence[ScheduleBatch | None] | None) -> bool:
         """Launch a slice of encoding, if the encoder works in this process. Prompts beside requests that decode take
-        turns with it: behind such a step there is none."""
+        turns with it: behind such a step there is none. group: see `_encoding_group`."""
         if not self.encoder.has_work:
             return False
-        group = self._encoding_group
         scheduler, batch = self.schedulers[group], None if batches is None else batches[group]
         if batch is not None and batch.prompt_tokens and len(scheduler.running_batch):
             return False
-        self._in_flight.append(self._submit(self._num_decoding)(self.encoder.work, scheduler.slice_s()))
+        work = self._submit(self._num_decoding())(self.encoder.work, scheduler.slice_s())
+        self._slices.append((self._steps, work))
         return True
 
     def _resting(self, batches: Sequence[ScheduleBatch | None] | None) -> list[Scheduler]:
         """Return the schedulers that have nothing in flight, and decided on nothing when they were asked."""
-        if batches is None:
+        if batches is None or None not in batches:
             return []
         return [
             scheduler
             for group, scheduler in enumerate(self.schedulers)
-            if batches[group] is None and all(step.batches[group] is None for step in self._steps_in_flight)
+            if batches[group] is None and all(step.batches[group] is None for step in self._in_flight)
         ]
 
     def _take_oldest(self) -> None:
         """Wait for the oldest step and the slices launched before it, and let the schedulers process its results."""
-        while self._in_flight:
-            oldest = self._in_flight[0]
-            if not isinstance(oldest, StepHandle):
-                oldest.result()  # never raises: the encoder tells its failures by its results
-                self._in_flight.popleft()
-                continue
-            try:
-                results = oldest.results()
-            except Exception as failure:
-                self._in_flight.popleft()
-                rids = [part.req.rid for batch in oldest.batches if batch is not None for part in batch.reqs]
-                log.exception(
-                    "step %d failed; its %d requests are answered with an error: %s",
-                    oldest.number,
-                    len(rids),
-                    ", ".join(rids),
-                )
-                self._fail(oldest.batches, failure)
-                if isinstance(failure, DeviceLostError):
-                    raise
-                return
-            self._in_flight.popleft()  # not before: an interrupted wait leaves it to the next turn
-            self._process(oldest, results)
+        step = self._in_flight[0] if self._in_flight else None
+        while self._slices and (step is None or self._slices[0][0] < step.number):
+            self._slices[0][1].result()  # never raises: the encoder tells its failures by its results
+            self._slices.popleft()
+        if step is None:
             return
+        try:
+            results = step.results()
+        except Exception as failure:
+            self._in_flight.popleft()
+            rids = [part.req.rid for batch in step.batches if batch is not None for part in batch.reqs]
+            log.exception(
+                "step %d failed; its %d requests are answered with an error: %s",
+                step.number,
+                len(rids),
+                ", ".join(rids),
+            )
+            self._fail(step.batches, failure)
+            if isinstance(failure, DeviceLostError):
+                raise
+            return
+        self._in_flight.popleft()  # not before: an interrupted wait leaves it to the next turn
+        self._process(step, results)
 
     def _process(self, step: StepHandle, results: Sequence[Any]) -> None:
         outputs = []
         for scheduler, batch, result in zip(self.schedulers, step.batches, results, strict=True):
             if batch is not None:
                 outputs += scheduler.process_batch_result(batch, result)
-        for following in self._steps_in_flight[:1]:  # the tokens that it is sampled by have come
-            following.sample()
+        if self._in_flight:  # the tokens that the next step is sampled by have come
+            self._in_flight[0].sample()
         if outputs:  # sent while the device samples
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
 
@@ -249,7 +251,7 @@ class EventLoop:
     def _encode_ahead(self, busy: bool) -> bool:
         """Let the media that are encoded ahead of time have their turn, behind the requests that are there and before
         those to come. Returns whether there is anything to do now."""
-        idle = not self._in_flight and all(scheduler.is_idle() for scheduler in self.schedulers)
+        idle = self._has_no_requests()
         if len(self._warmups):
             may_ask = not self.encoder.inline or idle or self._turns % _TURNS_PER_WARMUP == 0
             order = max(scheduler.behind_all_media() for scheduler in self.schedulers) if may_ask else None
@@ -260,34 +262,27 @@ class EventLoop:
             raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
         return busy
 
-    # ------------------------------------------------------------ in flight
+    # ------------------------------------------------------------ how much in flight
 
-    @property
-    def _steps_in_flight(self) -> list[StepHandle]:
-        return [work for work in self._in_flight if isinstance(work, StepHandle)]
-
-    @property
-    def _slices_in_flight(self) -> int:
-        return len(self._in_flight) - len(self._steps_in_flight)
-
-    @property
     def _num_decoding(self) -> int:
-        return sum(len(scheduler.running_batch) for scheduler in self.schedulers)
+        return sum(map(len, self._running))
 
-    @property
     def _depth(self) -> int:
-        """How many steps are worth having in flight."""
-        return self.device.depth if self._num_decoding >= self.device.least_reqs else 1
+        """Return how many steps are worth having in flight."""
+        return self.device.depth if self._num_decoding() >= self.device.least_reqs else 1
 
-    @property
     def _encoding_group(self) -> int:
-        """The group whose steps take turns with slices of encoding: the one with most to lose by them knows best how
-        long they may be."""
-        return max(range(len(self.schedulers)), key=lambda group: len(self.schedulers[group].running_batch))
+        """Return the group whose steps take turns with slices of encoding. It is the one with most to lose by them, so
+        it knows best how long they may be."""
+        if len(self.schedulers) == 1:
+            return 0
+        decoding = [len(scheduler.running_batch) for scheduler in self.schedulers]
+        return decoding.index(max(decoding))
 
     def _submit(self, reqs: int) -> Callable[..., Work[Any]]:
         """Return how work for so many requests goes to the device."""
-        return self.device.submit if reqs >= self.device.least_reqs or self._in_flight else self.device.here
+        overlaps = reqs >= self.device.least_reqs or self._in_flight or self._slices
+        return self.device.submit if overlaps else self.device.here
 
     # ------------------------------------------------------------ state
 
@@ -298,18 +293,23 @@ class EventLoop:
 
     def is_idle(self) -> bool:
         """Whether there is no request, no step in flight, and nothing to encode ahead of time."""
-        return not self._in_flight and not len(self._warmups) and all(one.is_idle() for one in self.schedulers)
+        return not len(self._warmups) and self._has_no_requests()
 
-    @property
+    def _has_no_requests(self) -> bool:
+        """Whether there is no request, and nothing in flight."""
+        if self._in_flight or self._slices:
+            return False
+        return all(scheduler.is_idle() for scheduler in self.schedulers)
+
     def _held_bytes(self) -> int:
-        """Bytes of embeddings that nobody should hold when a group is idle; 0 if others may hold some."""
+        """Return the bytes of embeddings that nobody should hold when a group is idle; 0 if others may hold some."""
         shared = len(self._warmups) or not all(scheduler.is_idle() for scheduler in self.schedulers)
         return 0 if shared else self.encoder.cache.device.held_bytes
 
     def check_pools(self) -> None:
         """Check that nothing is lost. EngineError unless everything is free or cached; for idle engines only."""
         for scheduler in self.schedulers:
-            scheduler.check_pools(held_bytes=self._held_bytes)
+            scheduler.check_pools(held_bytes=self._held_bytes())
 
     def flush_cache(self) -> int:
         """Forget every cached prefix that no request uses. Returns how many tokens they had."""

@@ -43,11 +43,15 @@ class OneGroup:
 
     def forward(self, steps: Sequence[ModelWorkerBatch | None]) -> list[Any]:
         """Compute the only step."""
-        return [self.worker.forward(step) for step in steps if step is not None]
+        (step,) = steps
+        assert step is not None
+        return [self.worker.forward(step)]
 
     def sample(self, steps: Sequence[tuple[Any, SamplingBatchInfo] | None]) -> list[PendingResult | None]:
         """Sample the only step."""
-        return [self.worker.sample(*step) for step in steps if step is not None]
+        (step,) = steps
+        assert step is not None
+        return [self.worker.sample(*step)]
 
 
 class StepHandle:
@@ -72,20 +76,22 @@ class StepHandle:
         self._results: list[ModelWorkerResult | None] = []
         messages = [None if batch is None else batch.get_model_worker_batch(number) for batch in batches]
         self._forwarded: Work[Sequence[Any]] = submit(worker.forward, messages)
-        self._sample([batch is not None and not batch.samples_late for batch in batches])
+        now, self._late = list[int](), list[int]()
+        for group, batch in enumerate(batches):
+            if batch is not None:
+                (self._late if batch.samples_late else now).append(group)
+        self._sample(now)
 
     @property
     def is_sampled(self) -> bool:
         """Whether the sampling of all groups has been launched: later steps read the tokens that come of it."""
-        return all(
-            batch is None or sampled is not None for batch, sampled in zip(self.batches, self._sampled, strict=True)
-        )
+        return not self._late
 
     def sample(self) -> None:
-        """Sample those that have not been sampled yet, by the tokens known now."""
-        self._sample(
-            [batch is not None and sampled is None for batch, sampled in zip(self.batches, self._sampled, strict=True)]
-        )
+        """Sample the groups that have not been sampled yet, by the tokens known now."""
+        if self._late:
+            late, self._late = self._late, []
+            self._sample(late)
 
     def results(self) -> Sequence[ModelWorkerResult | None]:
         """Wait for the step and return each group's result; raises what computing it raised.
@@ -102,18 +108,20 @@ class StepHandle:
             self._results.append(result)
         return self._results
 
-    def _sample(self, now: Sequence[bool]) -> None:
-        if not any(now):
-            return
-        infos = [
-            batch.sampling_info() if wanted and batch is not None else None
-            for wanted, batch in zip(now, self.batches, strict=True)
-        ]
-        work = self._submit(self._launch_sampling, infos)
-        self._sampled = [work if wanted else before for wanted, before in zip(now, self._sampled, strict=True)]
+    def _sample(self, groups: Sequence[int]) -> None:
+        """Launch the sampling of these groups."""
+        infos: list[SamplingBatchInfo | None] = [None] * len(self.batches)
+        for group in groups:
+            batch = self.batches[group]
+            assert batch is not None
+            infos[group] = batch.sampling_info()
+        if groups:
+            work = self._submit(self._launch_sampling, infos)
+            for group in groups:
+                self._sampled[group] = work
 
     def _launch_sampling(self, infos: Sequence[SamplingBatchInfo | None]) -> Sequence[PendingResult | None]:
         forwarded = self._forwarded.result()
         return self._worker.sample(
-            [None if info is None else (found, info) for found, info in zip(forwarded, infos, strict=True)]
+            [None if info is None else (forwarded[group], info) for group, info in enumerate(infos)]
         )

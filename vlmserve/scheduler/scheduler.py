@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vision.cache.stats import PoolStats
 from vision.encoder_pool import EncoderPool
@@ -58,8 +58,7 @@ _OUTPUT_COST = 2.0
 """What a generated token counts in a flow's turns, where a prompt token counts 1 (as in the paper; see there)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Due:
+class Due(NamedTuple):
     """What earlier turns have left to be done before anything else.
 
     decode: prompts had the last step, so the requests that decode have the next one.
@@ -191,7 +190,7 @@ class Scheduler:
         req.finish(reason)
         req.media.release()
         if self.due.urgent is not None:  # it may have been the last one that held it
-            self.due = replace(self.due, urgent=None)
+            self.due = self.due._replace(urgent=None)
         self.intake.release(req)
         if req.req_pool_idx is not None:
             goes_on = req.session_id and reason.type in ("stop", "length")
@@ -342,14 +341,14 @@ class Scheduler:
     def _resolve_stall(self) -> bool:
         """Find out why no request can be computed: they wait for the encoder, or block each other. Returns whether
         another turn may get on."""
-        tried, self.due = self.due.urgent, replace(self.due, urgent=None)
+        tried, self.due = self.due.urgent, self.due._replace(urgent=None)
         if self.encoder.working or self.intake.is_fetching:
             return False
         # With nothing running, the first in line lacks either embeddings, for which there is no room, or KV slots.
         in_progress = self.waiting_queue.in_progress
         first = in_progress[0] if in_progress else self.waiting_queue.first()
         urgent = first.media.first_unready()
-        self.due = replace(self.due, urgent=urgent)
+        self.due = self.due._replace(urgent=urgent)
         if urgent is None and in_progress:
             self._retract(in_progress[-1])
         elif urgent is None or tried is not None:
