@@ -58,16 +58,15 @@ from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve.scheduler.batch_log import BatchLog
 from vlmserve.scheduler.drafts import NGramDrafter
-from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.estimates import NewTokenRatio
 from vlmserve.scheduler.grammar.compile_process import CompileProcess, CompilerSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
+from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.policy import make_policy
+from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve.scheduler.sessions import Sessions
 from vlmserve_common.checkpoint.quantized import Scheme
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import check_dtype, resolve_device

@@ -43,7 +43,7 @@ from vlmserve.ipc.messages import (
 from vlmserve.ipc.routing.demand import demand_of
 from vlmserve.ipc.routing.router import Router
 from vlmserve.ipc.routing.sums import sum_stats
-from vlmserve.scheduler.batch_log import BatchLog
+from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import DeviceLostError, EngineError

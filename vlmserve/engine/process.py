@@ -35,7 +35,7 @@ from vlmserve.ipc.messages import (
 from vlmserve.ipc.ready import FINISH_S, Ready
 from vlmserve.ipc.routing.sums import replicas_of
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.scheduler.batch_log import BatchLog
+from vlmserve.scheduler.meter import BatchLog
 
 if TYPE_CHECKING:
     from vlmserve.engine.step import GroupsWorker, ModelWorker

@@ -34,21 +34,17 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.admission import PromptAdmission, may_be_tried
 from vlmserve.scheduler.drafts import Drafter
-from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.intake import Intake
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.meter import SchedulerMeter
-from vlmserve.scheduler.new_token_ratio import NewTokenRatio
-from vlmserve.scheduler.outputs import error, refused, token_output
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
+from vlmserve.scheduler.meter import SchedulerMeter, check_pools
+from vlmserve.scheduler.outputs import PartResult, error, part_results, refused, token_output
 from vlmserve.scheduler.policy import SchedulePolicy
-from vlmserve.scheduler.pool_check import check_pools
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.req_life import ReqStatus
+from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
-from vlmserve.scheduler.sessions import Sessions
-from vlmserve.scheduler.step_costs import StepCosts
-from vlmserve.scheduler.step_results import PartResult, part_results
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 from vlmserve_common.errors import EngineError
 
