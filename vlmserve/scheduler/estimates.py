@@ -1,11 +1,10 @@
-"""How much fits into a step, by what steps were measured to take.
-
-Between two tokens of running requests there is time for a chunk of a prompt or a slice of a picture's encoding, and as
-much of it as --max-decode-slowdown says. Where nothing decodes, a newcomer waits for one of them at the most, so they
-take no longer than --max-step-s.
-"""
+"""What the scheduler expects: how long steps take, and how much of their output requests will use."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmserve.scheduler.req import Req
 
 _SMOOTH = 0.2
 _MIN_SLICE_S = 0.002
@@ -67,3 +66,30 @@ class StepCosts:
         if not self._slowdown:
             return float("inf")
         return max(_MARGIN * (self._slowdown - 1) * (self._decode_s or 0.0), _MIN_SLICE_S)
+
+
+_INITIAL, _FLOOR, _DECAY_STEPS = 0.7, 0.1, 600
+_STEPS_AHEAD = 20
+
+
+class NewTokenRatio:
+    """Starts cautious, decays with every decode step, jumps up when a request had to be retracted."""
+
+    def __init__(self, conservativeness: float) -> None:
+        self._initial = min(_INITIAL * conservativeness, 1.0)
+        self._floor = min(_FLOOR * conservativeness, self._initial)
+        self.value = self._initial
+
+    def decay(self) -> None:
+        """One decode step went well."""
+        self.value = max(self.value - (self._initial - self._floor) / _DECAY_STEPS, self._floor)
+
+    def raise_after_retraction(self, running: Sequence[Req]) -> None:
+        """The share of their output that the remaining requests will have used some steps from now."""
+        used = sum(len(req.output_ids) + _STEPS_AHEAD for req in running)
+        total = sum(req.max_new_tokens for req in running)
+        self.value = min(1.0, max(self.value, used / max(total, 1)))
+
+    def reset(self) -> None:
+        """Nothing runs."""
+        self.value = self._initial
