@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from processors.families.processor_kwargs import RequestKnobs
-from processors.fetch.media_file import MediaFile
+from processors.fetch.fetching import MediaFile
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import BadRequestError

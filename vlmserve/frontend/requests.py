@@ -4,13 +4,13 @@ answers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeAlias
 
 from vlmserve.frontend.chat_messages import FindFile, MediaRef, Message
 from vlmserve.frontend.parsers.calls import ToolUse
 from vlmserve.frontend.request_stats import RequestStats
-from vlmserve.ipc.messages import InputEmbeds, RequestOptions
+from vlmserve.ipc.messages import InputEmbeds, RequestOptions, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class GenerateReqInput(RequestOptions):
     each text's tokens behind the prompt come as the `prompt_logprobs` of a choice of its own. tenant: only requests
     with the same tenant share cached prefixes and media; "" is a tenant, too. timeout_s: seconds that the request may
     take; None is no limit. ended: called with the outcome of each choice. warnings: sentences for the answer about
-    fields that will have no effect.
+    fields that will have no effect. sampling: an older name of sampling_params.
     """
 
     request_id: str
@@ -78,6 +78,11 @@ class GenerateReqInput(RequestOptions):
     timeout_s: float | None = None
     ended: Callable[[RequestStats], None] | None = None
     warnings: tuple[str, ...] = ()
+    sampling: InitVar[SamplingParams | None] = None
+
+    def __post_init__(self, sampling: SamplingParams | None) -> None:
+        if sampling is not None:
+            object.__setattr__(self, "sampling_params", sampling)
 
     @property
     def cache_namespace(self) -> str:

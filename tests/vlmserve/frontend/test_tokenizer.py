@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tests.vlmserve.tiny_tokenizer import make_tokenizer, write_tokenizer_folder
+from vlmserve.frontend.requests import GenerateReqInput, TextPrompt
 from vlmserve.frontend.sampling import choice_seed, load_sampling_defaults, verify_sampling_params
 from vlmserve.ipc.messages import SamplingParams
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, byte_level_alphabet, load_text_tokenizer
@@ -134,9 +135,11 @@ def test_numbers_must_be_finite(value):
         assert caught.value.param == name
 
 
-def test_an_older_name_and_none_for_what_is_left_out():
+def test_older_names_and_none_for_what_is_left_out():
     params = SamplingParams(max_tokens=5, stop=None, logit_bias=None, presence_penalty=None)
     assert params == SamplingParams(max_new_tokens=5)
     assert replace(params, max_new_tokens=6).max_new_tokens == 6
+    asked = GenerateReqInput(request_id="r", prompt=TextPrompt(text=""), sampling=params)
+    assert replace(asked, n=2).sampling_params == params
     with pytest.raises(ValueError, match="give one"):
         SamplingParams(max_tokens=5, max_new_tokens=6)
