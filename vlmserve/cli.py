@@ -28,7 +28,7 @@ _BENCHES = {
     "grammar": ("what a JSON schema costs", "vlmserve.commands.bench.grammar"),
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.commands.bench.api"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.commands.bench.soak"),
-    "gpu": ("the engine on one GPU, beside transformers", "vlmserve.commands.bench.gpu"),
+    "gpu": ("the engine on one GPU, beside transformers", "vlmserve.commands.bench.gpu.command"),
     "loading": ("how much memory each rank of a model takes until it can compute", "vlmserve.commands.bench.loading"),
     "trace": ("where the device waits for the host, step by step", "vlmserve.commands.bench.trace"),
 }

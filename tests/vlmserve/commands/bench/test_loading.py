@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
-from vlmserve.commands.bench.gpu_shapes import SHAPES, Shape
+from vlmserve.commands.bench.gpu.shapes import SHAPES, ModelShape
 from vlmserve.commands.bench.loading import RankLoading, measure_loading, table, with_layers, write_filled
 from vlmserve_common.errors import EngineError
 
 _MIB = 2**20
 
 
-def narrowed(name: str, **text: Any) -> Shape:
+def narrowed(name: str, **text: Any) -> ModelShape:
     """A published shape of about a GiB: with fewer layers and tokens, and less of a tower."""
     shape = SHAPES[name]
     vision = dict(shape.vision) | {"depth": 6, "deepstack_visual_indexes": [1, 2, 3]}

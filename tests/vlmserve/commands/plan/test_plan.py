@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
 from vlmserve import cli
-from vlmserve.commands.bench.gpu_shapes import SHAPES, Shape, write_folder
+from vlmserve.commands.bench.gpu.shapes import SHAPES, ModelShape, write_folder
 from vlmserve.commands.plan.layout import Layout, lay_out
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import outline_model
@@ -19,7 +19,7 @@ from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
 
 _30B = SHAPES["30b-a3b"]
-_235B = Shape(
+_235B = ModelShape(
     what="Qwen3-VL-235B-A22B",
     family="qwen3_vl_moe",
     tied=False,

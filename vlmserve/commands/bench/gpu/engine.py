@@ -1,25 +1,30 @@
-"""The offline engine under measurement: one model, and schedulers of other settings over it, one at a time."""
+"""The offline engine under measurement: one model, and one scheduler at a time with settings of its own.
+
+`StepSpans` tells how long the device was at each step, by events on its stream. Between the spans of two steps the
+device waits for the host. A host that is ahead shows as spans that follow each other at once.
+"""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from vlmserve.commands.bench.gpu_shapes import TEXT_IDS, Work
-from vlmserve.commands.bench.gpu_spans import StepSpans
-from vlmserve.commands.bench.questions import Question
+from vlmserve.commands.bench.gpu.shapes import TEXT_IDS, GpuLoad
+from vlmserve.commands.bench.media import Question
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.build import build_scheduler
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, SamplingBatchInfo
 from vlmserve.frontend.request_builder import TokensPrompt
 from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
@@ -30,15 +35,17 @@ from vlmserve_common.errors import EngineError
 
 _WARM_STEPS = 4
 _MEDIA_THREADS = 8
-# Of the memory; transformers computes in the rest. With 80 GB an 8B model has room for 256 requests then, and in the
-# rest transformers decodes 64.
+# The part of the memory that the engine takes; transformers computes in the rest. With 80 GB, an 8B model then has room
+# for 256 requests, and transformers decodes 64.
 _ENGINE_SHARE = 0.75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSteps:
-    """Steps in which all of a batch got a token. seconds: from one to the next. spans: of these, what the device was
-    at it for. kv_tokens: that one reads, on average, over all of the batch."""
+    """The steps in which all of a batch got a token. seconds: from one step to the next.
+
+    spans: seconds that the device was at them. kv_tokens: that a step reads over all of the batch, on average.
+    """
 
     seconds: tuple[float, ...]
     spans: tuple[float, ...]
@@ -46,46 +53,53 @@ class DecodeSteps:
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """The median seconds of a step."""
         return statistics.median(self.seconds)
 
     @property
     def host(self) -> float:
-        """Seconds of a step in which the device waited for the host."""
+        """The seconds of a step in which the device waited for the host."""
         return max(0.0, self.median - statistics.median(self.spans))
 
 
-class Engine:
-    """Without a prefix cache: equal work every time. Close it."""
+class MeasuredEngine:
+    """An engine without a prefix cache, which does equal work every time; to be closed."""
 
     def __init__(
-        self, folder: Path, work: Work, *, device: torch.device, dtype: torch.dtype, load_format: str, **settings: Any
+        self,
+        folder: Path,
+        load: GpuLoad,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        load_format: str,
+        **settings: Any,
     ) -> None:
-        longest = work.context + work.steps + 2 * _WARM_STEPS + _prompt_steps(work)
-        together = max(work.batches)
+        longest = load.context + load.steps + 2 * _WARM_STEPS + _prompt_steps(load)
+        together = max(load.batches)
         given: dict[str, Any] = {
             "device": str(device),
             "dtype": dtype_name(dtype),
             "load_format": load_format,
-            "cpu_kernels": "off",  # packed weights are nobody else's
+            "cpu_kernels": "off",  # transformers could not share packed weights
             "disable_radix_cache": True,
             "encoder_cache_mib": 1024,
             "encoder_host_cache_mib": 0,
             "max_pixels": "checkpoint",
             "max_running_requests": together,
-            "max_queued_requests": 2 * max(together, work.many),
-            "max_model_len": max(longest, 2 * work.prompt) + 64,
-            "chunked_prefill_size": work.prompt,
-            "max_prefill_tokens": work.prompt,
+            "max_queued_requests": 2 * max(together, load.many),
+            "max_model_len": max(longest, 2 * load.prompt) + 64,
+            "chunked_prefill_size": load.prompt,
+            "max_prefill_tokens": load.prompt,
             "max_decode_slowdown": 0,  # prompts first, and all at once
             "max_step_s": 0,
             "max_mm_workers": min(_MEDIA_THREADS, available_cpus()),
-            "encoder_max_patches": work.patch_limit,
+            "encoder_max_patches": load.patch_limit,
         }
         if device.type == "cuda":
             given["mem_fraction_static"] = _ENGINE_SHARE
         self.llm = LLM(str(folder), **(given | settings))
-        self.work = work
+        self.load = load
         self.device = device
         self.model = self.llm.engine.runner.model
 
@@ -94,23 +108,23 @@ class Engine:
         self.llm.close()
 
     def prompts(self, batch: int, tokens: int, *, seed: int = 0) -> np.ndarray:
-        """Ids int64 [batch, tokens] of random text."""
+        """Return ids int64 [batch, tokens] of random text."""
         return np.random.default_rng([seed, batch, tokens]).integers(0, TEXT_IDS, (batch, tokens))
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
-        """Answers of so many tokens to ids int64 [B, L], computed together."""
+        """Compute answers of `tokens` tokens to ids int64 [B, L] together."""
         wrapped = [TokensPrompt(ids=tuple(ids.tolist())) for ids in prompts]
         self.llm.generate(wrapped, _greedy(tokens))
 
     def ask(self, questions: Sequence[Question], tokens: int) -> None:
-        """Answers of so many tokens to questions about pictures, from their files on, computed together."""
+        """Answer questions about picture files together, with `tokens` tokens each."""
         self.llm.chat_batch(
             [question.messages(lambda picture: {"type": "image", "image": picture}) for question in questions],
             _greedy(tokens),
         )
 
     def first_logits(self, question: Question) -> torch.Tensor:
-        """Of an answer's first token, float32 [vocabulary]."""
+        """Return the logits of the first token of an answer, float32 [vocabulary]."""
         compute, taken = self.model.compute_logits, []
 
         def note(hidden: torch.Tensor) -> torch.Tensor:
@@ -125,15 +139,17 @@ class Engine:
         return taken[0][-1].float()
 
     def decode(self, batch: int, **settings: Any) -> DecodeSteps:
-        """So many requests that decode together. settings: of the engine, for this time; those of its scheduler only.
-        EngineError where there is no room for them."""
-        work = self.work
-        tokens = work.steps + 2 * _WARM_STEPS + _prompt_steps(work) * (batch > 1)
-        needed, there = batch * (work.context + tokens + 16), self.llm.info.max_total_tokens
+        """Decode `batch` requests together. settings: of the scheduler, for this time.
+
+        Raises EngineError if there is no room for them.
+        """
+        load = self.load
+        tokens = load.steps + 2 * _WARM_STEPS + _prompt_steps(load) * (batch > 1)
+        needed, there = batch * (load.context + tokens + 16), self.llm.info.max_total_tokens
         if needed > there:
             raise EngineError(f"{batch} requests need {needed} KV slots, and there is room for {there}")
         with self._scheduler(**settings) as (scheduler, noted), StepSpans(self.llm.engine.runner) as spans:
-            self._handle(scheduler, self.prompts(batch, work.context), tokens)
+            self._handle(scheduler, self.prompts(batch, load.context), tokens)
             _run(scheduler)
         full = noted.steps_of(batch)[_WARM_STEPS:]
         if len(full) < 3:
@@ -146,7 +162,7 @@ class Engine:
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
-        """Decoding kernel by kernel. EngineError where that is so anyway."""
+        """Decode kernel by kernel inside this context. Raises EngineError if there are no CUDA graphs anyway."""
         runner: Any = self.llm.engine.runner
         graphs = getattr(runner, "_graphs", None)
         if graphs is None:
@@ -173,7 +189,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """at: when its tokens came. kv_tokens: that it read, over all requests."""
+    """A step. at: when its tokens came. kv_tokens: that it read, over all requests."""
 
     at: float
     requests: int
@@ -181,7 +197,7 @@ class _Step:
 
 
 class _Noted:
-    """What a scheduler sends, step by step."""
+    """The output of a scheduler, step by step."""
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
@@ -209,6 +225,74 @@ def _run(scheduler: Scheduler) -> None:
         scheduler.step_or_wait()
 
 
-def _prompt_steps(work: Work) -> int:
-    """Steps that the prompts of the largest batch take, in which those who came first decode already."""
-    return -(-max(work.batches) * work.context // work.prompt) + 1
+def _prompt_steps(load: GpuLoad) -> int:
+    """Return the steps that the prompts of the largest batch take; requests that came first decode already."""
+    return -(-max(load.batches) * load.context // load.prompt) + 1
+
+
+class _Mark(Protocol):
+    """A place in the work of a device."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Return the milliseconds until a later mark."""
+        ...
+
+
+class _Now:
+    """A mark on the CPU, where work is done at once."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, later: _Now) -> float:
+        return (later._at - self._at) * 1e3
+
+
+def _event() -> _Mark:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@dataclass
+class _Span:
+    requests: int
+    began: _Mark
+    ended: _Mark | None = None
+
+
+class StepSpans(AbstractContextManager["StepSpans"]):
+    """A context that notes every step that a runner computes."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._forward, self._sample = runner.forward, runner.sample
+        self._spans: list[_Span] = []
+        self._mark: Callable[[], _Mark] = _event if runner.device.type == "cuda" else _Now
+
+    def __enter__(self) -> StepSpans:
+        def forward(batch: ModelWorkerBatch, together: Sequence[ModelWorkerBatch] = ()) -> Any:
+            self._spans.append(_Span(len(batch.seq_lens), self._mark()))
+            return self._forward(batch, together)
+
+        def sample(forwarded: Any, info: SamplingBatchInfo, logits: Any = None) -> Any:
+            result = self._sample(forwarded, info, logits)
+            self._spans[-1].ended = self._mark()
+            return result
+
+        self._runner.forward = forward  # type: ignore[method-assign]
+        self._runner.sample = sample  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._runner.forward, self._runner.sample
+
+    def of(self, requests: int) -> tuple[float, ...]:
+        """Wait for the device, and return the seconds of each step of `requests` requests."""
+        if self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)
+        return tuple(
+            span.began.elapsed_time(span.ended) / 1e3
+            for span in self._spans
+            if span.requests == requests and span.ended is not None
+        )

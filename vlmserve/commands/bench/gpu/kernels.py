@@ -1,4 +1,4 @@
-"""The GPU's fused operators beside torch's for the same, one by one: seconds of each, and the bytes it has to move."""
+"""The GPU's fused operators beside torch's: seconds of each, and the bytes that it has to move."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from vlmserve.commands.bench.interleaved import Spread
+from vlmserve.commands.bench.figures import Spread
 from vlmserve.executor.gumbel import gumbel
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.models.attention.positioning import positioned
@@ -25,7 +26,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """Of a decoder layer, and how many tokens go through it at a time."""
+    """The sizes of a decoder layer. tokens, sampled: rows that go through it, and that are sampled, at a time."""
 
     hidden: int
     intermediate: int
@@ -51,7 +52,7 @@ QWEN3_8B = LayerSizes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelFigure:
-    """Seconds of a call, ours and torch's. moved: bytes, each input read once and each output written once."""
+    """The seconds of a call, ours and torch's. moved: bytes, each input read once and each output written once."""
 
     name: str
     ours: Spread
@@ -59,8 +60,7 @@ class KernelFigure:
     moved: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pair:
+class _Pair(NamedTuple):
     name: str
     ours: Callable[[], torch.Tensor]
     theirs: Callable[[], torch.Tensor]
@@ -71,7 +71,10 @@ class _Pair:
 def kernel_figures(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, sizes: LayerSizes = QWEN3_8B, rounds: int = 5
 ) -> list[KernelFigure]:
-    """Needs Triton. On a GPU both are timed in CUDA graphs, as decoding runs. EngineError where they do not agree."""
+    """Time each operator, on a GPU in CUDA graphs, as decoding runs. Needs Triton.
+
+    Raises EngineError if an operator of ours does not agree with torch.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -95,24 +98,13 @@ def _layer_pairs(sizes: LayerSizes, random: Callable[..., torch.Tensor]) -> Iter
     for tokens in sizes.tokens:
         x, product = random(tokens, sizes.hidden), random(tokens, 2 * sizes.intermediate)
         total = random(tokens, sizes.hidden)
-        yield _Pair(
-            name=f"RMSNorm, {tokens} tokens",
-            ours=partial(norm.rms_norm, x, weight, _EPS),
-            theirs=partial(_norm, x, weight),
-            moved=2 * x.nbytes + weight.nbytes,
-        )
-        yield _Pair(
-            name=f"sum and RMSNorm, {tokens} tokens",
-            ours=partial(norm.add_rms_norm, x, total, weight, _EPS),
-            theirs=partial(_add_norm, x, total.clone(), weight),
-            moved=4 * x.nbytes + weight.nbytes,
-        )
-        yield _Pair(
-            name=f"SwiGLU's gate, {tokens} tokens",
-            ours=partial(gates.silu_mul, product),
-            theirs=partial(_gate, product),
-            moved=product.nbytes * 3 // 2,
-        )
+        ours, theirs = partial(norm.rms_norm, x, weight, _EPS), partial(_norm, x, weight)
+        yield _Pair(f"RMSNorm, {tokens} tokens", ours, theirs, 2 * x.nbytes + weight.nbytes)
+        ours = partial(norm.add_rms_norm, x, total, weight, _EPS)
+        theirs = partial(_add_norm, x, total.clone(), weight)
+        yield _Pair(f"sum and RMSNorm, {tokens} tokens", ours, theirs, 4 * x.nbytes + weight.nbytes)
+        ours, theirs = partial(gates.silu_mul, product), partial(_gate, product)
+        yield _Pair(f"SwiGLU's gate, {tokens} tokens", ours, theirs, product.nbytes * 3 // 2)
         yield _positions(sizes, tokens, random)
 
 
@@ -137,12 +129,11 @@ def _positions(sizes: LayerSizes, tokens: int, random: Callable[..., torch.Tenso
         cache.write(0, slots, k, v)
         return q
 
-    return _Pair(
-        name=f"head norms, rotation and KV write, {tokens} tokens",
-        ours=lambda: positions.position_and_store(qkv, rotary, norms, slots, cache.layers[0]),
-        theirs=theirs,
-        moved=2 * qkv.nbytes + rotary[0].nbytes + slots.nbytes,
-    )
+    def ours() -> torch.Tensor:
+        return positions.position_and_store(qkv, rotary, norms, slots, cache.layers[0])
+
+    moved = 2 * qkv.nbytes + rotary[0].nbytes + slots.nbytes
+    return _Pair(f"head norms, rotation and KV write, {tokens} tokens", ours, theirs, moved)
 
 
 def _sampling_pairs(sizes: LayerSizes, random: Callable[..., torch.Tensor]) -> Iterator[_Pair]:
@@ -152,12 +143,8 @@ def _sampling_pairs(sizes: LayerSizes, random: Callable[..., torch.Tensor]) -> I
         scores = torch.log_softmax(random(rows, sizes.vocab, dtype=torch.float32), dim=-1)
         ids = torch.arange(sizes.vocab, device=scores.device)[None]
         seeds = torch.arange(rows, device=scores.device)
-        yield _Pair(
-            name=f"random choice, {rows} of {sizes.vocab} tokens",
-            ours=partial(sampling.choose, scores, None, seeds, seeds),
-            theirs=partial(_choice, scores, ids, seeds),
-            moved=scores.nbytes,
-        )
+        ours, theirs = partial(sampling.choose, scores, None, seeds, seeds), partial(_choice, scores, ids, seeds)
+        yield _Pair(f"random choice, {rows} of {sizes.vocab} tokens", ours, theirs, scores.nbytes)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -185,7 +172,7 @@ def _check(pair: _Pair) -> None:
 
 
 def _replayed(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Some calls of `run` as a CUDA graph; on a CPU it is one call, and no graph."""
+    """Return a CUDA graph of some calls of `run`; on a CPU, `run` itself."""
     if device.type != "cuda":
         return run
     graph = torch.cuda.CUDAGraph()
@@ -197,7 +184,7 @@ def _replayed(run: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def _seconds(replay: Callable[[], object], device: torch.device) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     if device.type != "cuda":
         before = time.perf_counter()
         replay()

@@ -1,4 +1,4 @@
-"""The workloads that servers are compared by, and what is asked in each: nothing that a cache knows from before."""
+"""The workloads that servers are compared by, and their questions, which no cache knows from before."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from vlmserve.commands.bench.media import jpeg
-from vlmserve.commands.bench.questions import Question
+from vlmserve.commands.bench.media import Question, jpeg
 
 CountTokens = Callable[[str], int]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -17,8 +16,11 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """requests, of which `at_a_time` are in work. pictures: how many there are, one in each question, in turn; 0 for
-    text alone. tokens_in: of the question's text; tokens_out: of each answer."""
+    """A number of requests, `at_a_time` of them under way.
+
+    pictures: the questions show these in turn, one each; 0 for text alone. tokens_in: of the question's text.
+    tokens_out: of each answer.
+    """
 
     requests: int
     at_a_time: int
@@ -27,7 +29,7 @@ class Workload:
     tokens_out: int
 
     def scaled(self, scale: float) -> Workload:
-        """With so many times the requests and pictures, one at least."""
+        """Return the workload with `scale` times the requests and pictures, at least one."""
         requests, pictures = (max(1, round(many * scale)) if many else 0 for many in (self.requests, self.pictures))
         return replace(self, requests=requests, pictures=pictures)
 
@@ -50,9 +52,9 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
 
 
 def make_workload(work: Workload, *, side: int, salt: str, count: CountTokens | None) -> list[Question]:
-    """Its questions, about pictures of side x side pixels; another salt gives other pixels and other words.
+    """Return the questions of a workload. Another salt gives other pixels and other words.
 
-    count: of a text's tokens, without which texts are about as long as they should be.
+    side: of the square pictures, in pixels. count: counts the tokens of a text; None makes texts of about that length.
     """
     dice = random.Random(salt)
     seed = int.from_bytes(hashlib.sha256(salt.encode()).digest()[:4])
@@ -66,7 +68,7 @@ def make_workload(work: Workload, *, side: int, salt: str, count: CountTokens | 
 
 
 def _text(dice: random.Random, tokens: int, count: CountTokens | None) -> str:
-    """Words of no language, so many tokens long."""
+    """Return words of no language with that many tokens."""
     if count is None:
         return " ".join(_word(dice) for _ in range(max(1, tokens // 2)))  # a word takes about two
     text = ""

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from vlmserve.commands.bench import quiet
-from vlmserve.commands.bench.quiet import CpuWatch, server_pid
+from vlmserve.commands.bench import processes as watching
+from vlmserve.commands.bench.processes import CpuWatch, server_pid
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -43,9 +43,9 @@ def test_cores_of_servers_and_of_others(monkeypatch: pytest.MonkeyPatch) -> None
             pid: ["S", str(parents[pid]), *"0" * 9, str(round(seconds[pid] * TICK)), "0", "0", "0"] for pid in seconds
         }
 
-    monkeypatch.setattr(quiet, "_processes", processes)
-    monkeypatch.setattr(quiet, "_machine_seconds", lambda: machine[0])
-    monkeypatch.setattr(quiet.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(watching, "_processes", processes)
+    monkeypatch.setattr(watching, "_machine_seconds", lambda: machine[0])
+    monkeypatch.setattr(watching.time, "perf_counter", lambda: now[0])
     watch = CpuWatch([10, 20])
     now[0] += 10
     seconds |= {10: 6.0, 12: 9.0, 20: 8.0, me: 102.0, 30: 8.0}

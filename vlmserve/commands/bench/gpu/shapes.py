@@ -1,4 +1,4 @@
-"""The models that `vlmserve bench gpu` measures, by the shapes they were published in, and how much it asks of them.
+"""The published shapes of models that `vlmserve bench gpu` measures, and how much it asks of them.
 
 A folder of such a model has no weights: these are made on the device (`--load-format dummy`). Tokenizer and template
 are the built-in model's, whose ids are the first of the vocabulary.
@@ -19,12 +19,12 @@ from vlmserve_common.checkpoint.hf_config import ARCHITECTURES
 from vlmserve_common.checkpoint.reader import read_json
 
 TEXT_IDS = 1600
-"""Ids below it are text in the built-in tokenizer."""
+"""The ids below this one are text in the built-in tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """family: model_type. tied: whether the embedding is the head. text, vision: of config.json, as published."""
+class ModelShape:
+    """A published shape. family: model_type. tied: True if the embedding is the head. text, vision: of config.json."""
 
     what: str
     family: str
@@ -62,9 +62,9 @@ _QWEN2_5_VISION = {
     "tokens_per_second": 2,
 }
 
-SHAPES: Mapping[str, Shape] = MappingProxyType(
+SHAPES: Mapping[str, ModelShape] = MappingProxyType(
     {
-        "2b": Shape(
+        "2b": ModelShape(
             what="Qwen3-VL-2B",
             family="qwen3_vl",
             tied=True,
@@ -79,7 +79,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
                 "deepstack_visual_indexes": [5, 11, 17],
             },
         ),
-        "8b": Shape(
+        "8b": ModelShape(
             what="Qwen3-VL-8B",
             family="qwen3_vl",
             tied=False,
@@ -87,7 +87,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             | {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
             vision=_QWEN3_8B_VISION,
         ),
-        "qwen2.5-7b": Shape(
+        "qwen2.5-7b": ModelShape(
             what="Qwen2.5-VL-7B",
             family="qwen2_5_vl",
             tied=False,
@@ -104,7 +104,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             },
             vision=_QWEN2_5_VISION,
         ),
-        "30b-a3b": Shape(
+        "30b-a3b": ModelShape(
             what="Qwen3-VL-30B-A3B",
             family="qwen3_vl_moe",
             tied=False,
@@ -135,8 +135,8 @@ _SMALL_TEXT: dict[str, Any] = {
 }
 
 
-def small(shape: Shape) -> Shape:
-    """A tiny one of the same family, to try the benchmark out."""
+def small(shape: ModelShape) -> ModelShape:
+    """Return a tiny shape of the same family, to try the benchmark out."""
     text, vision = dict(shape.text) | _SMALL_TEXT, dict(shape.vision)
     vision |= {"depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "out_hidden_size": 64}
     if shape.family in ("qwen3_vl", "qwen3_vl_moe"):
@@ -148,11 +148,11 @@ def small(shape: Shape) -> Shape:
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     section = [8, 4, 4]  # of half a head's 16 frequencies
     text |= {"rope_scaling": dict(shape.text["rope_scaling"]) | {"mrope_section": section}}
-    return Shape(what=f"a tiny {shape.what}", family=shape.family, tied=shape.tied, text=text, vision=vision)
+    return ModelShape(what=f"a tiny {shape.what}", family=shape.family, tied=shape.tied, text=text, vision=vision)
 
 
-def write_folder(folder: Path, shape: Shape) -> Path:
-    """A checkpoint folder without weights."""
+def write_folder(folder: Path, shape: ModelShape) -> Path:
+    """Write a checkpoint folder without weights, and return it."""
     copy_built_in_settings(folder)
     built_in = read_json(folder, "config.json")
     write_settings(folder, shape.family.removesuffix("_moe"))
@@ -173,10 +173,13 @@ def write_folder(folder: Path, shape: Shape) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """How much is asked. pictures: in the tower's batch, of side x side pixels. batches: how many decode together,
-    behind `context` tokens each, for `steps` steps. many: questions about a picture of many_side x many_side pixels
-    with `answer` tokens; `alone` of them one at a time. copy_bytes, gemms: of the ceilings, in bytes and rows."""
+class GpuLoad:
+    """The work of a run. pictures: in the tower's batch, of side x side pixels. prompt: tokens.
+
+    batches: requests that decode together, behind `context` tokens each, for `steps` steps. many: questions about a
+    picture of many_side x many_side pixels with `answer` tokens; `alone` of them one at a time. copy_bytes, gemms:
+    bytes and rows that measure the device.
+    """
 
     pictures: int
     side: int
@@ -194,11 +197,11 @@ class Work:
 
     @property
     def patch_limit(self) -> int:
-        """Patches of the tower's batch at most: of 14 pixels, the smallest there are."""
+        """The most patches of the tower's batch: those of 14 pixels, the smallest there are."""
         return self.pictures * (self.side // 14 + 2) ** 2
 
 
-FULL = Work(
+FULL = GpuLoad(
     pictures=16,
     side=1024,
     prompt=8192,
@@ -212,7 +215,7 @@ FULL = Work(
     alone=8,
     copy_bytes=4 * 2**30,
 )
-SMALL = Work(
+SMALL = GpuLoad(
     pictures=2,
     side=128,
     prompt=64,

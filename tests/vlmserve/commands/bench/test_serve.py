@@ -12,8 +12,8 @@ import pytest
 
 from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
 from vlmserve import cli
-from vlmserve.commands.bench import running
-from vlmserve.commands.bench.load import LoadClient, Round, Timing
+from vlmserve.commands.bench import serve
+from vlmserve.commands.bench.load import Answered, LoadClient, Round
 from vlmserve.commands.client.chat_client import ServerError
 
 FLAGS = ["bench", "serve", "--image-size", "28", "--output-tokens", "5"]
@@ -63,18 +63,18 @@ def test_a_request_rate(served: Served, monkeypatch: pytest.MonkeyPatch, capsys:
         assert cli.main([*words, "--request-rate", "500", "--num-prompts", "5", "--images", "0"]) == 0
     assert all(request.mm_inputs is None for request in served.scheduler.requests)
     assert "500 requests a second: 5 answered, 0 failed" in capsys.readouterr().out
-    arrivals = running.poisson_arrivals(2000, 4.0, 0)
+    arrivals = serve.poisson_arrivals(2000, 4.0, 0)
     assert arrivals[0] == 0
     assert np.diff(arrivals).min() > 0
     assert np.diff(arrivals).mean() == pytest.approx(1 / 4, rel=0.1)
 
 
 def test_percentiles() -> None:
-    timings = tuple(
-        Timing(ttft_s=n / 100, total_s=n / 100 + 1, tokens=11, text="", gaps_s=(0.1,) * 10, prompt_tokens=7)
+    answers = tuple(
+        Answered(ttft_s=n / 100, total_s=n / 100 + 1, tokens=11, text="", gaps_s=(0.1,) * 10, prompt_tokens=7)
         for n in range(1, 101)
     )
-    figures = running.round_figures(Round(timings=timings, failures=("no",), wall_s=10.0), 2)
+    figures = serve.round_figures(Round(answers=answers, failures=("no",), wall_s=10.0), 2)
     assert figures["ttft_s"] == pytest.approx({"mean": 0.505, "p50": 0.505, "p90": 0.901, "p99": 0.9901})
     assert figures["tpot_s"]["p99"] == pytest.approx(0.1)
     assert (figures["failed"], figures["requests_per_s"], figures["pictures_per_s"]) == (1, 10.0, 20.0)
@@ -86,7 +86,7 @@ def test_what_fails_is_counted(
 ) -> None:
     real, count = LoadClient._ask, iter(range(100))
 
-    async def sometimes(*args: object) -> Timing:
+    async def sometimes(*args: object) -> Answered:
         if next(count) % 2:
             raise ServerError("broken")
         return await real(*args)

@@ -1,7 +1,7 @@
-"""A server whose engine is a fake: `python -m vlmserve.commands.bench.api_subject serve MODEL [FLAGS]`.
+"""A server with a fake engine: `python -m vlmserve.commands.bench.fake_engine [FLAGS]`, flags as of `vlmserve serve`.
 
-All but the scheduler is real. The fake gives every request a token each step, the same words to all, so that what is
-left is what the API costs.
+All but the scheduler process is real. The fake gives every request a token each step, the same words to all. What the
+server costs then is the API's.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from vlmserve import cli
-from vlmserve.api import launch
+from vlmserve.api.launch import launch_server
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
+from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.messages import (
@@ -35,7 +35,7 @@ from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 STEP_VARIABLE = "BENCH_STEP_MS"
-"""Milliseconds of a step, in the environment."""
+"""The environment variable with the milliseconds of a step."""
 _TEXT = "A picture shows two boats on a lake, behind them a village and, far away, mountains under snow. "
 _MAX_LEN = 32768
 
@@ -47,7 +47,7 @@ class _Running:
 
 
 def run_fake_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
-    """The scheduler process: a token for each request, once a step."""
+    """Give each request a token, once a step: the main of the scheduler process."""
     words = load_text_tokenizer(Path(args.model)).encode(_TEXT)
     step_s = float(os.environ[STEP_VARIABLE]) / 1000
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
@@ -73,7 +73,7 @@ def run_fake_scheduler(args: EngineArgs, channels: Channels, start: StartSetting
 
 
 def _outputs(running: dict[str, _Running], words: Sequence[int]) -> list[TokenOutput]:
-    """Of one step; requests with their last token are left out from then on."""
+    """Return the tokens of one step, and forget the requests that got their last one."""
     made = []
     for rid, one in list(running.items()):
         params = one.request.sampling_params
@@ -98,9 +98,11 @@ def _outputs(running: dict[str, _Running], words: Sequence[int]) -> list[TokenOu
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal; the exit status."""
-    launch.launch_server = partial(launch.launch_server, scheduler=run_fake_scheduler)
-    return cli.main(argv)
+    """Serve until a signal, and return the exit status."""
+    parser = CommandParser(prog="fake_engine")
+    add_settings(parser)
+    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if name not in ("config", GIVEN_AS)}
+    return launch_server(load_settings(flags), scheduler=run_fake_scheduler)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,10 @@
-"""`vlmserve bench gpu`: the engine on one GPU, offline, against what the device can and beside transformers.
-
-Written without a GPU at hand: it has been run on CPUs only (`--device cpu --small`).
-"""
+"""The command `vlmserve bench gpu`. It has been run on CPUs only (`--device cpu --small`)."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,21 +14,25 @@ from pathlib import Path
 
 import torch
 
-from vlmserve.commands.bench.gpu_figures import BARS, COUNTED, Figure, line, table, write_json
-from vlmserve.commands.bench.gpu_measures import PARTS, Bench, Budget, measured
-from vlmserve.commands.bench.gpu_shapes import FULL, SHAPES, SMALL, small, write_folder
+from vlmserve.commands.bench.figures import bench_parser
+from vlmserve.commands.bench.gpu.bars import BARS, COUNTED, GpuFigure, line, table, write_figures
+from vlmserve.commands.bench.gpu.measures import PARTS, measured
+from vlmserve.commands.bench.gpu.run import Budget, GpuRun
+from vlmserve.commands.bench.gpu.shapes import FULL, SHAPES, SMALL, small, write_folder
 from vlmserve.config.flags import CommandParser
 from vlmserve_common.errors import EngineError
 from vlmserve_common.version import __version__
 
-_ROUNDS = 5
-_BUDGET_S = 420.0
+_ABOUT = """\
+The engine on one GPU, offline: what the device reaches at copying and multiplying, how near to that prefill, decoding
+and the vision tower come, and transformers' generate with the same weights.
+"""
 _WHERE = {"loading": ("cuda", "2b"), "kernels": ("cuda", "8b"), "counts": ("cpu", "8b")}
-"""Parts that by default are measured on such a device and with this shape only."""
+"""The parts that by default are measured on one device with one shape only."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure the parts asked for; prints a line a figure as they come, and a table. EngineError without a device."""
+    """Measure the parts asked for, print a line for each figure, and a table. Raises EngineError without a device."""
     args = _parser().parse_args(argv)
     budget = Budget(args.budget_s)
     device = torch.device(args.device)
@@ -49,39 +48,39 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for GPUs are counted here; read with Triton's import
     counts = device.type == "cuda" and not args.small
     began = time.monotonic()
-    figures: list[Figure] = []
+    figures: list[GpuFigure] = []
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as made:
         what = str(args.model) if args.model else f"random weights, shaped as {shape.what}"
         about = describe(device) | {"model": what, "dtype": args.dtype, "rounds": str(args.rounds)}
         print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
-        bench = Bench(
+        run = GpuRun(
             folder=args.model or write_folder(Path(made), shape),
-            work=SMALL if args.small else FULL,
+            load=SMALL if args.small else FULL,
             device=device,
             dtype=getattr(torch, args.dtype),
             rounds=args.rounds,
             budget=budget,
             load_format="auto" if args.model else "dummy",
         )
-        with closing(bench):
+        with closing(run):
             for part in args.parts or default_parts(args.model_shape, device):
-                for figure in measured(part, bench):
+                for figure in measured(part, run):
                     figures.append(figure)
                     print(line(figure), flush=True)
                     if args.json:
-                        write_json(args.json, about | _lasted(began), figures, bars, counts=counts)
+                        write_figures(args.json, about | _lasted(began), figures, bars, counts=counts)
     print(f"\n{table(figures, bars, counts=counts)}\n\n{_lasted(began)['seconds']} s in all")
     return 0
 
 
 def default_parts(shape: str, device: torch.device) -> list[str]:
-    """Of a model shape on a device."""
+    """Return the parts that are measured by default with a model shape on a device."""
     here = (device.type, shape)
     return [part for part in PARTS if _WHERE.get(part, here) == here]
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """The machine and the versions that figures depend on."""
+    """Return the machine and the versions that figures depend on."""
     gpu = device.type == "cuda"
     return {
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if gpu else f"{device} ({platform.machine()})",
@@ -113,28 +112,15 @@ def _commit() -> str:
         return "unknown: no repository here"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="vlmserve bench gpu",
-        description="The engine on one GPU, offline: what the device reaches at copying and multiplying, how near to "
-        "that prefill, decoding and the vision tower come, and transformers' generate with the same weights.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--model-shape", choices=list(SHAPES), default="2b", help="random weights, shaped as published")
-    parser.add_argument("--model", type=Path, help="a checkpoint folder instead")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 ..., or cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type")
-    parser.add_argument("--small", action="store_true", help="a tiny model and little work: to try the benchmark out")
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help="most times that each is measured")
-    parser.add_argument(
-        "--budget-s", type=float, default=_BUDGET_S, help="seconds after which rounds and parts are left out"
-    )
-    parser.add_argument(
-        "--parts", nargs="+", choices=list(PARTS), help="what to measure; default: all that is asked of the shape"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file, as they come")
+def _parser() -> CommandParser:
+    parser = bench_parser("gpu", _ABOUT)
+    add = parser.add_argument
+    add("--model-shape", choices=list(SHAPES), default="2b", help="random weights, shaped as published")
+    add("--model", type=Path, help="a checkpoint folder instead")
+    add("--device", default="cuda", help="cuda, cuda:1 ..., or cpu")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type models compute")
+    add("--small", action="store_true", help="a tiny model and little work, to try the benchmark out")
+    add("--rounds", type=int, default=5, help="rounds of each figure at the most")
+    add("--budget-s", type=float, default=420.0, help="seconds after which rounds and parts are left out")
+    add("--parts", nargs="+", choices=list(PARTS), help="what to measure (default: all that is asked of the shape)")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Figures, the bars they are held to, and how both are shown and written."""
+"""The figures of `vlmserve bench gpu`, the bars that they are held to, and how both are shown and written."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from vlmserve.commands.bench.interleaved import Spread
+from vlmserve.commands.bench.figures import Spread
 
 NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """One thing that was measured, or was to be.
+class GpuFigure:
+    """A figure that was measured, or an error that says why not. key: its name in bars and JSON.
 
-    key: what bars and readers know it by. ours, theirs: ours and transformers', in `unit`. value: what a bar asks
-    for, described by `of` ("x the floor", "of the GEMM rate" ...); `about`: what else to know. error: why there is
-    nothing.
+    ours, theirs: our spread and transformers', in `unit`. value: the number that a bar limits, described by `of` ("x
+    the floor", "of the GEMM rate" ...). about: what else to know.
     """
 
     key: str
@@ -36,8 +35,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A figure's `value` is to be `limit` at the most, or at the least. counted: rather than timed, so that it holds
-    wherever it was counted."""
+    """A limit of a figure's `value`. counted: True for a counted figure, which holds on any machine."""
 
     limit: float
     at_most: bool
@@ -47,7 +45,7 @@ class Bar:
         return f"{'<=' if self.at_most else '>='} {self.limit:g}"
 
     def is_met(self, value: float) -> bool:
-        """Whether a value keeps it."""
+        """Return True if a value keeps the limit."""
         return value <= self.limit if self.at_most else value >= self.limit
 
 
@@ -59,17 +57,11 @@ def _least(limit: float) -> Bar:
     return Bar(limit=limit, at_most=False)
 
 
+_BUDGET = {"launches-layer": 10, "launches-beside": 20, "uploads": 2, "upload-bytes": 112, "downloads": 1}
 COUNTED: Mapping[str, Bar] = MappingProxyType(
-    {
-        "launches-layer": Bar(limit=10, at_most=True, counted=True),
-        "launches-beside": Bar(limit=20, at_most=True, counted=True),
-        "uploads": Bar(limit=2, at_most=True, counted=True),
-        "upload-bytes": Bar(limit=112, at_most=True, counted=True),
-        "downloads": Bar(limit=1, at_most=True, counted=True),
-        "download-bytes": Bar(limit=8, at_most=True, counted=True),
-    }
+    {key: Bar(limit=limit, at_most=True, counted=True) for key, limit in (_BUDGET | {"download-bytes": 8}).items()}
 )
-"""Budget of a greedy decode step; bytes are those of a request."""
+"""The budget of a greedy decode step, by the key of a figure; bytes are those of a request."""
 _EVERY = {"overlap": _least(0.9), "many-batched": _least(3), "many-alone": _least(8)}
 BARS: Mapping[str, Mapping[str, Bar]] = MappingProxyType(
     {
@@ -80,11 +72,11 @@ BARS: Mapping[str, Mapping[str, Bar]] = MappingProxyType(
         "30b-a3b": _EVERY,
     }
 )
-"""Model shape -> key of a figure -> what is asked of it on one H200. Ratios to what the same run measures."""
+"""The bars on one H200, by model shape and key of a figure: ratios to what the same run measures."""
 
 
-def verdict(figure: Figure, bar: Bar | None, *, counts: bool) -> str:
-    """counts: whether it was measured where the bar means something: on a GPU, at full size."""
+def verdict(figure: GpuFigure, bar: Bar | None, *, counts: bool) -> str:
+    """Return "met", "not met", "not measured" or "". counts: True on a GPU at full size, where bars have a meaning."""
     if bar is None:
         return ""
     if figure.value is None or not (counts or bar.counted):
@@ -92,8 +84,8 @@ def verdict(figure: Figure, bar: Bar | None, *, counts: bool) -> str:
     return "met" if bar.is_met(figure.value) else "not met"
 
 
-def line(figure: Figure) -> str:
-    """For people who wait."""
+def line(figure: GpuFigure) -> str:
+    """Return a figure as a line, for people who wait."""
     if figure.error:
         return f"{figure.name}: {NOT_MEASURED}: {figure.error}"
     parts = [f"{_shown(figure.ours)} {figure.unit}".strip()] if figure.ours else []
@@ -104,8 +96,8 @@ def line(figure: Figure) -> str:
     return f"{figure.name}: {'; '.join([*parts, *[figure.about] * bool(figure.about)])}"
 
 
-def table(figures: Sequence[Figure], bars: Mapping[str, Bar], *, counts: bool) -> str:
-    """All of them, in Markdown; a bar whose figure is missing has a row, too."""
+def table(figures: Sequence[GpuFigure], bars: Mapping[str, Bar], *, counts: bool) -> str:
+    """Return all figures as a Markdown table, with a row for each bar whose figure is missing."""
     rows = [("figure", "ours", "transformers", "ratio to ...", "bar", "")]
     for figure in figures:
         value = "" if figure.value is None else f"{figure.value:.3g} {figure.of}"
@@ -119,10 +111,10 @@ def table(figures: Sequence[Figure], bars: Mapping[str, Bar], *, counts: bool) -
     return "\n".join("| " + " | ".join(cell.replace("|", "/").strip() for cell in row) + " |" for row in rows)
 
 
-def write_json(
-    path: Path, about: Mapping[str, str], figures: Sequence[Figure], bars: Mapping[str, Bar], *, counts: bool
+def write_figures(
+    path: Path, about: Mapping[str, str], figures: Sequence[GpuFigure], bars: Mapping[str, Bar], *, counts: bool
 ) -> None:
-    """All there is so far; a reader sees the old file or the new one."""
+    """Write all figures so far. A reader sees the old file or the new one."""
     rows: list[dict[str, Any]] = [
         asdict(one) | {"bar": str(bars.get(one.key, "")), "verdict": verdict(one, bars.get(one.key), counts=counts)}
         for one in figures
