@@ -37,7 +37,7 @@ _LATE = [
     "vision.towers.graphs.capturing",
     "vision.towers.graphs.tiled_segments",
     "vlmserve.models.attention.flashinfer_backend",
-    "vlmserve.commands.doctor.attention_probe",
+    "vlmserve.commands.doctor.engine_probes",
     "vlmserve.engine.decode_graphs",
     "vlmserve.commands.bench.gpu.kernels",
     "vlmserve.commands.bench.gpu.measures",

@@ -1,9 +1,14 @@
-"""A checkpoint examined without loading it: its configuration, that all its tensors are there, and what they take."""
+"""Probes by the engine's own code: attention on the first GPU, and a checkpoint."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from processors.families.registry import make_processor
 from vlmserve.config.engine_args import EngineArgs
@@ -11,6 +16,8 @@ from vlmserve.engine.recurrent import state_bytes
 from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
+from vlmserve.models.attention.choice import FOR_GPUS, try_candidate
+from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve.models.registry import outline_model
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
@@ -20,8 +27,54 @@ from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import EngineError
 
 
-def examine(name: str) -> dict[str, Any]:
-    """name: a checkpoint folder. Figures in bytes and tokens; `error` says why it does not fit. CheckpointError."""
+def examine_attention() -> dict[str, Any]:
+    """Try the attention backends on the first GPU, as the server does at its start.
+
+    Returns device (None without a GPU; then nothing is tried), versions of packages (None: not installed), the compiler
+    of C that Triton takes (None: there is none), why_not (what each backend lacks, None: it works; best first), the
+    backend that --attention-backend auto takes, and the heads of the model that it is tried for.
+    """
+    if not torch.cuda.is_available():
+        return {"device": None}
+    spec = _spec(torch.device("cuda:0"))
+    why_not = {candidate.name: try_candidate(candidate, spec).why_not for candidate in FOR_GPUS}
+    return {
+        "device": str(spec.device),
+        "heads": str(spec),
+        "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        "versions": {"flashinfer": _version("flashinfer-python"), "triton": _version("triton")},
+        "why_not": why_not,
+        "backend": next((name for name, why in why_not.items() if why is None), "torch"),
+    }
+
+
+def _spec(device: torch.device) -> AttentionSpec:
+    """Return the attention of Qwen3-VL-8B."""
+    dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    return AttentionSpec(
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        scaling=128**-0.5,
+        dtype=dtype,
+        cache_dtype=dtype,
+        page_size=16,
+        device=device,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def examine_model(name: str) -> dict[str, Any]:
+    """Examine a checkpoint folder without loading it: configuration, presence of all tensors, and memory.
+
+    Returns figures in bytes and tokens; `error` says why it does not fit. Raises CheckpointError.
+    """
     folder = Path(name)
     args = EngineArgs(model=name)
     device = resolve_device(args.device)
