@@ -34,7 +34,7 @@ class RunSettings:
 
 
 def our_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
-    """Return the answers of each variant in the order of the cases. Leaves no model in memory. Raises what `LLM` raises."""
+    """Return the answers of each variant in the order of the cases. Leaves no model in memory. Raises as `LLM` does."""
     answers = {**_one_by_one(folder, cases, settings), CHUNKS: _in_chunks(folder, cases, settings)}
     free_memory()
     return answers

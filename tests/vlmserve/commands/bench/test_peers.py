@@ -178,8 +178,3 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
         cli.main(["bench", "peers", *words])
     assert ended.value.code == 2
     assert "error: " in capsys.readouterr().err
-
-
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "peers", "--base-url", "http://127.0.0.1:1"]) == 1
-    assert "no answer from http://127.0.0.1:1" in capsys.readouterr().err
