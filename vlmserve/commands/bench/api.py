@@ -1,7 +1,7 @@
 """`vlmserve bench api`: the cost of HTTP, template, tokenizer and detokenizer, beside a fake engine and a real one.
 
-The CPU time of the API process and the detokenizer counts, not that of the engine and the client. With the real
-engine: tokens a second of answers that are streamed beside the same answers unstreamed.
+Figures of the fake engine are CPU time of the API process and the detokenizer; the engine and the client do not count.
+Figures of the real engine are tokens a second of streamed answers beside the same answers unstreamed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _server(args: argparse.Namespace, command: tuple[str, ...]) -> Iterator[tupl
 
 
 def bodies(count: int, tokens: int, *, stream: bool) -> list[dict[str, Any]]:
-    """Return questions of about a hundred words, each unlike the others from its beginning."""
+    """Return questions of about a hundred words that differ from the first word on."""
     words = "What do you see on the picture of the lake, and what may be behind the mountains? " * 6
     return [
         {

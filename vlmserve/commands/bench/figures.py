@@ -74,9 +74,10 @@ class Measure:
         return self.spread.median >= self.target if self.bound == "at least" else self.spread.median <= self.target
 
     def __str__(self) -> str:
-        shown = f"  {self.name:<44} {self.spread.shown('.3g', f' {self.unit}')}"
+        form = ".4g" if self.spread.most < 1e4 else ".0f"
+        shown = f"  {self.name:<44} {self.spread.shown(form, f' {self.unit}')}"
         if self.p95 is not None:
-            shown += f", p95 {self.p95:.3g}"
+            shown += f", p95 {self.p95:.4g}"
         if self.target is None:
             return shown
         return f"{shown}; target: {self.bound} {self.target:.3g} {self.unit}, {'met' if self.met else 'missed'}"
@@ -146,7 +147,7 @@ def bench_parser(name: str, about: str, *, has_json: bool = True, **more: Any) -
 
 
 def write_json(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
-    """Write the settings of the command line and what was found to the file of --json, if it was given."""
+    """Write the settings of the command line and the figures to the file of --json, if it was given."""
     if args.json:
         settings = {name: value for name, value in vars(args).items() if name not in _SECRET}
         args.json.write_text(json.dumps({"settings": settings, **found}, indent=2, default=str) + "\n")

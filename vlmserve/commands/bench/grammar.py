@@ -1,7 +1,7 @@
 """`vlmserve bench grammar`: answers that follow a JSON schema beside answers without one, in turns.
 
-Both sides make as many tokens for as many requests. A schema costs the search for the tokens that may come next, the
-mask over the others, and that a step is sampled only when the tokens of the one before are known.
+Both sides make as many tokens for as many requests. A schema costs a search for the tokens that may come next, and a
+mask over the rest. Also, a step is sampled only when the tokens of the last step are known.
 """
 
 from __future__ import annotations

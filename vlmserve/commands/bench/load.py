@@ -17,10 +17,10 @@ from vlmserve.commands.client.chat_client import ChatClient, ServerError
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """One answer. ttft_s, total_s: seconds from sending the request to the first token and to the end.
+    """One answer.
 
-    gaps_s: seconds between the chunks that brought tokens. prompt_tokens: as the server counts them. number: the
-    question's place.
+    `ttft_s` and `total_s` are seconds from sending the request to the first token and to the end. `gaps_s` are seconds
+    between the chunks that brought tokens. `prompt_tokens` are counted by the server. `number` is the question's place.
     """
 
     ttft_s: float
@@ -57,10 +57,10 @@ class Round:
 class LoadClient:
     """A client of one server; to be closed. model: its name there, None for the first model listed.
 
-    proxies: True to use those of the environment. timeout_s: seconds for a connection, and between two pieces of an
-    answer; None waits for ever. logprobs: True to ask for them, so that a token comes at once even if its text is held
-    back; not every server has them. ignore_eos: may be set to False for a server that refuses this field; then answers
-    may be shorter than asked for.
+    `proxies` uses those of the environment. `timeout_s` is for a connection, and between two pieces of an answer; None
+    waits for ever. `logprobs` asks for log probabilities, so that a token comes at once even if its text is held back.
+    Not every server has them. `ignore_eos` may be set to False for a server that refuses this field; answers may then
+    be shorter than asked for.
     """
 
     def __init__(

@@ -45,10 +45,11 @@ _ALLOWED_PART, _ALLOWED_BESIDE = 1.15, _GIB
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoading:
-    """The loading of one rank. share: bytes of its weights, as they are stored. seconds: of reading.
+    """The loading of one rank.
 
-    start, loaded, packed: peaks of resident memory (VmHWM) before anything is read, when all is read, and when it is
-    laid out for our operators.
+    `share` is the bytes of its weights, as they are stored, and `seconds` the time of reading. `start`, `loaded` and
+    `packed` are peaks of resident memory (VmHWM): before anything is read, when all is read, and when it is laid out
+    for our operators.
     """
 
     rank: int

@@ -1,7 +1,7 @@
 """`vlmserve bench parallel`: two processes of one thread each beside one, and experts beside a dense model.
 
-Two processes share the memory of the machine. So what they gain is held to what the machine gives two processes in the
-same run: weights read for decoding, products for prompts.
+Two processes share the memory of the machine. So their gain is held to the gain of two processes that only read weights
+(for decoding) or multiply (for prompts), in the same run.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ OTHERS = "cores that others took meanwhile"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelRun:
-    """A measurement. layers: of the dense model. moe_layers: of the mixture of experts and the model beside it.
+    """A measurement in rounds in which alternatives take turns.
 
-    rounds: in which alternatives take turns. wait_s: seconds that each round waits for a quiet machine, at the most.
+    `layers` are those of the dense model, `moe_layers` those of the mixture of experts and the model beside it.
+    Each round waits `wait_s` seconds for a quiet machine, at the most.
     """
 
     folder: Path
@@ -139,7 +140,7 @@ def measure_data_parallel(run: ParallelRun) -> Iterator[Measure]:
 def measure_experts(run: ParallelRun) -> Iterator[Measure]:
     """A mixture of experts at batch 1 beside a dense model with as many weights for a token, in one process.
 
-    CPU time counts, which others on the machine lengthen less.
+    CPU time counts: other work on the machine lengthens it less.
     """
     load = replace(run.load, requests=1)
     sizes = {
@@ -177,7 +178,7 @@ def in_rounds(
 ) -> dict[str, list[float]]:
     """Call all alternatives in every round, once before to warm up, and return the values of each.
 
-    OTHERS: the cores that others took meanwhile. wait_s: as of `ParallelRun`.
+    Also returned, as OTHERS: the cores that other processes took meanwhile. wait_s: as of `ParallelRun`.
     """
     found: dict[str, list[float]] = {name: [] for name in (*alternatives, OTHERS)}
     for number in range(rounds + 1):

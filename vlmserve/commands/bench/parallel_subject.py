@@ -40,7 +40,7 @@ from vlmserve_common.process.stop_signals import stop_signals_held
 MachineWork = Literal["reads", "products"]
 _INNER, _OUTER, _WEIGHTS = 1024, 6144, 24
 _ROWS: dict[MachineWork, int] = {"reads": 1, "products": 256}
-# A sample takes about as long as a decode step. An interruption spoils one sample and leaves the others.
+# A sample takes about as long as a decode step. An interruption spoils one sample only.
 _OF_A_SAMPLE: dict[MachineWork, int] = {"reads": _WEIGHTS, "products": 2}
 _SAMPLES = 12
 _TEXT_IDS = 1600  # of the built-in model's tokenizer, without special ones
@@ -211,7 +211,7 @@ def _settings(load: TextLoad, requests: int) -> dict[str, Any]:
     }
 
 
-# Of 128 experts each token goes through 8, and each is three eighths as wide as a token's row.
+# A token goes through 8 of 128 experts. An expert is three eighths as wide as a token's row.
 MOE_SIZES: dict[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
@@ -257,7 +257,7 @@ class Machine:
     def seconds(self, work: MachineWork, processes: int) -> float:
         """Return the seconds that `processes` of them take at the same time, each for the same work.
 
-        That is the median of the samples, and the mean over the processes.
+        Each process counts with the median of its samples. The result is the mean over the processes.
         """
         pipes: list[Connection] = [child.pipe for child in self._children[:processes]]
         for pipe in pipes:

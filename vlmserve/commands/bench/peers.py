@@ -188,7 +188,7 @@ def _measure(peers: Sequence[Peer], args: argparse.Namespace, count: CountTokens
     """Return the figures of each run, in order."""
     runs = []
     pids = {peer.pid for peer in peers if peer.pid is not None}
-    # others can be told from the servers only if all servers are known
+    # other processes can be told from the servers only if all servers are known
     watched = pids if all(peer.pid is not None for peer in peers) else None
     for number in range(args.rounds):
         for name in args.workloads:
@@ -234,9 +234,9 @@ def run_figures(done: Round, work: Workload) -> dict[str, Any]:
 
 
 def show_peers(labels: Sequence[str], works: Mapping[str, str], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Print a table for each workload, and return its figures: medians, and ratios of the first server to the others.
+    """Print a table for each workload, and return its medians, and the ratios of the first server to each other one.
 
-    labels: of the servers. works: workload -> its description.
+    labels: of the servers. works: the description of each workload.
     """
     summary = {}
     for name, what in works.items():

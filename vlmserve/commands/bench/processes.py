@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 MIB = 1024 * 1024
 LIMIT_CORES = 0.15
-"""The cores that others may take of a quiet machine."""
+"""The cores that other processes may take of a quiet machine."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _LISTENING = "0A"
 
@@ -47,7 +47,7 @@ def cpu_time(pid: int) -> float:
 class CpuWatch:
     """The cores that are busy from now on. servers: pids; a server counts with the processes under it.
 
-    This process and those under it count neither as a server nor as others.
+    This process and its children do not count at all.
     """
 
     def __init__(self, servers: Collection[int]) -> None:
@@ -56,7 +56,7 @@ class CpuWatch:
         self._before = _machine_seconds(), _tree_seconds([*servers, os.getpid()])
 
     def cores(self) -> tuple[dict[int, float], float]:
-        """Return the cores of each server, by pid, and those of all others."""
+        """Return the cores of each server, by pid, and those of all other processes."""
         passed = time.perf_counter() - self._at
         trees = _tree_seconds(self._before[1])
         used = {pid: max(0.0, seconds - self._before[1][pid]) for pid, seconds in trees.items()}
@@ -65,7 +65,7 @@ class CpuWatch:
 
 
 def wait_until_quiet(servers: Collection[int], seconds: float, *, step_s: float = 2.0) -> None:
-    """Wait until others take next to nothing, `seconds` at the most."""
+    """Wait until other processes take next to nothing, `seconds` at the most."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         watch = CpuWatch(servers)

@@ -1,7 +1,7 @@
 """`vlmserve bench processors`: from files to patches, beside the reference's processors, in one run.
 
-Ratios compare the CPU time of one thread on each side: what a core can do, however many others want it. A clip is also
-timed by the clock, with the threads that either side takes by itself: how long one user waits.
+Ratios compare the CPU time of one thread on each side, which other work lengthens little. A clip is also timed by the
+clock, with the threads that either side takes by itself, as one user waits for it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
         pids = [os.getpid(), *children_of(os.getpid())]
 
         def by(pool: ProcessorPool) -> None:
-            # enough at a time to keep the workers busy; more would measure memory for patches that nobody takes
+            # enough at a time to keep the workers busy; more would measure memory for patches that wait
             for start in range(0, len(pictures), 2 * args.workers):
                 for medium in asyncio.run(pool.load(_requests(pictures[start : start + 2 * args.workers]))):
                     feature = medium.feature

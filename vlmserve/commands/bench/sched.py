@@ -1,7 +1,7 @@
 """`vlmserve bench sched`: the cost of the scheduler itself, without a model.
 
-A turn is all that the loop does between two steps of the model, but for sending: deciding, the message, the sampling
-info, and taking the result. Only the CPU time of its thread counts, so other work on the machine matters little.
+A turn is the loop's work between two steps of the model: deciding, the message, the sampling info, and taking the
+result; sending does not count. Only the CPU time of its thread counts, so other work on the machine matters little.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class _InstantQueue(InlineQueue):
 class SchedulerSubject:
     """A scheduler whose load is kept up: for each request that ends, another one comes.
 
-    Answers have 64 to 512 tokens, so that some end in most steps. Prompts have 256 tokens and share half of them with
-    others of the same client.
+    Answers have 64 to 512 tokens, so that some end in most steps. Prompts have 256 tokens, and half of them are
+    common to prompts of the same client.
     """
 
     def __init__(self, load: SchedulerLoad) -> None:

@@ -1,8 +1,7 @@
 """`vlmserve bench serve`: a server beside a loop of `transformers` calls, or a server that runs already.
 
 Without --url, both sides answer the same requests in one run: figures of a shared machine say little, ratios of one run
-say more. With --url, the server may be of any make that speaks OpenAI's API and takes `ignore_eos`, as vLLM and SGLang
-do.
+say more. The server of --url may be of any make that speaks OpenAI's API and takes `ignore_eos`, as vLLM and SGLang do.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ Body: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """The place where a client leaves; one of these is given.
+    """The place where a client leaves; one of the three is given.
 
-    body: part of the body that is sent, of 1. after_s: seconds from when the client began to send. events: of the
-    stream that are read.
+    `body` is the part of the body that is sent, of 1. `after_s` is in seconds, from when the client began to send.
+    `events` is the number of events of the stream that are read.
     """
 
     body: float | None = None

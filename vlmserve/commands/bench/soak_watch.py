@@ -18,11 +18,11 @@ COUNTS = ("processes", "threads", "descriptors", "sockets", "blocks", "files")
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What all processes of a server hold after `requests` requests.
+    """The resources of all processes of a server after `requests` requests.
 
-    pss: bytes by the name of the process, shared pages divided among those that have them; the sum is the server's
-    memory. rss: bytes, shared pages counted in each process. descriptors: sockets included. blocks: files of shared
-    memory. files: in its temporary directory.
+    `pss` is in bytes, by the name of the process; shared pages are divided among their owners, so the sum is the
+    server's memory. `rss` is in bytes and counts shared pages in each process. `descriptors` include sockets. `blocks`
+    are files of shared memory, and `files` those of the temporary directory.
     """
 
     requests: int
@@ -96,8 +96,8 @@ def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growt
 
     Memory grows by the median slope between any two samples of the last half, for each process and for all that last.
     A single step, such as a pool's page that is written to for the first time, does not count. Media processes are
-    left out of the sum: they are replaced at any time and begin small again, which would hide the growth of others.
-    Of everything else, the last sample may not be above the most of the first quarter.
+    left out of the sum: the server replaces them, and a new small one would hide growth elsewhere. Counts of the last
+    sample may not be above the most of the first quarter.
     """
     late = samples[len(samples) // 2 :]
     memory = {f"of {name}": [one.pss.get(name, 0) for one in late] for name in samples[-1].pss}

@@ -23,10 +23,10 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuStr
 
 @dataclass(kw_only=True)
 class StepTrace:
-    """One step; times in microseconds. number, kind: as the range says. began: on the host.
+    """One step; times are in microseconds.
 
-    spans: (start, end) of kernels and copies on the device. launches: kernels. waits: calls that waited for the whole
-    stream.
+    `number` and `kind` are from its range, which began at `began` on the host. `spans` are (start, end) of kernels and
+    copies on the device. `launches` counts kernels, and `waits` the calls that waited for the whole stream.
     """
 
     number: int
@@ -59,10 +59,10 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class KindFigures:
-    """Medians over the steps of a kind; times in microseconds. wall: from the end of a step to the end of the next.
+    """Medians over the steps of a kind; times are in microseconds.
 
-    busy: the device computed or copied. gaps: the device was idle inside the step. before: the device was idle
-    between the last step and this one.
+    `wall` is the time from the end of a step to the end of the next. In the time of `busy` the device computed or
+    copied. It was idle for `gaps` inside the step, and for `before` between the last step and this one.
     """
 
     kind: str

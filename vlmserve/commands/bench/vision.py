@@ -73,7 +73,7 @@ class TowerRun:
         return turns_on(self.subject.device, self.rounds, alternatives)
 
     def computing(self, times: TurnTimes) -> tuple[float, ...]:
-        """Return the seconds of work: on a CPU those of this process, whoever else wants the cores."""
+        """Return the seconds of work: on a CPU, the CPU time of this process."""
         return times.cpu if self.subject.device.type == "cpu" else times.wall
 
 

@@ -94,8 +94,8 @@ class TowerSubject:
     ) -> closing[EncoderPool]:
         """Return an encoder pool that its context closes.
 
-        device_bytes, host_bytes: room for rows that nobody holds. backend: None computes in this thread. max_patches:
-        in a batch.
+        `device_bytes` and `host_bytes` are room for rows that are not in use. Without a backend this thread computes.
+        A batch has `max_patches` at the most.
         """
         return closing(
             EncoderPool(

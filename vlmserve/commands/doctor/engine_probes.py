@@ -30,9 +30,9 @@ from vlmserve_common.errors import EngineError
 def examine_attention() -> dict[str, Any]:
     """Try the attention backends on the first GPU, as the server does at its start.
 
-    Returns device (None without a GPU; then nothing is tried), versions of packages (None: not installed), the compiler
-    of C that Triton takes (None: there is none), why_not (what each backend lacks, None: it works; best first), the
-    backend that --attention-backend auto takes, and the heads of the model that it is tried for.
+    Returns the device, which is None without a GPU; then nothing is tried. Else returns the versions of packages (None:
+    not installed), the C compiler that Triton takes, the fault of each backend (None: it works; best first), the
+    backend that --attention-backend auto takes, and the heads of the model of the trial.
     """
     if not torch.cuda.is_available():
         return {"device": None}

@@ -47,7 +47,7 @@ class Probed:
 
 
 def run_probes(names: Sequence[str], *, patience_s: float = _PATIENCE_S) -> dict[str, Probed]:
-    """Run each probe once, one after the other. After one that ends its process, the others run in another process."""
+    """Run each probe once, one after the other. If a probe ends its process, the rest run in another process."""
     found: dict[str, Probed] = {}
     left = list(dict.fromkeys(names))
     while left:

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[3]
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*([^;]*)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
 _MODULES = {"pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq"}
-# Extras for those who work on vlmserve.
+# Extras for the development of vlmserve.
 _EXTRAS_LEFT_OUT = ("dev",)
-# Packages whose modules import others that we do without.
+# Packages whose import needs packages that we do without.
 _NOT_IMPORTED = ("qwen-vl-utils",)
 
 

@@ -23,10 +23,10 @@ from vlmserve_common.errors import EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The memory of a stage's fullest GPU, in bytes. reserved: for CUDA and its libraries.
+    """The memory of a stage's fullest GPU, in bytes.
 
-    activations: with the most that captured graphs may take. kv: left for the KV cache; below 0 if that much is
-    missing.
+    `reserved` is for CUDA and its libraries. `activations` include the most that captured graphs may take. `kv` is left
+    for the KV cache, and is below 0 if memory is missing.
     """
 
     stage: StageShare

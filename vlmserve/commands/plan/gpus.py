@@ -11,10 +11,10 @@ _GIB = 1024**3
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU. memory: bytes. bandwidth: of the memory, bytes a second.
+    """A GPU: its memory in bytes, and the memory's bandwidth in bytes a second.
 
-    flops, fp8_flops: operations a second of dense products in 16 and in 8 bits; fp8_flops is 0 without products in 8
-    bits. link: bytes a second to other GPUs, each way; 0 if not known.
+    `flops` and `fp8_flops` are operations a second of dense products in 16 and in 8 bits; 0 if there are none. `link`
+    is in bytes a second to other GPUs, each way; 0 if not known.
     """
 
     name: str

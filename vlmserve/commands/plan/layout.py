@@ -96,8 +96,9 @@ class Layout:
 class StageShare:
     """The share of a pipeline stage's fullest GPU, the first one: layers `first` .. `last` - 1.
 
-    embedding, dense (layers without experts), experts, head (0 if it is the embedding), tower: bytes. kv: bytes of a
-    token, over kv_layers layers. state: of a request. *_numbers: weights that tokens are multiplied by.
+    `embedding`, `dense` (layers without experts), `experts`, `head` (0 if it is the embedding) and `tower` are bytes.
+    `kv` is the bytes of a token over `kv_layers` layers, and `state` the state of a request. The `*_numbers` count
+    weights that tokens are multiplied by.
     """
 
     first: int
@@ -122,9 +123,10 @@ class StageShare:
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadModel:
-    """A model spread over a layout. config: of the whole. outline: of a rank. stages: of the pipeline.
+    """A model spread over a layout.
 
-    parameters: of the whole model. active: those that a token goes through, without embedding and tower.
+    `config` and `parameters` are of the whole model, `outline` is one rank's, and `stages` are those of the pipeline.
+    `active` counts the parameters that a token goes through, without embedding and tower.
     """
 
     config: ModelConfig

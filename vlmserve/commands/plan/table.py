@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _column(plan: Plan, fit: Fit) -> dict[str, float]:
-    """Return the bytes of a stage's fullest GPU by what they are for."""
+    """Return the bytes of a stage's fullest GPU by their purpose."""
     stage, computing = fit.stage, fit.activations
     return {
         "embedding": stage.embedding,

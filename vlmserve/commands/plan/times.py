@@ -12,10 +12,10 @@ from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The least time of a step: seconds of its stages one after the other, and of the slowest stage.
+    """The least time of a step: the seconds of all its stages, and of the slowest one.
 
-    exchange_seconds: the part in which GPUs wait for each other's results. bytes_read: by the GPU that reads most.
-    tokens_per_second: of all GPUs, with as many steps under way as there are stages.
+    `exchange_seconds` is the part in which GPUs wait for results of other GPUs. `bytes_read` is for the GPU that reads
+    most. `tokens_per_second` is for all GPUs, with as many steps under way as there are stages.
     """
 
     seconds: float

@@ -41,10 +41,11 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseFinding:
-    """The comparison of two answers. equal_tokens: before the first different one. tokens: of the reference's answer.
+    """The comparison of two answers.
 
-    logprob_difference: the largest over the equal tokens. first_step_difference: the largest over the most likely
-    first tokens. why: the differences in words, "" for none.
+    `equal_tokens` come before the first different one; `tokens` are those of the reference's answer.
+    `logprob_difference` is the largest over the equal tokens, `first_step_difference` the largest over the most likely
+    first tokens. `why` has the differences in words, "" for none.
     """
 
     case: str

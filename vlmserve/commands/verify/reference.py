@@ -61,7 +61,7 @@ def reference_answers(folder: Path, cases: Sequence[Case], settings: RunSettings
     make_torchvision_importable()
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # it advises those who use it for work
+    logging.set_verbosity_error()  # it prints advice
     reference = _Reference(folder, settings)
     return [reference.answer(case) for case in cases]
 
@@ -78,7 +78,7 @@ class _Reference:
         model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
         self._model = model.to(self._device).eval()
         own = model.generation_config
-        # nothing but where answers end: no sampling, no penalties
+        # only the ends of answers: no sampling, no penalties
         model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
 
     @torch.no_grad()

@@ -18,8 +18,8 @@ NOT_MEASURED = "not measured"
 class GpuFigure:
     """A figure that was measured, or an error that says why not. key: its name in bars and JSON.
 
-    ours, theirs: our spread and transformers', in `unit`. value: the number that a bar limits, described by `of` ("x
-    the floor", "of the GEMM rate" ...). about: what else to know.
+    `ours` and `theirs` are our spread and transformers', in `unit`. `value` is the number that a bar limits; `of` says
+    of which kind it is ("x the floor", "of the GEMM rate" ...). `about` has more to know.
     """
 
     key: str

@@ -42,9 +42,10 @@ _ENGINE_SHARE = 0.75
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeSteps:
-    """The steps in which all of a batch got a token. seconds: from one step to the next.
+    """The steps in which all of a batch got a token.
 
-    spans: seconds that the device was at them. kv_tokens: that a step reads over all of the batch, on average.
+    `seconds` are from one step to the next, `spans` the seconds that the device was at each. `kv_tokens` is the mean
+    number of tokens that a step reads over the whole batch.
     """
 
     seconds: tuple[float, ...]

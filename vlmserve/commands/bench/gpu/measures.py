@@ -81,7 +81,7 @@ def decode(run: GpuRun) -> Iterator[GpuFigure]:
         key, name = f"decode-{batch}", f"decode step of {batch}"
         try:
             steps = run.decoded(batch)
-        except Exception as error:  # a batch without room: the others are measured all the same
+        except Exception as error:  # there is no room for this batch; smaller ones are measured all the same
             yield GpuFigure(key=key, name=name, error=_words(error))
             continue
         floor = decode_bytes(run.outline, steps.kv_tokens, requests=batch) / run.ceilings.bandwidth
@@ -324,7 +324,7 @@ def loading(run: GpuRun) -> Iterator[GpuFigure]:
                 shutil.copyfile(file, Path(made) / file.name)
         save_weights(Path(made), published_tensors(model))
         command = [sys.executable, "-c", _START, made, str(run.device), dtype_name(run.dtype)]
-        for _ in range(2):  # the first start builds what is built once
+        for _ in range(2):  # the first start builds kernels
             before = time.perf_counter()
             done = subprocess.run(command, capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False)
             seconds = time.perf_counter() - before

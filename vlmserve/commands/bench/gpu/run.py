@@ -46,9 +46,10 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """What the device reaches. bandwidth: bytes read and written in a second by a copy inside its memory.
+    """The limits of the device.
 
-    flops: operations a second of the fastest product of two random square matrices, which has `rows` rows.
+    `bandwidth` is the bytes that a copy inside its memory reads and writes in a second. `flops` is the operations a
+    second of the fastest product of two random square matrices, which has `rows` rows.
     """
 
     bandwidth: float
@@ -73,7 +74,7 @@ class GpuRun:
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
-        """What the device reaches, measured before anything else is in its memory."""
+        """The limits of the device, measured before anything else is in its memory."""
         device, load = self.device, self.load
         generator = torch.Generator(device).manual_seed(0)
         # random data: zeros multiply faster
@@ -117,7 +118,7 @@ class GpuRun:
     def decoded(self, batch: int) -> DecodeSteps:
         """Return the steps of a batch with all settings as they are, measured once."""
         if batch not in self._decoded:
-            self.engine.decode(batch)  # what is built late, and captured
+            self.engine.decode(batch)  # the first time builds kernels and captures steps
             self._decoded[batch] = self.engine.decode(batch)
         return self._decoded[batch]
 

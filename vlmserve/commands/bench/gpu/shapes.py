@@ -174,11 +174,12 @@ def write_folder(folder: Path, shape: ModelShape) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuLoad:
-    """The work of a run. pictures: in the tower's batch, of side x side pixels. prompt: tokens.
+    """The work of a run.
 
-    batches: requests that decode together, behind `context` tokens each, for `steps` steps. many: questions about a
-    picture of many_side x many_side pixels with `answer` tokens; `alone` of them one at a time. copy_bytes, gemms:
-    bytes and rows that measure the device.
+    The tower's batch has `pictures` of side x side pixels. A `prompt` has that many tokens. `batches` are numbers of
+    requests that decode together for `steps` steps, behind `context` tokens each. `many` is a number of questions about
+    a picture of many_side x many_side pixels, with `answer` tokens; `alone` of them come one at a time. `copy_bytes`
+    and `gemms` are the bytes and rows that measure the device.
     """
 
     pictures: int
