@@ -57,12 +57,24 @@ def test_rounds_of_requests_at_a_time(
     assert "first token (TTFT)" in shown
 
 
-def test_a_request_rate(served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_rate_and_failures(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, count = LoadClient._ask, iter(range(100))
+
+    async def sometimes(*args: object) -> Answered:
+        if next(count) % 2:
+            raise ServerError("broken")
+        return await real(*args)
+
+    monkeypatch.setattr(LoadClient, "_ask", sometimes)
     with real_server(served.app) as port:
         words = [*FLAGS, "--base-url", f"http://127.0.0.1:{port}", "--api-key", "sesame", "--seed", "3"]
-        assert cli.main([*words, "--request-rate", "500", "--num-prompts", "5", "--images", "0"]) == 0
+        assert cli.main([*words, "--request-rate", "500", "--num-prompts", "4", "--images", "0"]) == 1
     assert all(request.mm_inputs is None for request in served.scheduler.requests)
-    assert "500 requests a second: 5 answered, 0 failed" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "500 requests a second: 2 answered, 2 failed" in shown
+    assert 'failed 2 times: "broken"' in shown
     arrivals = serve.poisson_arrivals(2000, 4.0, 0)
     assert arrivals[0] == 0
     assert np.diff(arrivals).min() > 0
@@ -79,25 +91,6 @@ def test_percentiles() -> None:
     assert figures["tpot_s"]["p99"] == pytest.approx(0.1)
     assert (figures["failed"], figures["requests_per_s"], figures["pictures_per_s"]) == (1, 10.0, 20.0)
     assert (figures["output_tokens_per_s"], figures["prompt_tokens_per_s"]) == (110.0, 70.0)
-
-
-def test_what_fails_is_counted(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real, count = LoadClient._ask, iter(range(100))
-
-    async def sometimes(*args: object) -> Answered:
-        if next(count) % 2:
-            raise ServerError("broken")
-        return await real(*args)
-
-    monkeypatch.setattr(LoadClient, "_ask", sometimes)
-    with real_server(served.app) as port:
-        words = [*FLAGS, "--url", f"http://127.0.0.1:{port}", "--api-key", "sesame", "--requests", "4"]
-        assert cli.main([*words, "--concurrency", "1"]) == 1
-    shown = capsys.readouterr().out
-    assert "2 answered, 2 failed" in shown
-    assert 'failed 2 times: "broken"' in shown
 
 
 @pytest.mark.parametrize(

@@ -46,36 +46,29 @@ def by_name(findings: Any) -> dict[str, Finding]:
 # ---- GPUs
 
 
-def test_a_cpu_build_beside_a_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+WORKS = {"cuda": "13.0", "cuda_available": True}
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "status", "text", "remedy"),
+    [
+        ({"version": "2.13.0+cpu"}, "torch build", "problem", "leaves the NVIDIA GPU unused", "torch==2.13.0"),
+        ({"cuda": "13.0"}, "torch build", "problem", "too old for CUDA 13.0", "update NVIDIA's driver"),
+        (WORKS | {"gpus": [{**GPU, "error": "no kernel image"}]}, "torch build", "ok", "built for CUDA 13.0", None),
+        (WORKS | {"gpus": [{**GPU, "error": "no kernel image"}]}, "cuda:0", "problem", "no kernel image", "2.13.0"),
+        (WORKS | {"gpus": [GPU]}, "cuda:0", "ok", "capability 9.0: 80 GiB, 70 GiB free", None),
+        (WORKS | {"gpus": [GPU]}, "driver", "ok", "NVIDIA H100, 81559 MiB, driver 570.1", None),
+        (WORKS | {"gpus": [{**GPU, "capability": [7, 5]}]}, "cuda:0", "note", "bfloat16 needs", "--dtype float16"),
+    ],
+)
+def test_torch_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, facts: Any, name: str, status: str, text: str, remedy: Any
+):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    build = by_name(gpu_findings(H100, torch(version="2.13.0+cpu")))["torch build"]
-    assert build.status is Status.PROBLEM
-    assert build.remedy is not None
-    assert build.remedy.endswith("install --force-reinstall --index-url https://pypi.org/simple torch==2.13.0")
-
-
-def test_a_gpu_that_torch_cannot_use_is_a_problem() -> None:
-    hidden = by_name(gpu_findings(H100, torch(cuda="13.0")))["torch build"]
-    assert hidden.status is Status.PROBLEM
-    assert "too old for CUDA 13.0" in hidden.text
-    facts = torch(cuda="13.0", cuda_available=True, gpus=[{**GPU, "error": "no kernel image is available"}])
-    broken = by_name(gpu_findings(H100, facts))
-    assert broken["torch build"].status is Status.OK
-    assert broken["cuda:0"].status is Status.PROBLEM
-    assert "no kernel image" in broken["cuda:0"].text
-
-
-def test_a_gpu_that_works() -> None:
-    found = by_name(gpu_findings(H100, torch(cuda="13.0", cuda_available=True, gpus=[GPU])))
-    assert {one.status for one in found.values()} == {Status.OK}
-    assert found["driver"].text == "NVIDIA H100, 81559 MiB, driver 570.1"
-    assert found["cuda:0"].text == "NVIDIA H100, compute capability 9.0: 80 GiB, 70 GiB free"
-
-
-def test_a_gpu_without_bfloat16_is_noted() -> None:
-    facts = torch(cuda="13.0", cuda_available=True, gpus=[{**GPU, "capability": [7, 5]}])
-    old = by_name(gpu_findings(H100, facts))["cuda:0"]
-    assert (old.status, old.remedy) == (Status.NOTE, "start with --dtype float16")
+    found = by_name(gpu_findings(H100, torch(**facts)))[name]
+    assert found.status == status
+    assert text in found.text
+    assert found.remedy is None if remedy is None else (found.remedy or "").endswith(remedy)
 
 
 def attention(**why_not: str | None) -> Probed:
@@ -98,9 +91,6 @@ def test_which_attention_a_gpu_gets() -> None:
     assert (found["triton"].status, found["triton"].text) == (Status.OK, "3.9.0: its trial passes")
     assert (found["attention"].status, found["attention"].data["backend"]) == (Status.OK, "triton")
     assert found["C compiler"].status is Status.OK
-
-
-def test_no_attention_that_is_fast_is_noted() -> None:
     probed = attention(flashinfer="no", triton="no")
     assert probed.result is not None
     probed.result["compiler"] = None
