@@ -26,7 +26,7 @@ import torch
 
 from processors.families.base import MultimodalProcessor, ProcessedMedium, data_item
 from processors.fetch.fetching import MediaFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from processors.image.decoding import decode_image
 from processors.normalize import normalize, value_width
 from processors.pool.pool import PoolSettings, ProcessorPool

@@ -70,13 +70,13 @@ def _count(folder: Path, layers: int, requests: int, sampling: SamplingParams) -
     write_folder(folder, replace(shape, text=dict(shape.text) | {"num_hidden_layers": layers}))
     random, limited = np.random.default_rng(0), replace(sampling, max_new_tokens=_STEPS, ignore_eos=True)
     with LLM(str(folder), **_SETTINGS, max_running_requests=max(2, requests)) as llm:
-        scheduler = llm.engine.scheduler
+        loop = llm.engine.loop
         with _decode_steps(llm.engine.runner, requests) as found:
             for number in range(requests):
                 ids = random.integers(0, TEXT_IDS, 3)
-                scheduler.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=limited))
-            while not scheduler.is_idle():
-                scheduler.step_or_wait()
+                loop.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=limited))
+            while not loop.is_idle():
+                loop.step_or_wait()
     if not found:
         raise EngineError(f"no step decoded {requests} requests at a time")
     return found[-1]
