@@ -15,7 +15,7 @@ import pytest
 from tests.vision.store_helpers import ABOUT, FINGERPRINT, HEADER, entry_files, file_of, holds, key, open_store, rows
 from vision.cache.folder import EmbeddingFolder
 from vlmserve import cli
-from vlmserve.commands.cache.quantities import age, show_size, size
+from vlmserve.commands.cache import age, show_size, size
 
 SIZE = HEADER + 1024
 OTHER = bytes([0xAB]) * 32
@@ -140,7 +140,7 @@ def test_verify_removes_nothing_that_it_could_not_read(
     def broken(file: object, key: bytes) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("vlmserve.commands.cache.tend.read_entry", broken)
+    monkeypatch.setattr("vlmserve.commands.cache.read_entry", broken)
     printed = run(capsys, "verify", cache, "--remove", status=1)
     assert "it cannot be read: Input/output error\n" in printed
     assert printed.endswith("6 entries, 6 bad\n")

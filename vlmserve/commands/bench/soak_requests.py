@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from vlmserve.commands.bench.media import clip
 from vlmserve.commands.bench.questions import draw_picture, picture_part
-from vlmserve.commands.client.data_urls import data_url
+from vlmserve.commands.client.chat_files import data_url
 
 CHAT, SCORE, FILES = "/v1/chat/completions", "/v1/score", "/v1/files"
 SESSIONS = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vlmserve import cli
-from vlmserve.commands.caption.arguments import DEFAULT_PROMPT, read_command
-from vlmserve.commands.caption.feed import Shard
+from vlmserve.commands.caption.command import DEFAULT_PROMPT, read_command
+from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.config.checks import SettingsError
 
 
@@ -14,7 +14,7 @@ def test_what_is_left_out(monkeypatch):
     monkeypatch.delenv("VLMSERVE_MEDIA_PROCESSES", raising=False)
     command = read_command(["pictures/"])
     assert list(command.inputs) == ["pictures/"]
-    assert (command.settings.engine.model, command.prompt, command.shard) == ("", DEFAULT_PROMPT, Shard())
+    assert (command.settings.engine.model, command.prompt, command.shard) == ("", DEFAULT_PROMPT, ItemShard())
     assert command.run.options == {"max_tokens": 256, "temperature": 0.0}
     assert command.settings.engine.media_processes >= 1, "scraped files are decoded apart"
     assert command.run.concurrency == command.settings.engine.max_running_requests

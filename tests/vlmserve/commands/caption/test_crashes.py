@@ -27,8 +27,8 @@ from tests.vlmserve.commands.caption.runs import (
     run_once,
 )
 from vlmserve.commands.batch.item import MediumItem
-from vlmserve.commands.caption.journal import Journal
-from vlmserve.commands.caption.run import RunSettings
+from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.run import CaptionSettings
 
 CONCURRENCY = 3
 OUTPUTS = ("out.jsonl", "out.parquet", "out-%05d.parquet", "out-%05d.tar", "out")
@@ -58,8 +58,8 @@ class Faults:
             os.pwrite,
             os.fsync,
             pathlib.Path.replace,
-            Journal.add,
-            Journal.set_part,
+            CaptionJournal.add,
+            CaptionJournal.set_part,
         )
 
         def torn_pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -80,8 +80,8 @@ class Faults:
         patch(os, "pwrite", torn_pwrite)
         patch(os, "fsync", counted(fsync))
         patch(pathlib.Path, "replace", counted(replace))
-        patch(Journal, "add", counted(add))
-        patch(Journal, "set_part", counted(set_part))
+        patch(CaptionJournal, "add", counted(add))
+        patch(CaptionJournal, "set_part", counted(set_part))
 
 
 def run_killed(folder: Path, name: str, at: int) -> bool:
@@ -98,7 +98,7 @@ def run_killed(folder: Path, name: str, at: int) -> bool:
                 found(),
                 output_settings(folder / name),
                 captioner=captioner,
-                settings=RunSettings(concurrency=CONCURRENCY),
+                settings=CaptionSettings(concurrency=CONCURRENCY),
                 errors=folder / "errors.jsonl",
             )
             status = 0
@@ -158,7 +158,7 @@ def test_a_disk_that_fills_at_any_point_stops_the_run_and_no_more(tmp_path_facto
 
 
 def test_a_journal_on_a_full_disk_says_so(tmp_path, monkeypatch):
-    journal = Journal(tmp_path / "j.journal")
+    journal = CaptionJournal(tmp_path / "j.journal")
     journal.begin({})
 
     class Full:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.vlmserve.commands.caption.asking import ask, captioner, run
 from tests.vlmserve.commands.caption.stub_server import FastTime, Reply, StubServer, ToldTime, echo, text_of
-from vlmserve.commands.caption.captioner import CaptionStopped
+from vlmserve.commands.caption.run import CaptionStopped
 from vlmserve_common.errors import BadRequestError, EngineError
 
 # ---- servers that fail

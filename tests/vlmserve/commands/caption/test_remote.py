@@ -16,8 +16,8 @@ from tests.vlmserve.commands.caption.asking import ask, captioner, run, said
 from tests.vlmserve.commands.caption.stub_server import Reply, StubServer, ToldTime, completion
 from tests.vlmserve.commands.warmup.media import png
 from vlmserve.commands.batch.item import ChatRequest
-from vlmserve.commands.caption.captioner import CaptionStopped
 from vlmserve.commands.caption.remote import RemoteCaptioner
+from vlmserve.commands.caption.run import CaptionStopped
 from vlmserve.config.checks import SettingsError
 
 # ---- what is sent

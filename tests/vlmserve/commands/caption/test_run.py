@@ -20,10 +20,9 @@ from tests.vlmserve.commands.caption.runs import (
     run_once,
 )
 from vlmserve.commands.batch.item import Failed, MediumItem
-from vlmserve.commands.caption.captioner import CaptionStopped
-from vlmserve.commands.caption.feed import Shard
+from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.prompts import Prompts
-from vlmserve.commands.caption.run import RunSettings
+from vlmserve.commands.caption.run import CaptionSettings, CaptionStopped
 from vlmserve_common.errors import BadRequestError, EngineError
 
 
@@ -40,7 +39,7 @@ def errors(tmp_path):
 def test_identical_pictures_are_captioned_once(tmp_path, out):
     captioner = FakeCaptioner()
     found = [item(f"p/{number}", content(number % 2), place=number) for number in range(10)]
-    tally = run_once(found, out, captioner=captioner, settings=RunSettings(concurrency=4))
+    tally = run_once(found, out, captioner=captioner, settings=CaptionSettings(concurrency=4))
     assert sorted(captioner.asked) == [content(0), content(1)]
     assert (tally.done, tally.reused) == (2, 8)
     there = lines(tmp_path / "out.jsonl")
@@ -114,7 +113,7 @@ def test_failures_are_tried_again_when_asked_for(out, errors):
             raise EngineError("the engine failed on it")
 
     found = [item(f"p/{number}", content(number)) for number in range(3)]
-    captioner, in_turn = FakeCaptioner(hook), RunSettings(concurrency=1)
+    captioner, in_turn = FakeCaptioner(hook), CaptionSettings(concurrency=1)
     assert run_once(found, out, captioner=captioner, errors=errors, settings=in_turn).failed == 2
     tally = run_once(found, out, captioner=captioner, errors=errors)
     assert (tally.skipped, tally.failed_before, tally.failed) == (1, 2, 0)
@@ -138,7 +137,7 @@ def test_shards_are_parts_of_the_whole(tmp_path):
     parts = []
     for index in range(3):
         output = output_settings(tmp_path / f"out-{index}.jsonl")
-        run_once(found, output, shard=Shard(index=index, count=3))
+        run_once(found, output, shard=ItemShard(index=index, count=3))
         parts.append({id_ for id_, _ in captions_in(tmp_path / f"out-{index}.jsonl")})
     assert set.union(*parts) == {each.id for each in found}
     assert sum(map(len, parts)) == 40
@@ -167,7 +166,7 @@ def test_an_endless_supply_is_pulled_not_listed(out):
             return await super().ask(request)
 
     with pytest.raises(CaptionStopped, match="enough"):
-        run_once(endless(), out, captioner=Stops(), settings=RunSettings(concurrency=5))
+        run_once(endless(), out, captioner=Stops(), settings=CaptionSettings(concurrency=5))
     assert taken <= 20 + 2 * 5
 
 
@@ -180,7 +179,7 @@ def test_what_is_finished_is_written_when_a_run_stops(tmp_path, out):
 
     found = [item(f"p/{number}", content(number)) for number in range(20)]
     with pytest.raises(CaptionStopped):
-        run_once(found, out, captioner=Stops(), settings=RunSettings(concurrency=1))
+        run_once(found, out, captioner=Stops(), settings=CaptionSettings(concurrency=1))
     done = captions_in(tmp_path / "out.jsonl")
     assert len(done) == 6
     captioner = FakeCaptioner()
@@ -191,7 +190,7 @@ def test_what_is_finished_is_written_when_a_run_stops(tmp_path, out):
 
 def test_items_named_twice_are_done_once_and_two_of_one_name_are_told(tmp_path, out, errors):
     found = [item("a", content(1)), item("a", content(1)), item("b", content(2)), item("b", content(3))]
-    tally = run_once(found, out, errors=errors, settings=RunSettings(concurrency=1))
+    tally = run_once(found, out, errors=errors, settings=CaptionSettings(concurrency=1))
     assert (tally.done, tally.repeated, tally.failed) == (2, 1, 1)
     (line,) = lines(errors)
     assert (line["id"], line["code"]) == ("b", "same_id")
@@ -199,7 +198,7 @@ def test_items_named_twice_are_done_once_and_two_of_one_name_are_told(tmp_path, 
 
 def test_options_knobs_and_seeds(out):
     captioner = FakeCaptioner()
-    settings = RunSettings(
+    settings = CaptionSettings(
         concurrency=1,
         options={"max_tokens": 9, "temperature": 0.5},
         picture_knobs={"max_pixels": 100},
@@ -259,7 +258,7 @@ def test_no_more_bytes_than_allowed_are_in_memory(out):
             held -= 1
             return await super().ask(request)
 
-    settings = RunSettings(concurrency=8, bytes_in_memory=3300)
+    settings = CaptionSettings(concurrency=8, bytes_in_memory=3300)
     assert run_once([big(number) for number in range(30)], out, captioner=Counts(), settings=settings).done == 30
     assert most == 3
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlmserve.commands.caption.server_answers import Answer, Away, Failed, Unfit, judge_answer, judge_models
+from vlmserve.commands.caption.server_answers import Away, Completion, NoAnswer, Unfit, judge_answer, judge_models
 from vlmserve.commands.caption.server_standing import ServerStanding, choose
 from vlmserve_common.errors import BadRequestError
 
@@ -31,7 +31,7 @@ def test_text_in_all_its_forms(content: Any, text: str) -> None:
     """llama.cpp and others leave out what OpenAI's schema asks for."""
     outcome = judged(200, {"choices": [{"message": {"content": content, "refusal": None}}]})
     choice = {"index": 0, "message": {"content": text, "refusal": None}, "finish_reason": None}
-    assert outcome == Answer(content={"choices": [choice], "usage": {}})
+    assert outcome == Completion(content={"choices": [choice], "usage": {}})
 
 
 def test_too_few_answers_are_a_warning() -> None:
@@ -65,17 +65,17 @@ def test_the_requests_own_fault(status: int, body: Any, told: tuple[str | None, 
         (401, {}, Unfit),
         (403, b"", Unfit),
         (404, {"error": {"message": "no such model", "param": "model"}}, Unfit),
-        (404, b"<html>", Failed),
-        (408, {"error": {"message": "m"}}, Failed),
-        (405, b"", Failed),
-        (301, b"", Failed),
-        (500, {"error": {"message": "m"}}, Failed),
+        (404, b"<html>", NoAnswer),
+        (408, {"error": {"message": "m"}}, NoAnswer),
+        (405, b"", NoAnswer),
+        (301, b"", NoAnswer),
+        (500, {"error": {"message": "m"}}, NoAnswer),
         (503, b"", Away),
         (402, b"", Away),
-        (200, b"[" * 100_000, Failed),
-        (200, b'{"choices": {"a": 1}}', Failed),
-        (200, b'{"choices": [null]}', Failed),
-        (200, b'{"choices": [{"message": {"content": [1]}}]}', Failed),
+        (200, b"[" * 100_000, NoAnswer),
+        (200, b'{"choices": {"a": 1}}', NoAnswer),
+        (200, b'{"choices": [null]}', NoAnswer),
+        (200, b'{"choices": [{"message": {"content": [1]}}]}', NoAnswer),
     ],
 )
 def test_what_is_not_the_requests_fault(status: int, body: Any, kind: type) -> None:

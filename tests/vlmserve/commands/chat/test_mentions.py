@@ -9,7 +9,7 @@ import pytest
 
 from processors.inputs import Modality
 from vlmserve.commands.chat.mentions import find_mentions, make_question, question_text, split_words
-from vlmserve.commands.client.conversation import Question, Turn
+from vlmserve.commands.client.conversation import ChatQuestion, ChatTurn
 from vlmserve.commands.client.media import Medium, MediumError, open_medium
 from vlmserve.commands.demo.samples import FOLDER
 
@@ -88,7 +88,7 @@ def test_labels_count_through_the_conversation() -> None:
     mentions = find_mentions(line)
     alone = make_question(line, mentions, [picture, clip], [], [])
     assert alone.text == "is the picture or the video red?"
-    earlier = Turn(question=Question(text="?", media=(picture,)), answer="!")
+    earlier = ChatTurn(question=ChatQuestion(text="?", media=(picture,)), answer="!")
     later = make_question(line, mentions, [picture, clip], [picture], [earlier])
     assert later.text == "is picture 3 or the video red?"
     assert later.media == (picture, picture, clip)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlmserve.commands.client.answer import Answer, Stats, read_answer
+from vlmserve.commands.client.chat_client import ChatAnswer, Stats, read_answer
 
 
 def chunk(text: str | None = None, finish: str | None = None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ LAST = {
 }
 
 
-def answers(chunks: list[dict[str, Any]], times: list[float]) -> list[Answer]:
+def answers(chunks: list[dict[str, Any]], times: list[float]) -> list[ChatAnswer]:
     """The clock is read when the request is sent, at the first text, and at the end."""
 
     async def stream() -> AsyncIterator[dict[str, Any]]:
@@ -35,7 +35,7 @@ def answers(chunks: list[dict[str, Any]], times: list[float]) -> list[Answer]:
 
     clock: Iterator[float] = iter(times)
 
-    async def collect() -> list[Answer]:
+    async def collect() -> list[ChatAnswer]:
         return [answer async for answer in read_answer(stream(), lambda: next(clock))]
 
     return asyncio.run(collect())

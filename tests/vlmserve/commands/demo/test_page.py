@@ -43,12 +43,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def url(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         keep_gradio_to_itself(str(tmp_path_factory.mktemp("gradio")), patch.setenv)
-        from vlmserve.commands.demo.page import Page
+        from vlmserve.commands.demo.page import DemoPage
 
         with real_server(served.app) as port:
             with closing(listen("127.0.0.1", 0)) as free:
                 page_port = free.getsockname()[1]
-            page = Page(Chat(ChatClient(f"http://127.0.0.1:{port}"), MODEL), load_samples())
+            page = DemoPage(Chat(ChatClient(f"http://127.0.0.1:{port}"), MODEL), load_samples())
             yield page.launch("127.0.0.1", page_port, share=False, allowed_paths=[FOLDER])
             page.close()
     served.assert_idle()

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from vlmserve.api.protocol import ChatCompletionRequest
-from vlmserve.commands.client.data_urls import data_url
-from vlmserve.commands.client.options import OptionError
-from vlmserve.commands.demo.conversation import Question, Turn
-from vlmserve.commands.demo.request import chat_body, files_of, read_settings
+from vlmserve.commands.client.chat_files import data_url
+from vlmserve.commands.client.conversation import OptionError
+from vlmserve.commands.demo.conversation import Question, Turn, demo_body, files_of, read_settings
 from vlmserve.commands.demo.samples import FOLDER, load_samples
 
 PICTURE, CLIP = FOLDER / "six.png", FOLDER / "rolling.mp4"
@@ -26,7 +25,7 @@ def parts_of(body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_conversation_with_its_media() -> None:
     turn = Turn(question=Question(text="How many?", media=(PICTURE,)), answer="Six.")
     question = Question(text="Which way?", media=(CLIP,))
-    body = chat_body("m", [turn], question, {})
+    body = demo_body("m", [turn], question, {})
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
     assert body["messages"][1]["content"] == "Six."
     picture, how_many, clip, which_way = parts_of(body)
@@ -45,7 +44,7 @@ def test_a_conversation_with_its_media() -> None:
 def test_settings_go_where_they_belong() -> None:
     settings = {"max_tokens": 5, "temperature": 0.0, "top_p": 0.5, "seed": 0}
     settings |= {"detail": "low", "min_pixels": 784, "max_pixels": 1568, "fps": 0.5}
-    body = chat_body("m", [], Question(text="?", media=(PICTURE, CLIP)), settings)
+    body = demo_body("m", [], Question(text="?", media=(PICTURE, CLIP)), settings)
     picture, clip, _ = parts_of(body)
     assert (body["max_tokens"], body["temperature"], body["top_p"], body["seed"]) == (5, 0.0, 0.5, 0)
     assert picture["image_url"]["detail"] == "low"
@@ -57,14 +56,14 @@ def test_settings_go_where_they_belong() -> None:
 
 @pytest.mark.parametrize(("text", "files", "kinds"), [("", [PICTURE], ["image_url"]), ("", [], ["text"])])
 def test_a_question_may_lack_a_part(text: str, files: list[Path], kinds: list[str]) -> None:
-    body = chat_body("m", [], Question(text=text, media=tuple(files)), {})
+    body = demo_body("m", [], Question(text=text, media=tuple(files)), {})
     assert [part["type"] for part in parts_of(body)] == kinds
 
 
 def test_what_is_no_picture_is_left_to_the_server(tmp_path: Path) -> None:
     file = tmp_path / "film.mp4"
     file.write_bytes(b"no film")
-    body = chat_body("m", [], Question(text="?", media=(file,)), {})
+    body = demo_body("m", [], Question(text="?", media=(file,)), {})
     assert parts_of(body)[0]["type"] == "image_url"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.commands.client.answer import Stats
+from vlmserve.commands.client.chat_client import Stats
 from vlmserve.commands.demo.panels import gallery, saw
 from vlmserve.commands.demo.samples import FOLDER, load_samples, make_thumbnails
 from vlmserve.commands.demo.seen import see

@@ -241,7 +241,7 @@ def test_a_cache_too_small_for_all_says_what_gave_way(model, tmp_path, capsys):
     gib = 3 * sum(path.stat().st_size for path in cache_of_one(model, media, tmp_path / "one", capsys)) / 2**30
     summary = warmup(capsys, model, media, "--embedding-cache-dir", cache, "--embedding-cache-gib", gib)
     assert summary["done"] == 8
-    assert "entries gave way to others" in summary["notes"][0]
+    assert "entries were evicted for new ones" in summary["notes"][0]
 
 
 def test_a_disk_that_fails_ends_the_run(model, tmp_path, capsys, monkeypatch):

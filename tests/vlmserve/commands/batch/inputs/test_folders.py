@@ -10,7 +10,7 @@ import pytest
 
 from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, total, touch, unreadable
 from tests.vlmserve.commands.warmup.media import png
-from vlmserve.commands.batch.inputs import folders
+from vlmserve.commands.batch.inputs import trees
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_rest_goes_on(here, monkeyp
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
-    monkeypatch.setattr(folders.os, "scandir", refuses)
+    monkeypatch.setattr(trees.os, "scandir", refuses)
     found = list(opened("pics"))
     assert [one.id for one in found] == ["pics/a.png", "pics/b.JPG", "pics/deep"]
     (one,) = unreadable(found)
@@ -137,7 +137,7 @@ class _Endless:
 def test_a_folder_without_end_is_pulled(here, monkeypatch, word):
     inputs = opened(word)
     endless = _Endless()
-    monkeypatch.setattr(folders.os, "scandir", lambda path: endless)
+    monkeypatch.setattr(trees.os, "scandir", lambda path: endless)
     assert [found.id for found in itertools.islice(inputs, 3)] == [f"pics/{number:09}.png" for number in (1, 2, 3)]
     endless.given = 0
     last = list(itertools.islice(inputs, 6000))[-1]

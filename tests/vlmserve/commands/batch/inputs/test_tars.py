@@ -143,7 +143,7 @@ def test_damage_in_the_middle(here):
     touch(here / "c.tar", bad)
     *found, last = opened("c.tar")
     assert [one.id for one in found] == ["c.tar/0"], "what else belonged to the second sample, nobody knows"
-    assert (last.code, last.message) == ("unreadable", "cannot read it behind sample 1: a header is damaged")
+    assert (last.code, last.message) == ("unreadable", "cannot read it after sample 1: a header is damaged")
     packed = bytearray(gzip.compress(tar({f"{number}.png": png(number) for number in range(50)})))
     packed[len(packed) // 2] ^= 255
     touch(here / "c.tgz", bytes(packed))
