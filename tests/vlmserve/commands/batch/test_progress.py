@@ -1,11 +1,14 @@
-"""What is shown while a run goes on, and at its end."""
+"""The display during a run, and the summary at its end."""
 
 from __future__ import annotations
 
 import io
 
+from processors.inputs import Modality
 from vlmserve.commands.batch.progress import RunProgress
 from vlmserve.commands.caption.result import CaptionTally
+from vlmserve.commands.warmup.run import WarmupTally
+from vlmserve.ipc.messages import EncodedItem
 
 
 class Clock:
@@ -70,3 +73,15 @@ def test_the_summary():
     )
     told = tally.summary(3.0, ["a note"], ended="interrupted")
     assert (told["done"], told["ended"], told["notes"]) == (7, "interrupted", ["a note"])
+
+
+def test_a_warmup_counts_patches():
+    clock, tally = Clock(), WarmupTally(total=4, counted=True)
+    progress = RunProgress("warmup", tally, io.StringIO(), clock)
+    for clock.now in (5.0, 10.0):
+        tally.add([EncodedItem(modality=Modality.VIDEO, temporal_patches=3, encoded=2, patches_encoded=100)])
+    assert progress.line() == "2/4, 0.2 items/s, 20 patches/s, ETA 0:10, 2 cache hits, 0 failures"
+    tally = WarmupTally(total=5, done=2, skipped=1, failed=2, encoded=7, found=4, patches_encoded=900)
+    assert tally.describe(2.04) == (
+        "2 of 5 done in 2.0 s, 1 finished before, 2 failed; temporal patches: 7 encoded (900 vision patches), 4 found"
+    )

@@ -84,6 +84,10 @@ def test_a_finished_item_is_not_read_again_until_its_file_changes(out, tmp_path)
 
 
 def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
+    def hook(request) -> None:
+        if medium_of(request) == content(5):
+            raise BadRequestError("the picture has 9 pixels, the limit is 4", code="too_many_pixels")
+
     found = [
         item("p/0", content(0)),
         item("p/1"),
@@ -91,8 +95,9 @@ def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
         item("p/2", b"no picture at all"),
         item("p/3", b""),
         item("p/4", content(4)),
+        item("p/5", content(5)),
     ]
-    tally = run_once(found, out, errors=errors)
+    tally = run_once(found, out, errors=errors, captioner=FakeCaptioner(hook))
     assert sorted(captions_in(tmp_path / "out.jsonl")) == [(f"p/{n}", caption_of(content(n))) for n in (0, 4)]
     told = 'the file is neither a picture nor a video of a supported format; it begins with "no pictu"'
     failures = {line["id"]: (line["code"], line["message"]) for line in lines(errors)}
@@ -101,8 +106,9 @@ def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
         "folder": ("unreadable", "cannot be read"),
         "p/2": ("unsupported_content", told),
         "p/3": ("unsupported_content", "the file is empty"),
+        "p/5": ("too_many_pixels", "the picture has 9 pixels, the limit is 4"),
     }
-    assert (tally.done, tally.failed) == (2, 4)
+    assert (tally.done, tally.failed) == (2, 5)
 
 
 def test_failures_are_tried_again_when_asked_for(out, errors):
@@ -141,13 +147,9 @@ def test_shards_are_parts_of_the_whole(tmp_path):
         parts.append({id_ for id_, _ in captions_in(tmp_path / f"out-{index}.jsonl")})
     assert set.union(*parts) == {each.id for each in found}
     assert sum(map(len, parts)) == 40
+    limited = output_settings(tmp_path / "limited.jsonl")
+    assert (run_once(found, limited, limit=4).done, run_once(found, limited).done) == (4, 36)
     assert all(len(part) > 5 for part in parts)
-
-
-def test_a_limit_ends_a_run_and_the_next_goes_on(tmp_path, out):
-    found = [item(f"p/{number}", content(number)) for number in range(9)]
-    assert run_once(found, out, limit=4).done == 4
-    assert run_once(found, out).done == 5
 
 
 def test_an_endless_supply_is_pulled_not_listed(out):
@@ -261,15 +263,3 @@ def test_no_more_bytes_than_allowed_are_in_memory(out):
     settings = CaptionSettings(concurrency=8, bytes_in_memory=3300)
     assert run_once([big(number) for number in range(30)], out, captioner=Counts(), settings=settings).done == 30
     assert most == 3
-
-
-def test_what_the_model_refuses_is_told(out, errors):
-    def hook(request) -> None:
-        raise BadRequestError("the picture has 9 pixels, the limit is 4", code="too_many_pixels")
-
-    run_once([item("a", PNG)], out, captioner=FakeCaptioner(hook), errors=errors)
-    assert lines(errors)[0] == {
-        "id": "a",
-        "message": "the picture has 9 pixels, the limit is 4",
-        "code": "too_many_pixels",
-    }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlmserve.commands.client.chat_client import ChatAnswer, Stats, read_answer
+from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, Stats, read_answer
 
 
 def chunk(text: str | None = None, finish: str | None = None) -> dict[str, Any]:
@@ -79,6 +79,11 @@ def test_stages_add_up_to_the_whole() -> None:
     stages = dict(stats.stages())
     assert list(stages) == ["on the way", "prepare", "encode and prefill", "answer"]
     assert list(stages.values()) == pytest.approx([0.1, 0.1, 0.3, 2.0])
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_forms_of_a_servers_address(suffix: str) -> None:
+    assert ChatClient("http://host:1" + suffix).url == "http://host:1"
 
 
 def test_an_empty_answer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import select
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from vlmserve import cli
 from vlmserve.api.listening import listen
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.commands.client.chat_client import ChatClient
+from vlmserve.commands.demo.waiting import WaitingPage
 
 _NO_GRADIO = """
 import sys
@@ -147,3 +149,19 @@ def test_nobody_at_the_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert cli.main(["demo", "--port", "0", "--url", "http://127.0.0.1:9/v1"]) == 1
     assert "no answer from http://127.0.0.1:9/v1: " in capsys.readouterr().err
+
+
+def test_it_says_what_is_being_done_and_makes_room() -> None:
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/"
+    with WaitingPage(listener, "Starting <it> ...") as waiting:
+        first = httpx2.get(url)
+        assert first.status_code == 503
+        assert re.search(r"Starting &lt;it&gt; \.\.\. \(\d+ s so far\)", first.text)
+        waiting.doing = "Loading"
+        assert re.search(r"Loading \(\d+ s so far\)", httpx2.get(url + "any/path").text)
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
+    with closing(listen("127.0.0.1", port)) as again:  # as who comes next does
+        again.listen()

@@ -9,8 +9,8 @@ from PIL import Image
 
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.client.chat_client import Stats
-from vlmserve.commands.demo.panels import gallery, saw
-from vlmserve.commands.demo.samples import FOLDER, load_samples, make_thumbnails
+from vlmserve.commands.demo.panels import saw
+from vlmserve.commands.demo.samples import FOLDER
 from vlmserve.commands.demo.seen import see
 
 STATS = Stats(
@@ -69,16 +69,13 @@ def test_of_a_long_clip_some_frames_are_shown() -> None:
     assert "32 of 32 frames (16 shown)" in saw([clip], 1, STATS, [])
 
 
-def test_of_many_media_the_last_are_shown() -> None:
+def test_of_many_media_the_last_are_shown_and_large_ones_smaller() -> None:
+    [large] = see([report((4096, 2048), (1, 128, 256), 8192)], [FOLDER / "wide.jpg"])
+    assert large.steps[0][0].image.size == (1024, 512)
     shapes = report((256, 160), (1, 10, 16), 40)
     media = see([shapes] * 9, [FOLDER / "shapes.png"] * 9)
     assert [medium.number for medium in media] == [4, 5, 6, 7, 8, 9]
     assert "and 3 earlier" in saw(media, 9, STATS, [])
-
-
-def test_a_large_picture_is_shown_smaller() -> None:
-    [medium] = see([report((4096, 2048), (1, 128, 256), 8192)], [FOLDER / "wide.jpg"])
-    assert medium.steps[0][0].image.size == (1024, 512)
 
 
 def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
@@ -102,10 +99,3 @@ def test_the_panel_draws_the_grid_and_counts() -> None:
         assert text in panel
     assert "2 a second" in panel
     assert "a &lt;note&gt;" in panel
-
-
-def test_clips_are_marked_in_the_gallery() -> None:
-    thumbnails = make_thumbnails(load_samples())
-    assert sum(thumbnail.is_clip for thumbnail in thumbnails) == 2
-    assert all(max(image.size) <= 160 for thumbnail in thumbnails for image in thumbnail.images)
-    assert gallery(thumbnails).count("▶ clip") == 2

@@ -137,7 +137,7 @@ def test_what_files_elsewhere_may_name(memory):
     assert [item.id for item in items] == [f"{base}/items.jsonl:1", "x"]
     assert [item.read() for item in items] == [png(1)] * 2
     assert (refused.id, refused.code) == (f"{base}/items.jsonl:3", "invalid_media_url")
-    assert refused.message == "'file:///etc/passwd': what came by memory cannot name local files"
+    assert refused.message == "'file:///etc/passwd': a file that came by memory cannot name local files"
     listed = list(opened(f"{base}/list.txt"))
     assert [item.id for item in listed][:2] == [f"{base}/pics/a.png", "http://127.0.0.1:1/x.png"]
     assert listed[0].read() == png(1)
