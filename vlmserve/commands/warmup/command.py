@@ -33,9 +33,9 @@ _ABOUT = """\
 Encode pictures and videos ahead of time, so that servers with the same weights and settings start warm.
 
 An INPUT is anything that `vlmserve caption` takes: a picture or video, a folder (searched with its subfolders), a
-pattern in quotes, an http(s) or data URL, a list (.txt: one path or URL per line, # begins a comment), "-" (such a list on
-standard input), a .jsonl file (each line a picture, a video, or a chat request whose media are encoded with all
-their knobs), a .parquet file or a WebDataset .tar. Paths in a file are relative to its folder.
+pattern in quotes, an http(s) or data URL, a list (.txt: one path or URL per line, # begins a comment), "-" (such a
+list on standard input), a .jsonl file (each line a picture, a video, or a chat request whose media are encoded with
+all their knobs), a .parquet file or a WebDataset .tar. Paths in a file are relative to its folder.
 
 Without --url, this process loads the vision tower alone, and writes into --embedding-cache-dir. With --url, a running
 server encodes; files and URLs are read here and sent to it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from vlmserve.config.checks import SettingsError
 
 
 @in_loop
-async def test_the_request_is_plain_openai_with_what_was_asked_for_beside_it() -> None:
+async def test_the_request_is_plain_openai_with_what_was_asked_for_beside_it():
     picture, clip = png(1), make_clip(4, width=56, height=56)
     parts = [
         {"type": "image", "image": picture, "detail": "low", "max_pixels": 3136},
@@ -72,7 +71,7 @@ async def test_the_request_is_plain_openai_with_what_was_asked_for_beside_it() -
         ("https://host/v1beta/openai/", "https://host/v1beta/openai"),
     ],
 )
-def test_addresses(url: str, base: str) -> None:
+def test_addresses(url, base):
     made = RemoteCaptioner([url, base], api_key=None, model=None, request_timeout_s=1, server_timeout_s=1)
     assert [server.url for server in made._servers] == [base]
 
@@ -90,7 +89,7 @@ def test_addresses(url: str, base: str) -> None:
         ("http://host", "ä"),
     ],
 )
-def test_addresses_and_keys_that_cannot_be(url: str, key: str | None) -> None:
+def test_addresses_and_keys_that_cannot_be(url, key):
     with pytest.raises(SettingsError, match=r"--base-url|--api-key") as error:
         RemoteCaptioner([url], api_key=key, model=None, request_timeout_s=1, server_timeout_s=1)
     assert "word" not in str(error.value)
@@ -110,14 +109,14 @@ async def stopped_at_start(*servers: StubServer | str, **settings: Any) -> str:
 
 
 @in_loop
-async def test_nobody_there() -> None:
+async def test_nobody_there():
     url = f"http://127.0.0.1:{closed_port()}"
     told = await stopped_at_start(url)
     assert told == f"no server answers (waited 60 s, --server-timeout-s): {url}/v1: connection refused"
 
 
 @in_loop
-async def test_a_server_that_starts_late_is_waited_for() -> None:
+async def test_a_server_that_starts_late_is_waited_for():
     time, server = ToldTime(), StubServer()
     await server.start()
     await server.die()
@@ -142,7 +141,7 @@ async def test_a_server_that_starts_late_is_waited_for() -> None:
     ],
 )
 @in_loop
-async def test_servers_that_cannot_be_used(models: Reply, told: str) -> None:
+async def test_servers_that_cannot_be_used(models, told):
     async with StubServer() as server, StubServer() as good:
         server.models = models
         message = await stopped_at_start(server, model="m", api_key="secret")
@@ -157,7 +156,7 @@ async def test_servers_that_cannot_be_used(models: Reply, told: str) -> None:
 
 
 @in_loop
-async def test_the_key_goes_nowhere_else() -> None:
+async def test_the_key_goes_nowhere_else():
     async with StubServer() as other, StubServer() as server:
         server.models = Reply(status=307, headers={"Location": f"{other.url}/v1/models"}, body=b"")
         assert "which is not followed" in await stopped_at_start(server, api_key="secret")
@@ -169,7 +168,7 @@ async def test_the_key_goes_nowhere_else() -> None:
     [([["a", "b"]], "name one model with --model; there are"), ([["a"], ["b"]], "there is none in common, but")],
 )
 @in_loop
-async def test_a_model_is_to_be_named_where_it_is_not_clear(models: Sequence[Sequence[str]], told: str) -> None:
+async def test_a_model_is_to_be_named_where_it_is_not_clear(models, told):
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(StubServer(models=names)) for names in models]
         assert told in await stopped_at_start(*servers)

@@ -41,7 +41,7 @@ def answers(chunks: list[dict[str, Any]], times: list[float]) -> list[ChatAnswer
     return asyncio.run(collect())
 
 
-def test_text_grows_and_figures_come_last() -> None:
+def test_text_grows_and_figures_come_last():
     *growing, whole = answers([chunk(""), chunk("A "), chunk("cat"), chunk(finish="stop"), LAST], [10.0, 10.5, 12.5])
     assert [answer.text for answer in growing] == ["A ", "A cat"]
     assert all(answer.stats is None for answer in growing)
@@ -61,11 +61,11 @@ def test_text_grows_and_figures_come_last() -> None:
     assert whole.notes == ("max_pixels was lowered",)
 
 
-def test_an_answer_that_is_cut_off_says_so() -> None:
+def test_an_answer_that_is_cut_off_says_so():
     assert answers([chunk("A"), chunk(finish="length"), LAST], [0, 1, 2])[-1].notes[0].startswith("the answer is cut")
 
 
-def test_a_server_that_tells_nothing_but_text() -> None:
+def test_a_server_that_tells_nothing_but_text():
     whole = answers([chunk("A"), chunk(finish="stop")], [0.0, 1.0, 1.0])[-1]
     assert (whole.text, whole.media, whole.notes) == ("A", (), ())
     assert whole.stats is not None
@@ -73,7 +73,7 @@ def test_a_server_that_tells_nothing_but_text() -> None:
     assert whole.stats.tokens_per_s() is None
 
 
-def test_stages_add_up_to_the_whole() -> None:
+def test_stages_add_up_to_the_whole():
     stats = answers([chunk("A"), chunk(finish="stop"), LAST], [10.0, 10.5, 12.5])[-1].stats
     assert stats is not None
     stages = dict(stats.stages())
@@ -82,11 +82,11 @@ def test_stages_add_up_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-def test_forms_of_a_servers_address(suffix: str) -> None:
+def test_forms_of_a_servers_address(suffix):
     assert ChatClient("http://host:1" + suffix).url == "http://host:1"
 
 
-def test_an_empty_answer() -> None:
+def test_an_empty_answer():
     [whole] = answers([chunk(finish="stop"), LAST], [0.0, 3.0])
     assert whole.text == ""
     assert whole.stats is not None

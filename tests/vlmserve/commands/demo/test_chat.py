@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL, make_served, real_server, write_checkpoint_folder
 from vlmserve.commands.client.chat_client import ChatClient
 from vlmserve.commands.demo.chat import Chat, View
 from vlmserve.commands.demo.conversation import Message, Question
@@ -21,26 +20,26 @@ BOXES = '[{"bbox_2d": [0, 0, 500, 500], "label": "it"}]'
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_checkpoint_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def served(folder: Path) -> Iterator[Served]:
+def served(folder):
     served = make_served(folder, api_key=KEY)
     yield served
     asyncio.run(served.frontend.close())
 
 
 @pytest.fixture
-def url(served: Served) -> Iterator[str]:
+def url(served):
     with real_server(served.app) as port:
         yield f"http://127.0.0.1:{port}"
     assert served.frontend.manager.num_pending == 0
 
 
 @pytest.fixture
-def chat(url: str) -> Chat:
+def chat(url):
     return Chat(ChatClient(url, api_key=KEY), MODEL)
 
 
@@ -61,7 +60,7 @@ def is_error(view: View) -> bool:
     return view.messages[-1].get("metadata") == {"title": "Error"}
 
 
-def test_an_answer_comes_bit_by_bit(served: Served, chat: Chat) -> None:
+def test_an_answer_comes_bit_by_bit(served, chat):
     served.scheduler.say(BOXES)
     first, *growing, whole = views(chat, PICTURE)
     assert [part["type"] for part in first.messages[-1]["content"]] == ["file", "text"]
@@ -80,7 +79,7 @@ def test_an_answer_comes_bit_by_bit(served: Served, chat: Chat) -> None:
     assert not any(view.outcome for view in growing)
 
 
-def test_a_refusal_is_shown_as_it_is_and_forgotten(served: Served, chat: Chat, tmp_path: Path) -> None:
+def test_a_refusal_is_shown_as_it_is_and_forgotten(served, chat, tmp_path):
     file = tmp_path / "note.png"
     file.write_bytes(b"no picture at all")
     refused = views(chat, Question(text="?", media=(file,)))[-1]
@@ -92,21 +91,21 @@ def test_a_refusal_is_shown_as_it_is_and_forgotten(served: Served, chat: Chat, t
     assert len(request.mm_inputs.items) == 1
 
 
-def test_what_is_no_number_is_not_sent(served: Served, chat: Chat) -> None:
+def test_what_is_no_number_is_not_sent(served, chat):
     refused = views(chat, PICTURE, settings={"temperature": "warm"})[-1]
     assert is_error(refused)
     assert last_said(refused) == "temperature is 'warm'; it must be a number, or empty to leave it to the server"
     assert served.scheduler.requests == []
 
 
-def test_a_limit_of_the_server_is_told(served: Served, chat: Chat) -> None:
+def test_a_limit_of_the_server_is_told(served, chat):
     served.scheduler.say("red")
     outcome = views(chat, PICTURE, settings={"max_pixels": "100000000"})[-1].outcome
     assert outcome is not None
     assert "max_pixels" in outcome.notes[0]
 
 
-def test_a_failure_after_the_beginning_keeps_what_was_said(served: Served, chat: Chat) -> None:
+def test_a_failure_after_the_beginning_keeps_what_was_said(served, chat):
     served.scheduler.pause_after = 3
 
     async def ask() -> list[View]:
@@ -123,7 +122,7 @@ def test_a_failure_after_the_beginning_keeps_what_was_said(served: Served, chat:
     assert last.messages[-2]["role"] == "assistant"
 
 
-def test_a_file_that_is_gone(chat: Chat, tmp_path: Path) -> None:
+def test_a_file_that_is_gone(chat, tmp_path):
     gone = views(chat, Question(text="?", media=(tmp_path / "gone.png",)))[-1]
     assert is_error(gone)
     assert "gone.png" in last_said(gone)

@@ -24,7 +24,7 @@ def box(*places: float, **others: Any) -> str:
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> Path:
+def picture(tmp_path):
     path = tmp_path / "white.png"
     Image.new("RGB", (400, 200), WHITE).save(path)
     return path
@@ -36,7 +36,7 @@ def drawn(text: str, path: Path, size: tuple[int, int] = (400, 200)) -> Drawing:
     return drawing
 
 
-def test_a_box_is_drawn_where_it_is(picture: Path) -> None:
+def test_a_box_is_drawn_where_it_is(picture):
     drawing = drawn(box(250, 500, 500, 750, label="猫"), picture)
     assert drawing.rows == ((1, "猫", 100, 100, 200, 150),)
     image = drawing.image
@@ -53,7 +53,7 @@ def test_a_box_is_drawn_where_it_is(picture: Path) -> None:
     assert drawn(box(0, 0, 9, 9)[:-1] + ', {"bbox_2d": [1, 2', picture).problems
 
 
-def test_a_large_picture_is_shown_smaller_and_counted_whole(tmp_path: Path) -> None:
+def test_a_large_picture_is_shown_smaller_and_counted_whole(tmp_path):
     path = tmp_path / "large.png"
     Image.new("RGB", (3200, 800), WHITE).save(path)
     drawing = drawn(box(250, 500, 500, 750), path, (3200, 800))
@@ -62,7 +62,7 @@ def test_a_large_picture_is_shown_smaller_and_counted_whole(tmp_path: Path) -> N
     assert drawing.image.getpixel((400, 280)) == FIRST
 
 
-def test_it_is_the_last_picture_upright(picture: Path, tmp_path: Path) -> None:
+def test_it_is_the_last_picture_upright(picture, tmp_path):
     other = tmp_path / "sideways.jpg"
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -84,5 +84,5 @@ def test_it_is_the_last_picture_upright(picture: Path, tmp_path: Path) -> None:
         (box(1, 2, 3, 4), [{**report((4, 4)), "coordinates": "polar"}]),
     ],
 )
-def test_no_drawing_without_marks_and_a_picture(text: str, reports: list[dict[str, Any]], picture: Path) -> None:
+def test_no_drawing_without_marks_and_a_picture(text, reports, picture):
     assert draw_marks(text, reports, [picture]) is None

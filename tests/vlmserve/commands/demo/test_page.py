@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 from tests.vlmserve.api.fake_engine import (
     MODEL,
     WAIT_S,
-    Served,
     make_served,
     real_server,
     write_checkpoint_folder,
@@ -33,14 +31,14 @@ PICTURE = FOLDER / "red-circle.png"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     served = make_served(write_checkpoint_folder(tmp_path_factory.mktemp("model")))
     yield served
     asyncio.run(served.frontend.close())
 
 
 @pytest.fixture(scope="module")
-def url(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(served, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         keep_gradio_to_itself(str(tmp_path_factory.mktemp("gradio")), patch.setenv)
         from vlmserve.commands.demo.page import DemoPage
@@ -55,14 +53,14 @@ def url(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 
 @pytest.fixture
-def client(url: str, tmp_path: Path) -> Iterator[gradio_client.Client]:
+def client(url, tmp_path):
     client = gradio_client.Client(url, download_files=False, verbose=False, analytics_enabled=False)
     yield client
     client.close()
 
 
 @pytest.fixture(autouse=True)
-def _as_before(served: Served) -> None:
+def _as_before(served):
     served.scheduler.pause_after = None
     served.scheduler.say("red")
 
@@ -82,7 +80,7 @@ def call(url: str, name: str, body: dict[str, Any]) -> str:
         return http.get(f"/gradio_api/call/{name}/{event.json()['event_id']}").text
 
 
-def test_a_conversation_with_a_picture(client: gradio_client.Client, served: Served) -> None:
+def test_a_conversation_with_a_picture(client, served):
     before = len(served.scheduler.requests)
     _, history, image, rows, saw = client.predict(message("What is it?", PICTURE), [], "40", api_name="/ask")
     assert said(history) == "red"
@@ -96,7 +94,7 @@ def test_a_conversation_with_a_picture(client: gradio_client.Client, served: Ser
     assert two.sampling_params.max_new_tokens == 40
 
 
-def test_settings_reach_the_server(client: gradio_client.Client, served: Served) -> None:
+def test_settings_reach_the_server(client, served):
     settings = {"max_tokens": "7", "temperature": "0.5", "top_p": "0.25", "seed": "3", "max_pixels": "3136"}
     client.predict(message("?", PICTURE), [], api_name="/ask", **settings)
     request = served.scheduler.requests[-1]
@@ -107,7 +105,7 @@ def test_settings_reach_the_server(client: gradio_client.Client, served: Served)
 
 
 @pytest.mark.parametrize("mark", ['"bbox_2d": [0, 0, 500, 500]', '"point_2d": [500, 500]'])
-def test_boxes_and_points_are_drawn(client: gradio_client.Client, served: Served, mark: str) -> None:
+def test_boxes_and_points_are_drawn(client, served, mark):
     served.scheduler.say(f'[{{{mark}, "label": "it"}}]')
     _, _, image, rows, _ = client.predict(message("Where?", PICTURE), [], "60", api_name="/ask")
     assert image["visible"]
@@ -115,14 +113,14 @@ def test_boxes_and_points_are_drawn(client: gradio_client.Client, served: Served
     assert httpx2.get(image["value"]["url"]).content.startswith(b"\x89PNG")
 
 
-def test_an_error_stands_in_the_chat(client: gradio_client.Client) -> None:
+def test_an_error_stands_in_the_chat(client):
     _, history, *_, saw = client.predict(message("?"), [], temperature="-1", api_name="/ask")
     assert "temperature is -1" in said(history)
     assert history[-1]["metadata"]["title"] == ERROR_TITLE
     assert saw == ""
 
 
-def test_stop_cancels_on_the_server(client: gradio_client.Client, served: Served) -> None:
+def test_stop_cancels_on_the_server(client, served):
     served.scheduler.pause_after = 2
     requests, aborts = len(served.scheduler.requests), len(served.scheduler.aborts)
     job = client.submit(message("?", PICTURE), [], 40, api_name="/ask")
@@ -136,7 +134,7 @@ _SETTINGS = [None, None, None, None, "auto", None, None, None]
 
 
 @pytest.mark.parametrize("place", ["nowhere", "message", "history", "component"])
-def test_files_of_this_machine_cannot_be_read(url: str, served: Served, tmp_path: Path, place: str) -> None:
+def test_files_of_this_machine_cannot_be_read(url, served, tmp_path, place):
     """A caller may name uploaded files, and nothing else."""
     before = len(served.scheduler.requests)
     secret = tmp_path / "secret.png"
@@ -157,7 +155,7 @@ def test_files_of_this_machine_cannot_be_read(url: str, served: Served, tmp_path
     assert len(served.scheduler.requests) == before + (place == "nowhere")
 
 
-def test_the_page_fetches_nothing_from_elsewhere(url: str) -> None:
+def test_the_page_fetches_nothing_from_elsewhere(url):
     page = httpx2.get(url).text
     fetched = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?://[^"]*)"', page)
     assert fetched == []
@@ -167,7 +165,7 @@ def test_the_page_fetches_nothing_from_elsewhere(url: str) -> None:
     assert not re.search(r"""(url\(|@import)\s*["']?\s*http""", styles)
 
 
-def test_all_samples_are_offered(url: str) -> None:
+def test_all_samples_are_offered(url):
     config = httpx2.get(url + "config").json()
     [gallery] = [part["props"]["value"] for part in config["components"] if part["props"].get("elem_id") == "samples"]
     samples = load_samples()
@@ -179,7 +177,7 @@ def test_all_samples_are_offered(url: str) -> None:
     assert not config["analytics_enabled"]
 
 
-def test_a_sample_that_is_clicked_is_asked(url: str, served: Served) -> None:
+def test_a_sample_that_is_clicked_is_asked(url, served):
     config = httpx2.get(url + "config").json()
     [gallery] = [part["id"] for part in config["components"] if part["props"].get("elem_id") == "samples"]
     [number] = [d["id"] for d in config["dependencies"] if [gallery, "click"] in d["targets"] and d["inputs"]]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from vlmserve.commands.warmup.run import WarmupJournal
 
 
-def test_a_line_is_on_disk_when_it_is_added(tmp_path: Path, monkeypatch):
+def test_a_line_is_on_disk_when_it_is_added(tmp_path, monkeypatch):
     path, flushed = tmp_path / "done.jsonl", []
     monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(path.read_text()))
     journal = WarmupJournal(path, "settings")
@@ -18,7 +17,7 @@ def test_a_line_is_on_disk_when_it_is_added(tmp_path: Path, monkeypatch):
     journal.close()
 
 
-def test_what_is_read_again(tmp_path: Path):
+def test_what_is_read_again(tmp_path):
     path = tmp_path / "done.jsonl"
     first = WarmupJournal(path, "settings")
     first.add("one", [b"a", b"b"], source="1.png")

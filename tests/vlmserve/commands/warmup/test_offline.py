@@ -30,7 +30,7 @@ SAMPLING = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return make_checkpoint("qwen3_vl", tmp_path_factory.mktemp("model"))
 
 

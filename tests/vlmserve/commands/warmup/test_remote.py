@@ -43,7 +43,7 @@ def serving(*args: Any, **settings: Any) -> Iterator[tuple[Served, str]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_checkpoint_folder(tmp_path_factory.mktemp("checkpoint"))
 
 

@@ -14,11 +14,14 @@ from processors.inputs import Modality
 from vlmserve.api.body import checked, json_object
 from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
-from vlmserve.commands.batch.inputs.media import Content, MediaReader, item_of, media_column
+from vlmserve.commands.batch.inputs.media import MediaReader, item_of, media_column
 from vlmserve.commands.batch.inputs.source import Columns, printable, resolved
-from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, RequestItem
+from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, MediumItem, RequestItem
 from vlmserve.commands.client.chat_files import named_files, with_files
 from vlmserve_common.errors import BadRequestError
+
+MOST_BYTES = 512 * 2**20
+"""Longest line. A video of the default limit fits in base64."""
 
 _BATCH = {"method": "POST", "url": "/v1/chat/completions"}
 # A line cannot choose the model, nor how its answer is delivered.
@@ -43,7 +46,7 @@ def request_item(
         raise BadRequestError(f"custom_id is {id!r}; it must be text", code="invalid_line")
     digest, size = blake3.blake3(text), len(text)
     problem: BadRequestError | None = None
-    contents: dict[tuple[str, Modality], Content] = {}
+    contents: dict[tuple[str, Modality], MediumItem] = {}
     try:
         body = _batch_body(given) if is_batch else given
         if fields is not None:
@@ -95,7 +98,7 @@ def _checked(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], dict
 
 def _contents(
     messages: Sequence[Mapping[str, Any]], base: str, media: MediaReader
-) -> dict[tuple[str, Modality], Content]:
+) -> dict[tuple[str, Modality], MediumItem]:
     contents = {}
     for param, address, modality in named_files(messages):
         try:
@@ -104,10 +107,6 @@ def _contents(
             error.param = param
             raise
     return contents
-
-
-MOST_BYTES = 512 * 2**20
-"""Longest line. A video of the default limit fits in base64."""
 
 
 @dataclass(frozen=True, kw_only=True)

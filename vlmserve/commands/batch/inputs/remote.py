@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 
 from processors.fetch.settings import ByteLimit
 from processors.inputs import Modality
-from vlmserve.commands.batch.inputs.media import MediaReader, Own
+from vlmserve.commands.batch.inputs.media import MediaReader
 from vlmserve.commands.batch.inputs.source import HTTP, need, printable, reason
 from vlmserve.commands.batch.inputs.trees import Tree, TreeEntry, fixed_part
 from vlmserve.commands.batch.item import Failed, MediumItem
@@ -190,10 +190,10 @@ class RemoteTree(Tree):
         address = self.address(entry.path)
         return self._media.held(
             lambda: read_path(self._system, entry.path, address, self._media.fetcher.settings.limit(Modality.VIDEO)),
-            Own(id=printable(address)),
             signature=signature(entry.info),
             size=entry.info.get("size") or 0,
             name=entry.path,
+            id=printable(address),
         )
 
     def address(self, path: str) -> str:

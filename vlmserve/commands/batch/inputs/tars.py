@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 
 from processors.inputs import Modality
 from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
-from vlmserve.commands.batch.inputs.media import MediaReader, Own, jsonable
+from vlmserve.commands.batch.inputs.media import MediaReader, jsonable
 from vlmserve.commands.batch.inputs.source import Columns, printable, reason
 from vlmserve.commands.batch.item import Failed, Found
 from vlmserve.commands.client.media import PICTURES, VIDEOS
@@ -191,13 +191,14 @@ class Tar:
         prompt = fields.get(self.columns.prompt or "")
         id = fields.get(self.columns.id or "")
         for medium in sample.media:
-            own = Own(
+            yield self.media.held(
+                medium.read,
+                signature=f"{signature} {medium.offset}",
+                size=medium.size,
+                name=medium.name,
                 id=(name if id in (None, "") else str(id)) + (f".{medium.ending}" if len(sample.media) > 1 else ""),
                 fields=fields,
                 prompt=prompt if isinstance(prompt, str) else None,
-            )
-            yield self.media.held(
-                medium.read, own, signature=f"{signature} {medium.offset}", size=medium.size, name=medium.name
             )
 
 

@@ -19,6 +19,10 @@ from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media import PICTURES, VIDEOS, begins_as_medium
 
 
+_SORTED = 4096
+"""The entries of a folder are sorted if there are no more than this."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeEntry:
     """A file or folder of a tree. path: begins like the searched folder.
@@ -190,10 +194,6 @@ def _is_medium(found: TreeEntry | Failed) -> bool:
     if suffix and not found.is_folder:
         return suffix in PICTURES + VIDEOS
     return found.is_local_file and begins_as_medium(Path(found.path))
-
-
-_SORTED = 4096
-"""The entries of a folder are sorted if there are no more than this."""
 
 
 class LocalTree(Tree):
