@@ -28,6 +28,17 @@ _SIZES = {
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
+_VARIABLE = f"{ENV_PREFIX}EMBEDDING_CACHE_DIR"
+_EPILOG = """\
+examples:
+  vlmserve cache ls DIR --limit 20
+  vlmserve cache stats DIR
+  vlmserve cache verify DIR --remove
+  vlmserve cache prune DIR --max-size 10GiB
+  vlmserve cache prune DIR --older-than 7d --dry-run
+"""
+
+
 def size(text: str) -> int:
     """Return the bytes of "10GiB", "1.5 MB" or "4096". Raises ArgumentTypeError."""
     return int(_value(text, _SIZES, "a size such as 500MiB or 10GiB", without_unit="B"))
@@ -198,17 +209,6 @@ def _divided(
             going += least_recently_used(rest, left - rules.max_bytes)
     paths = {entry.path for entry in going}
     return going, [entry for entry in entries if entry.path not in paths]
-
-
-_VARIABLE = f"{ENV_PREFIX}EMBEDDING_CACHE_DIR"
-_EPILOG = """\
-examples:
-  vlmserve cache ls DIR --limit 20
-  vlmserve cache stats DIR
-  vlmserve cache verify DIR --remove
-  vlmserve cache prune DIR --max-size 10GiB
-  vlmserve cache prune DIR --older-than 7d --dry-run
-"""
 
 
 def main(argv: Sequence[str]) -> int:

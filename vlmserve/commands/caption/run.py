@@ -24,6 +24,14 @@ from vlmserve.commands.caption.result import Captioned, CaptionTask, Result, Tou
 from vlmserve.commands.client.chat_files import told_modality
 from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
 
+logger = logging.getLogger(__name__)
+
+_UNKNOWN_BYTES = 1 << 20
+_READERS = 16  # they mostly wait for disks or other hosts
+_MOST_AT_ONCE = 256
+
+_T = TypeVar("_T")
+
 
 class CaptionStopped(VlmserveError):
     """No engine or server can answer any more. The run ends, and finished captions stay."""
@@ -81,15 +89,6 @@ class ByteBudget:
         finally:
             self._held -= size
             self._freed.set()
-
-
-logger = logging.getLogger(__name__)
-
-_UNKNOWN_BYTES = 1 << 20
-_READERS = 16  # they mostly wait for disks or other hosts
-_MOST_AT_ONCE = 256
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

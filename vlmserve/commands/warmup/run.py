@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vlmserve.commands.warmup.remote import RemoteTarget
 
 
+logger = logging.getLogger(__name__)
+
+
 class WarmupStopped(VlmserveError):
     """Nothing more can be encoded, so the run ends."""
 
@@ -125,9 +128,6 @@ def _whole_lines(data: bytes) -> Iterator[dict[str, Any]]:
                 yield line
         except (ValueError, TypeError, KeyError):
             continue
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import make_served, real_server, write_checkpoint_folder
 from tests.vlmserve.commands.chat.pty_process import PtyProcess
+from tests.vlmserve.commands.served import fake_server
 from tests.vlmserve.server_process import ROOT, gone, private_directories
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.commands.demo.samples import FOLDER
@@ -21,17 +20,20 @@ PICTURE = str(FOLDER / "red-circle.png")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = make_served(write_checkpoint_folder(tmp_path_factory.mktemp("model")))
-    served.scheduler.say("red")
-    yield served
-    asyncio.run(served.frontend.close())
+def server(checkpoint):
+    with fake_server(checkpoint) as (served, url):
+        served.scheduler.say("red")
+        yield served, f"{url}/v1"
 
 
-@pytest.fixture(scope="module")
-def url(served):
-    with real_server(served.app) as port:
-        yield f"http://127.0.0.1:{port}/v1"
+@pytest.fixture
+def served(server):
+    return server[0]
+
+
+@pytest.fixture
+def url(server):
+    return server[1]
 
 
 def run(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:

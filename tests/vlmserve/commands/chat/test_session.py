@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL, Served
 from tests.vlmserve.commands.chat.pty_process import PtyProcess
+from tests.vlmserve.commands.served import fake_server
 from vlmserve.commands.demo.samples import FOLDER
 
 KEY = "the key"
 PICTURE, CLIP = FOLDER / "red-circle.png", FOLDER / "rolling.mp4"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint_folder(tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def server(checkpoint):
+    with fake_server(checkpoint, api_key=KEY) as (served, url):
+        served.scheduler.say("red")
+        yield served, url
 
 
 @pytest.fixture
-def served(checkpoint):
-    served = make_served(checkpoint, api_key=KEY)
-    served.scheduler.say("red")
-    yield served
-    asyncio.run(served.frontend.close())
+def served(server):
+    return server[0]
 
 
 @pytest.fixture
-def start(served, tmp_path):
+def start(server, tmp_path):
     """Starts a chat with the server, in tmp_path."""
     shutil.copy(PICTURE, tmp_path / "two words.png")
     started: list[PtyProcess] = []
-    with real_server(served.app) as port:
 
-        def start(*words: str, key: str = KEY) -> PtyProcess:
-            url = f"http://127.0.0.1:{port}/v1"
-            started.append(PtyProcess("chat", "--url", url, "--api-key", key, *words, folder=tmp_path))
-            return started[-1]
+    def start(*words: str, key: str = KEY) -> PtyProcess:
+        started.append(PtyProcess("chat", "--url", f"{server[1]}/v1", "--api-key", key, *words, folder=tmp_path))
+        return started[-1]
 
-        yield start
-        for process in started:
-            process.end()
+    yield start
+    for process in started:
+        process.end()
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL
+from tests.vlmserve.commands.served import fake_server
 from vlmserve.commands.client.chat_client import ChatClient
 from vlmserve.commands.demo.chat import Chat, View
 from vlmserve.commands.demo.conversation import Message, Question
@@ -19,28 +20,21 @@ SETTINGS = {"max_tokens": "60", "max_pixels": "20000"}
 BOXES = '[{"bbox_2d": [0, 0, 500, 500], "label": "it"}]'
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_checkpoint_folder(tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def server(checkpoint):
+    with fake_server(checkpoint, api_key=KEY) as (served, url):
+        yield served, url
+        assert served.frontend.manager.num_pending == 0
 
 
 @pytest.fixture
-def served(folder):
-    served = make_served(folder, api_key=KEY)
-    yield served
-    asyncio.run(served.frontend.close())
+def served(server):
+    return server[0]
 
 
 @pytest.fixture
-def url(served):
-    with real_server(served.app) as port:
-        yield f"http://127.0.0.1:{port}"
-    assert served.frontend.manager.num_pending == 0
-
-
-@pytest.fixture
-def chat(url):
-    return Chat(ChatClient(url, api_key=KEY), MODEL)
+def chat(server):
+    return Chat(ChatClient(server[1], api_key=KEY), MODEL)
 
 
 def views(

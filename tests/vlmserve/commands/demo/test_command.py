@@ -14,8 +14,9 @@ from contextlib import closing
 import httpx2
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL
 from tests.vlmserve.commands.demo.demo_process import Demo
+from tests.vlmserve.commands.served import fake_server
 from tests.vlmserve.server_process import ROOT, gone, private_directories
 from vlmserve import cli
 from vlmserve.api.listening import listen
@@ -82,11 +83,10 @@ def test_a_picture_and_a_clip_and_then_nothing_is_left(demo):
     assert list(demo.temporary.iterdir()) == []
 
 
-def test_a_running_server_is_used_and_left_alone(tmp_path):
-    served = make_served(write_checkpoint_folder(tmp_path), api_key="secret")
-    served.scheduler.say("red")
-    with real_server(served.app) as port:
-        demo = Demo(tmp_path / "demo", "--url", f"http://127.0.0.1:{port}/v1", "--api-key", "secret")
+def test_a_running_server_is_used_and_left_alone(checkpoint, tmp_path):
+    with fake_server(checkpoint, api_key="secret") as (served, url):
+        served.scheduler.say("red")
+        demo = Demo(tmp_path / "demo", "--url", f"{url}/v1", "--api-key", "secret")
         try:
             assert demo.ready() == MODEL
             assert children_of(demo.process.pid) == []
@@ -95,9 +95,7 @@ def test_a_running_server_is_used_and_left_alone(tmp_path):
             assert demo.process.wait(60) == 0
         finally:
             demo.end()
-        # it is still there
-        assert asyncio.run(ChatClient(f"http://127.0.0.1:{port}", api_key="secret").model()) == MODEL
-    asyncio.run(served.frontend.close())
+        assert asyncio.run(ChatClient(url, api_key="secret").model()) == MODEL, "it is still there"
 
 
 def test_an_own_server_ends_even_if_who_started_it_is_killed(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from contextlib import closing
@@ -16,10 +15,8 @@ import pytest
 from tests.vlmserve.api.fake_engine import (
     MODEL,
     WAIT_S,
-    make_served,
-    real_server,
-    write_checkpoint_folder,
 )
+from tests.vlmserve.commands.served import fake_server
 from vlmserve.api.listening import listen
 from vlmserve.commands.client.chat_client import ChatClient
 from vlmserve.commands.demo.chat import Chat
@@ -31,25 +28,31 @@ PICTURE = FOLDER / "red-circle.png"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    served = make_served(write_checkpoint_folder(tmp_path_factory.mktemp("model")))
-    yield served
-    asyncio.run(served.frontend.close())
-
-
-@pytest.fixture(scope="module")
-def url(served, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
+def server(checkpoint, tmp_path_factory):
+    """The server, and the address of the page."""
+    with pytest.MonkeyPatch.context() as patch, fake_server(checkpoint) as (served, url):
         keep_gradio_to_itself(str(tmp_path_factory.mktemp("gradio")), patch.setenv)
         from vlmserve.commands.demo.page import DemoPage
 
-        with real_server(served.app) as port:
-            with closing(listen("127.0.0.1", 0)) as free:
-                page_port = free.getsockname()[1]
-            page = DemoPage(Chat(ChatClient(f"http://127.0.0.1:{port}"), MODEL), load_samples())
-            yield page.launch("127.0.0.1", page_port, share=False, allowed_paths=[FOLDER])
-            page.close()
-    served.assert_idle()
+        with closing(listen("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        page = DemoPage(Chat(ChatClient(url), MODEL), load_samples())
+        yield served, page.launch("127.0.0.1", port, share=False, allowed_paths=[FOLDER])
+        page.close()
+        served.assert_idle()
+
+
+@pytest.fixture
+def served(server):
+    served = server[0]
+    served.scheduler.pause_after = None
+    served.scheduler.say("red")
+    return served
+
+
+@pytest.fixture
+def url(server, served):
+    return server[1]
 
 
 @pytest.fixture
@@ -57,12 +60,6 @@ def client(url, tmp_path):
     client = gradio_client.Client(url, download_files=False, verbose=False, analytics_enabled=False)
     yield client
     client.close()
-
-
-@pytest.fixture(autouse=True)
-def _as_before(served):
-    served.scheduler.pause_after = None
-    served.scheduler.say("red")
 
 
 def message(text: str, *files: Path) -> dict[str, Any]:

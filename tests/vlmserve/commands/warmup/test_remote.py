@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import openai
-import pytest
 
 from tests.processors.clips import make_clip
 from tests.processors.web import closed_port
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.api.fake_engine import Served, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.commands.served import fake_server
 from tests.vlmserve.commands.warmup.media import (
     data_url,
     entries,
@@ -31,20 +26,6 @@ from tests.vlmserve.commands.warmup.media import (
 from tests.vlmserve.server_process import ServerProcess
 from vlmserve import cli
 from vlmserve.ipc.messages import FinishReason
-
-
-@contextlib.contextmanager
-def serving(*args: Any, **settings: Any) -> Iterator[tuple[Served, str]]:
-    """A server without a model behind it, and its address."""
-    served = make_served(*args, **settings)
-    with real_server(served.app) as port:
-        yield served, f"http://127.0.0.1:{port}"
-    asyncio.run(served.frontend.close())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_checkpoint_folder(tmp_path_factory.mktemp("checkpoint"))
 
 
 def test_a_running_server_is_warmed(tmp_path, capsys):
@@ -89,9 +70,9 @@ def test_a_running_server_is_warmed(tmp_path, capsys):
     assert summary["encoded"] == 0
 
 
-def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(folder, tmp_path, capsys):
+def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(checkpoint, tmp_path, capsys):
     journal = tmp_path / "done.jsonl"
-    with serving(folder) as (served, url):
+    with fake_server(checkpoint) as (served, url):
         words = [fill(tmp_path / "media"), "--url", f"{url}/v1/", "--resume", journal]
         summary = warmup(capsys, *words)
         assert summary["done"] == 3
@@ -103,7 +84,7 @@ def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(folder, 
         assert "vlmserve: error: " in capsys.readouterr().err
 
 
-def test_a_busy_server_is_asked_again(folder, tmp_path, capsys, monkeypatch):
+def test_a_busy_server_is_asked_again(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vlmserve.commands.warmup.remote._WAITS_S", (0.0, 0.0, 0.0))
     busy = FinishReason(type="error", status=429, message="busy")
     (tmp_path / "a.png").write_bytes(png(1))
@@ -112,7 +93,7 @@ def test_a_busy_server_is_asked_again(folder, tmp_path, capsys, monkeypatch):
         scheduler.fail_with = busy if len(scheduler.encodes) < 3 else None
         return answer(message)
 
-    with serving(folder) as (served, url):
+    with fake_server(checkpoint) as (served, url):
         scheduler, answer = served.scheduler, served.scheduler._encoded
         words = [tmp_path / "a.png", "--url", url]
         monkeypatch.setattr(scheduler, "_encoded", busy_twice)
@@ -128,11 +109,11 @@ def test_a_busy_server_is_asked_again(folder, tmp_path, capsys, monkeypatch):
         assert warmup(capsys, *words, status=1)["failed"] == 1
 
 
-def test_a_body_that_is_too_large_is_one_failure(folder, tmp_path, capsys):
+def test_a_body_that_is_too_large_is_one_failure(checkpoint, tmp_path, capsys):
     failed = tmp_path / "failed.jsonl"
     (tmp_path / "a.png").write_bytes(png(1))
     (tmp_path / "b.png").write_bytes(png(2, 600, 600))
-    with serving(folder, max_body_mib=0.05) as (_, url):
+    with fake_server(checkpoint, max_body_mib=0.05) as (_, url):
         words = [f"{tmp_path}/*.png", "--url", url, "--errors", failed]
         assert warmup(capsys, *words, status=1)["done"] == 1
     (error,) = lines(failed)
@@ -140,10 +121,10 @@ def test_a_body_that_is_too_large_is_one_failure(folder, tmp_path, capsys):
     assert "--max-body-mib" in error["message"]
 
 
-def test_requests_are_sent_with_all_their_knobs(folder, tmp_path, capsys):
+def test_requests_are_sent_with_all_their_knobs(checkpoint, tmp_path, capsys):
     (tmp_path / "a.png").write_bytes(png(1, 224, 224))
     (tmp_path / "clip.mp4").write_bytes(make_clip(12, width=56, height=56))
-    with serving(folder, {"low_detail_tokens": 16}) as (served, url):
+    with fake_server(checkpoint, {"low_detail_tokens": 16}) as (served, url):
         files = openai.OpenAI(base_url=f"{url}/v1", api_key="none").files
         uploaded = files.create(file=("b.png", png(2, 224, 224)), purpose="vision").id
         parts = [
@@ -164,7 +145,7 @@ def test_requests_are_sent_with_all_their_knobs(folder, tmp_path, capsys):
     assert grids[3][1] * grids[3][2] * 14**2 >= 10_000
 
 
-def test_a_server_that_cannot_write_ends_the_run(folder, tmp_path, capsys, monkeypatch):
+def test_a_server_that_cannot_write_ends_the_run(checkpoint, tmp_path, capsys, monkeypatch):
     journal = tmp_path / "done.jsonl"
     (tmp_path / "a.png").write_bytes(png(1))
 
@@ -172,7 +153,7 @@ def test_a_server_that_cannot_write_ends_the_run(folder, tmp_path, capsys, monke
         output = answer(message)
         return replace(output, items=tuple(replace(item, saved=False) for item in output.items))
 
-    with serving(folder) as (served, url), root_logger_kept():
+    with fake_server(checkpoint) as (served, url), root_logger_kept():
         answer = served.scheduler._encoded
         monkeypatch.setattr(served.scheduler, "_encoded", unsaved)
         words = ["warmup", tmp_path / "a.png", "--url", url, "--resume", journal]

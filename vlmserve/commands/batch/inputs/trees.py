@@ -18,7 +18,6 @@ from vlmserve.commands.batch.inputs.source import printable
 from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media import PICTURES, VIDEOS, begins_as_medium
 
-
 _SORTED = 4096
 """The entries of a folder are sorted if there are no more than this."""
 
