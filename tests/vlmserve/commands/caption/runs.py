@@ -20,7 +20,7 @@ from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.outputs.choose import OutputSettings, choose_journal, choose_output
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.result import CaptionTally
-from vlmserve.commands.caption.run import CaptionRun, CaptionSettings
+from vlmserve.commands.caption.run import CaptionRun, CaptionSettings, CaptionStopped
 from vlmserve_common.errors import BadRequestError
 
 PNG = png(1)
@@ -64,18 +64,21 @@ def medium_of(request: ChatRequest) -> bytes:
 
 
 class FakeCaptioner:
-    """Answers by the medium's bytes; `asked` has them in order. hook: may raise instead."""
+    """Answers by the medium's bytes; `asked` has them in order. hook: may raise instead. most: before it stops."""
 
     model = "fake"
     identity = "fake 1"
 
-    def __init__(self, hook: Callable[[ChatRequest], None] | None = None) -> None:
+    def __init__(self, hook: Callable[[ChatRequest], None] | None = None, *, most: int | None = None) -> None:
         self.asked: list[bytes] = []
         self.requests: list[ChatRequest] = []
         self._hook = hook
+        self._most = most
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
         data = medium_of(request)
+        if len(self.asked) == self._most:
+            raise CaptionStopped("no server answers")
         self.asked.append(data)
         self.requests.append(request)
         await asyncio.sleep(0)

@@ -42,6 +42,27 @@ async def echo(body: dict[str, Any]) -> Reply:
     return completion("says " + text_of(body))
 
 
+def always(reply: Reply) -> Handler:
+    """The same reply to all requests."""
+
+    async def answer(_: dict[str, Any]) -> Reply:
+        return reply
+
+    return answer
+
+
+class Held:
+    """Echoes once `release` is set. at_work: set by the first request."""
+
+    def __init__(self) -> None:
+        self.at_work, self.release = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, body: dict[str, Any]) -> Reply:
+        self.at_work.set()
+        await self.release.wait()
+        return await echo(body)
+
+
 class StubServer:
     """An async context manager. asked: bodies of chat requests; requests: first lines of all; headers: of all."""
 

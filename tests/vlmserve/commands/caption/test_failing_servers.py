@@ -11,9 +11,11 @@ import pytest
 
 from tests.vlmserve.commands.caption.stub_server import (
     FastTime,
+    Held,
     Reply,
     StubServer,
     ToldTime,
+    always,
     ask,
     captioner,
     echo,
@@ -28,17 +30,11 @@ from vlmserve_common.errors import BadRequestError, EngineError
 
 @in_loop
 async def test_a_dead_servers_requests_go_to_others_until_it_is_back():
-    time, at_work, release = ToldTime(), asyncio.Event(), asyncio.Event()
-
-    async def hang(body: dict[str, Any]) -> Reply:
-        at_work.set()
-        await release.wait()
-        return await echo(body)
-
-    async with StubServer(hang) as dying, StubServer() as other:
+    time, held = ToldTime(), Held()
+    async with StubServer(held) as dying, StubServer() as other:
         async with captioner(dying, other, time=time) as asked:
             asking = asyncio.ensure_future(ask(asked, "a"))
-            await at_work.wait()
+            await held.at_work.wait()
             await dying.die()  # while it answers
             assert await asking == "says a"
             assert len(other.asked) == 1
@@ -47,7 +43,7 @@ async def test_a_dead_servers_requests_go_to_others_until_it_is_back():
             await time.passes(0.5)  # it is looked for, in vain
             await time.passes(1.0)
             await dying.start()
-            release.set()
+            held.release.set()
             await time.passes(2.0)
             while not asked._servers[0].is_in:
                 await asked._changed.wait()
@@ -73,9 +69,6 @@ async def test_nonsense_fails_one_request_and_leaves_out_a_server_that_says_noth
     async def answer(body: dict[str, Any]) -> Reply:
         return reply if text_of(body) == "poison" else await echo(body)
 
-    async def nonsense(_: dict[str, Any]) -> Reply:
-        return reply
-
     time = ToldTime()
     async with (
         StubServer(answer) as one,
@@ -92,7 +85,7 @@ async def test_nonsense_fails_one_request_and_leaves_out_a_server_that_says_noth
     message = str(error.value)
     assert (message.count(told), one.url in message, other.url in message) == (2, True, True)
 
-    async with StubServer(nonsense) as bad, StubServer() as good:
+    async with StubServer(always(reply)) as bad, StubServer() as good:
         async with captioner(bad, good) as asked:
             answers = [await ask(asked, str(n)) for n in range(20)]
             assert answers == [f"says {n}" for n in range(20)]
@@ -105,12 +98,8 @@ async def test_nonsense_fails_one_request_and_leaves_out_a_server_that_says_noth
 
 @in_loop
 async def test_a_request_that_takes_too_long_is_tried_elsewhere():
-    async def hang(_: dict[str, Any]) -> Reply:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     async with (
-        StubServer(hang) as slow,
+        StubServer(Held()) as slow,
         StubServer() as good,
         captioner(slow, good, request_timeout_s=0.1) as asked,
     ):
@@ -266,34 +255,24 @@ async def test_when_all_are_gone_the_run_ends_with_everyones_reason():
 @in_loop
 async def test_a_server_that_lives_but_never_answers_is_not_waited_for_for_ever():
     """Its list of models comes back again and again."""
-
-    async def fail(_: dict[str, Any]) -> Reply:
-        return Reply(status=503, body={"error": {"message": "the engine is gone"}})
-
-    time = FastTime()
-    async with StubServer(fail) as server, captioner(server, time=time, server_timeout_s=40.0) as asked:
+    fail = always(Reply(status=503, body={"error": {"message": "the engine is gone"}}))
+    async with StubServer(fail) as server, captioner(server, time=FastTime(), server_timeout_s=40.0) as asked:
         with pytest.raises(CaptionStopped, match="HTTP 503: the engine is gone"):
             await ask(asked)
 
 
 @in_loop
 async def test_a_server_that_is_back_at_work_is_waited_for():
-    time, at_work, release = ToldTime(), asyncio.Event(), asyncio.Event()
-
-    async def work(body: dict[str, Any]) -> Reply:
-        at_work.set()
-        await release.wait()
-        return await echo(body)
-
-    async with StubServer(work) as server, captioner(server, time=time, server_timeout_s=20.0) as asked:
+    time, held = ToldTime(), Held()
+    async with StubServer(held) as server, captioner(server, time=time, server_timeout_s=20.0) as asked:
         await server.die()
         asking = asyncio.ensure_future(ask(asked, "a"))
         await time.passes(0.5)
         await server.start()
         await time.passes(1.0)
-        await at_work.wait()
+        await held.at_work.wait()
         await time.passes(20.0)
-        release.set()
+        held.release.set()
         assert await asking == "says a"
         await server.die()
         asking = asyncio.ensure_future(ask(asked, "b"))
@@ -307,12 +286,9 @@ async def test_a_server_that_is_back_at_work_is_waited_for():
 
 @in_loop
 async def test_a_refused_key_ends_the_run():
-    async def refuse(_: dict[str, Any]) -> Reply:
-        return Reply(status=401, body={"error": {"message": "expired"}})
-
     async with StubServer() as server, captioner(server) as asked:
         assert await ask(asked, "a") == "says a"
-        server.handle = refuse
+        server.handle = always(Reply(status=401, body={"error": {"message": "expired"}}))
         told = r"no server can be used: .*it refuses the API key, HTTP 401: expired; set --api-key"
         with pytest.raises(CaptionStopped, match=told):
             await ask(asked)
@@ -320,16 +296,10 @@ async def test_a_refused_key_ends_the_run():
 
 @in_loop
 async def test_to_cancel_closes_the_connection():
-    at_work = asyncio.Event()
-
-    async def hang(_: dict[str, Any]) -> Reply:
-        at_work.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async with StubServer(hang) as server, captioner(server) as asked:
+    held = Held()
+    async with StubServer(held) as server, captioner(server) as asked:
         asking = asyncio.ensure_future(ask(asked))
-        await at_work.wait()
+        await held.at_work.wait()
         asking.cancel()
         await server.hung_up.wait()
         with pytest.raises(asyncio.CancelledError):
@@ -338,15 +308,13 @@ async def test_to_cancel_closes_the_connection():
 
 @in_loop
 async def test_what_is_wrong_with_a_request_is_told_at_once():
-    async def refuse(_: dict[str, Any]) -> Reply:
-        error = {"message": "no picture", "type": "invalid", "param": "messages[0]", "code": "invalid_image"}
-        return Reply(status=422, body={"error": error})
-
+    error = {"message": "no picture", "type": "invalid", "param": "messages[0]", "code": "invalid_image"}
+    refuse = always(Reply(status=422, body={"error": error}))
     async with StubServer(refuse) as server, captioner(server) as asked:
         for _ in range(5):
-            with pytest.raises(BadRequestError, match="no picture") as error:
+            with pytest.raises(BadRequestError, match="no picture") as caught:
                 await ask(asked)
-        found = error.value
+        found = caught.value
         assert (found.param, found.code, found.status) == ("messages[0]", "invalid_image", 422)
         assert len(server.asked) == 5
         assert asked.notes() == []

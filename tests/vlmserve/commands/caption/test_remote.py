@@ -15,6 +15,7 @@ from tests.vlmserve.commands.caption.stub_server import (
     Reply,
     StubServer,
     ToldTime,
+    always,
     ask,
     captioner,
     completion,
@@ -41,10 +42,7 @@ async def test_the_request_is_plain_openai_with_what_was_asked_for_beside_it():
         {"type": "text", "text": "What is this?"},
     ]
 
-    async def answer(_: dict[str, Any]) -> Reply:
-        return completion("a dog")
-
-    async with StubServer(answer) as server, captioner(server, api_key="secret") as asked:
+    async with StubServer(always(completion("a dog"))) as server, captioner(server, api_key="secret") as asked:
         request = ChatRequest(messages=[{"role": "user", "content": parts}], options={"max_tokens": 9})
         assert said(await asked.ask(request)) == "a dog"
     assert (asked.model, asked.notes()) == ("m", [])

@@ -161,27 +161,15 @@ def test_an_endless_supply_is_pulled_not_listed(out):
             taken += 1
             yield item(f"p/{taken}", content(taken))
 
-    class Stops(FakeCaptioner):
-        async def ask(self, request):
-            if len(self.asked) == 20:
-                raise CaptionStopped("enough")
-            return await super().ask(request)
-
-    with pytest.raises(CaptionStopped, match="enough"):
-        run_once(endless(), out, captioner=Stops(), settings=CaptionSettings(concurrency=5))
+    with pytest.raises(CaptionStopped, match="no server answers"):
+        run_once(endless(), out, captioner=FakeCaptioner(most=20), settings=CaptionSettings(concurrency=5))
     assert taken <= 20 + 2 * 5
 
 
 def test_what_is_finished_is_written_when_a_run_stops(tmp_path, out):
-    class Stops(FakeCaptioner):
-        async def ask(self, request):
-            if len(self.asked) == 6:
-                raise CaptionStopped("no server answers")
-            return await super().ask(request)
-
     found = [item(f"p/{number}", content(number)) for number in range(20)]
     with pytest.raises(CaptionStopped):
-        run_once(found, out, captioner=Stops(), settings=CaptionSettings(concurrency=1))
+        run_once(found, out, captioner=FakeCaptioner(most=6), settings=CaptionSettings(concurrency=1))
     done = captions_in(tmp_path / "out.jsonl")
     assert len(done) == 6
     captioner = FakeCaptioner()
