@@ -17,6 +17,7 @@ from vlmserve.commands.batch.inputs import Columns, InputFormat
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.outputs.choose import OutputSettings
 from vlmserve.commands.caption.run import CaptionSettings
+from vlmserve.commands.client.conversation import OPTIONS
 from vlmserve.commands.client.media import PICTURES, VIDEOS, scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.engine_args import AUTO, CHECKPOINT
@@ -60,14 +61,12 @@ stop, 2 for a wrong command line, 130 if interrupted.
 _OWN = "own_"  # the prefix of this command's own flags: --max-pixels is a setting, too
 _KINDS: dict[str, type] = {"N": int, "X": float, "FILE": Path}
 _SWITCH, _SEVERAL = {"action": "store_true"}, {"action": "append"}
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": ("X", "default: 0, the most likely caption; 0.7 with --num-captions above 1"),
-    "top_p": ("X", "sample among the most likely tokens that together have this probability"),
-    "top_k": ("N", "sample among this many of the most likely tokens"),
-    "min_p": ("X", "leave out tokens less likely than this part of the most likely one"),
-    "repetition_penalty": ("X", "above 1: fewer repetitions"),
-    "presence_penalty": ("X", "above 0: fewer repetitions, however often a token occurred"),
-    "frequency_penalty": ("X", "above 0: fewer repetitions, the more often a token occurred"),
+    **{
+        name: ("N" if name == "top_k" else "X", OPTIONS[name].help) for name in ("top_p", "top_k", "min_p", *_PENALTIES)
+    },
 }
 # The groups of flags: name -> metavar, help, and further arguments of argparse.
 _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -85,13 +84,13 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "overwrite": (None, "replace caption files that this command did not write", _SWITCH),
         "items_per_file": ("N", "items in each part of parquet or tars", {"default": 10_000}),
-        "journal": ("FILE", "default: beside the output"),
+        "journal": ("FILE", "path of the journal; default: beside the output"),
         "restart": (None, "delete the last run's output, and begin again", _SWITCH),
         "retry_failed": (None, "try items again that failed in earlier runs", _SWITCH),
         "shard": ("I/N", "caption only the I-th of N equal parts, counted from 0", {"default": "0/1"}),
         "limit": ("N", "stop after N items"),
     },
-    "what is asked": {
+    "prompts and sampling": {
         "prompt": ("TEXT", f"Jinja2 template with an item's fields; default: {DEFAULT_PROMPT}"),
         "prompt_file": ("FILE", "read the prompt from FILE; prompt.txt in a picture's folder takes precedence"),
         "system_prompt": ("TEXT", "system prompt of each request"),
@@ -102,16 +101,16 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
         **_SAMPLING,
         "stop": ("TEXT", "end captions before this text; may be repeated", _SEVERAL),
         "seed": ("N", "seed of sampling", {"default": 0}),
-        "json_schema": ("FILE", "captions are JSON that fits the JSON schema in FILE"),
+        "json_schema": ("FILE", "make captions JSON that fits the JSON schema in FILE"),
         "min_pixels": ("N", "smallest area of resized pictures and frames"),
         "max_pixels": ("N", "largest area of resized pictures and frames"),
         "fps": ("X", "frames per second taken of videos"),
         "max_frames": ("N", "most frames taken of a video"),
     },
-    "who answers": {
+    "this process or servers": {
         "base_url": (
             "URL",
-            "a server at http://host:port/v1 captions, instead of this process; may be repeated",
+            "let the server at http://host:port/v1 caption, not this process; may be repeated",
             _SEVERAL,
         ),
         "api_key": ("KEY", "API key of these servers [env: VLMSERVE_API_KEY]"),

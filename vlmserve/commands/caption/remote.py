@@ -19,7 +19,7 @@ from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.caption.run import CaptionStopped
 from vlmserve.commands.caption.server_answers import (
     Away,
-    Completion,
+    GoodAnswer,
     NoAnswer,
     Unfit,
     Verdict,
@@ -104,7 +104,7 @@ class RemoteCaptioner:
         while True:
             server = await self._next_server(tried)
             outcome = await self._try(server, number, body, wanted)
-            if isinstance(outcome, Completion):
+            if isinstance(outcome, GoodAnswer):
                 return outcome.content
             if isinstance(outcome, BadRequestError):
                 raise outcome
@@ -157,7 +157,7 @@ class RemoteCaptioner:
         if isinstance(outcome, Unfit) and not outcome.for_good and server.answer_s is not None:
             outcome = NoAnswer(reason=outcome.reason)
         match outcome:
-            case Completion():
+            case GoodAnswer():
                 server.answered(era, self._clock() - started)
             case BadRequestError():
                 server.answered(era, None)
@@ -167,7 +167,7 @@ class RemoteCaptioner:
                 self._leave_out(server, outcome.reason)
             case Unfit():
                 self._give_up(server, outcome.reason)
-        if isinstance(outcome, Completion | BadRequestError) and self._ending is not None:
+        if isinstance(outcome, GoodAnswer | BadRequestError) and self._ending is not None:
             self._ending.cancel()
             self._ending = None
         self._watch()

@@ -20,7 +20,7 @@ _BROKEN_OFF = ("abort", "error")  # finish reasons after which the text is incom
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
+class GoodAnswer:
     """A caption. content: a chat.completion whose choices all have text, and a finish_reason that may be None."""
 
     content: dict[str, Any]
@@ -53,7 +53,7 @@ class Unfit:
     for_good: bool = False
 
 
-Verdict: TypeAlias = Completion | BadRequestError | Away | NoAnswer | Unfit
+Verdict: TypeAlias = GoodAnswer | BadRequestError | Away | NoAnswer | Unfit
 
 
 def judge_answer(status: int, headers: Mapping[str, str], content: bytes, *, wanted: int) -> Verdict:
@@ -97,7 +97,7 @@ def judge_models(status: int, headers: Mapping[str, str], content: bytes) -> tup
     return Away(reason=f"its list of models is not as in OpenAI's API: {_beginning(content) or 'nothing'}")
 
 
-def _completion(body: Any, content: bytes, wanted: int) -> Completion | NoAnswer:
+def _completion(body: Any, content: bytes, wanted: int) -> GoodAnswer | NoAnswer:
     if not isinstance(body, dict):
         return NoAnswer(reason=f"an answer that is not a JSON object: {_beginning(content) or 'nothing'}")
     if not body.get("choices") and error_in(body):
@@ -116,7 +116,7 @@ def _completion(body: Any, content: bytes, wanted: int) -> Completion | NoAnswer
         given = body.get("warnings")
         too_few = f"the server gave {len(choices)} of {wanted} answers that were asked for (n)"
         answer["warnings"] = [*(given if isinstance(given, list) else []), too_few]
-    return Completion(content=answer)
+    return GoodAnswer(content=answer)
 
 
 def _usage(given: Any) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def run_killed(folder: Path, name: str, at: int) -> bool:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-@hypothesis_settings(max_examples=6)
+@hypothesis_settings(max_examples=4)
 @given(kills=st.lists(st.integers(1, 60), min_size=1, max_size=4))
 def test_killed_at_any_point_a_run_goes_on(tmp_path_factory, name, kills):
     folder = tmp_path_factory.mktemp("run")
@@ -132,7 +132,7 @@ def _readable() -> list[MediumItem]:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-@hypothesis_settings(max_examples=6)
+@hypothesis_settings(max_examples=4)
 @given(at=st.integers(1, 60))
 def test_a_disk_that_fills_at_any_point_stops_the_run_and_no_more(tmp_path_factory, name, at):
     folder = tmp_path_factory.mktemp("run")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlmserve.commands.caption.server_answers import Away, Completion, NoAnswer, Unfit, judge_answer, judge_models
+from vlmserve.commands.caption.server_answers import Away, GoodAnswer, NoAnswer, Unfit, judge_answer, judge_models
 from vlmserve.commands.caption.server_standing import ServerStanding, choose
 from vlmserve_common.errors import BadRequestError
 
@@ -31,7 +31,7 @@ def test_text_in_all_its_forms(content, text):
     """llama.cpp and others leave out what OpenAI's schema asks for."""
     outcome = judged(200, {"choices": [{"message": {"content": content, "refusal": None}}]})
     choice = {"index": 0, "message": {"content": text, "refusal": None}, "finish_reason": None}
-    assert outcome == Completion(content={"choices": [choice], "usage": {}})
+    assert outcome == GoodAnswer(content={"choices": [choice], "usage": {}})
 
 
 def test_too_few_answers_are_a_warning():
