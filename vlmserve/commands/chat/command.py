@@ -23,7 +23,7 @@ from vlmserve.commands.client.conversation import (
     parse_option,
 )
 from vlmserve.commands.client.media import Medium, ending_modality, is_web_address, medium_of_bytes, open_medium
-from vlmserve.commands.client.own_server import ServedModel, model_at, own_model
+from vlmserve.commands.client.own_server import ChatTarget, model_at, own_model
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser, add_settings
@@ -97,7 +97,7 @@ def _answer_one(args: argparse.Namespace, media: Sequence[Medium]) -> int:
 
 
 @contextlib.contextmanager
-def _served(args: argparse.Namespace) -> Iterator[ServedModel]:
+def _served(args: argparse.Namespace) -> Iterator[ChatTarget]:
     """Find the model of a running server, or start one for the chat."""
     if args.url is not None:
         yield model_at(args.url, api_key=args.api_key, name=args.served_name)

@@ -26,7 +26,7 @@ from vlmserve.commands.client.conversation import (
     parse_option,
 )
 from vlmserve.commands.client.media import KINDS, Medium, MediumError, open_medium
-from vlmserve.commands.client.own_server import ServedModel
+from vlmserve.commands.client.own_server import ChatTarget
 from vlmserve.config.spelling import did_you_mean
 
 
@@ -87,7 +87,7 @@ class ChatSession:
 
     def __init__(
         self,
-        served: ServedModel,
+        served: ChatTarget,
         terminal: Terminal,
         *,
         system: str | None = None,

@@ -91,7 +91,7 @@ class OwnServer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
+class ChatTarget:
     """A model on a server. server: the command's own server; None if it runs without the command."""
 
     client: ChatClient
@@ -99,17 +99,17 @@ class ServedModel:
     server: OwnServer | None = None
 
 
-def model_at(url: str, *, api_key: str | None, name: str | None = None) -> ServedModel:
+def model_at(url: str, *, api_key: str | None, name: str | None = None) -> ChatTarget:
     """Return a model of a running server. name: None takes the first that it lists. Raises ServerError."""
     client = ChatClient(url, api_key=api_key)
-    return ServedModel(client=client, model=name or asyncio.run(client.model()))
+    return ChatTarget(client=client, model=name or asyncio.run(client.model()))
 
 
 @contextlib.contextmanager
-def own_model(words: Sequence[str]) -> Iterator[ServedModel]:
+def own_model(words: Sequence[str]) -> Iterator[ChatTarget]:
     """Serve a model for this command alone, with a random API key. words: see `OwnServer`."""
     key = secrets.token_urlsafe()
     quiet = ("--log-level", "warning", "--shutdown-timeout-s", "0")
     with OwnServer([*quiet, *words], {ENV_PREFIX + "API_KEY": key}) as server:
         client = ChatClient(server.base_url, api_key=key)
-        yield ServedModel(client=client, model=asyncio.run(client.model()), server=server)
+        yield ChatTarget(client=client, model=asyncio.run(client.model()), server=server)

@@ -23,7 +23,7 @@ from vlmserve_common.errors import EngineError, VlmserveError
 from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 
 if TYPE_CHECKING:
-    from vlmserve.commands.client.own_server import ServedModel
+    from vlmserve.commands.client.own_server import ChatTarget
 
 USAGE_ERROR = 2
 _SMALL = "It is the small built-in model: it knows drawn shapes, and little else."
@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace, stack: ExitStack) -> None:
     raise EngineError(f"the model's server ended with status {served.server.wait()}")
 
 
-def _connect(args: argparse.Namespace, stack: ExitStack) -> ServedModel:
+def _connect(args: argparse.Namespace, stack: ExitStack) -> ChatTarget:
     """Find the model of a running server, or start one for the demo."""
     from vlmserve.commands.client.own_server import model_at, own_model
 

@@ -43,18 +43,20 @@ def test_a_folder_is_searched_with_all_that_is_in_it(here):
 def test_ids_begin_as_the_word_does(here):
     assert ids(opened(here / "pics")) == [str(here / name) for name in ALL]
     assert ids(opened("pics/deep/", "pics/a.png")) == ["pics/deep/er/c.webp", "pics/deep/noname", "pics/a.png"]
+    inputs = opened("pics", "pics/a.png", "pics/deep", "pics")
+    assert (sorted(ids(inputs)), total(inputs)) == (ALL, 4), "words that overlap bring nothing twice"
 
 
-def test_a_folder_with_the_name_of_a_pattern(here):
+def test_odd_names(here):
     touch(here / "set[1]/below/a.png", png(1))
     (item,) = media(opened("set[1]")).values()
     assert (item.id, str(item.root)) == ("set[1]/below/a.png", "set[1]")
-
-
-def test_words_that_overlap_bring_nothing_twice(here):
-    inputs = opened("pics", "pics/a.png", "pics/deep", "pics")
-    assert sorted(ids(inputs)) == ALL
-    assert total(inputs) == 4
+    touch(here / "http:x.png", png(1))
+    assert media(opened("http:x.png"))["./http:x.png"].read() == png(1)
+    with open(os.fsencode("pics/deep/") + b"\xff.png", "wb") as file:
+        file.write(png(7))
+    item = media(opened("pics"))["pics/deep/\\xff.png"]
+    assert (item.fields["name"], item.read()) == ("\\xff.png", png(7))
 
 
 def test_the_signature_changes_with_the_file(here):
@@ -182,17 +184,3 @@ def test_numbered_names(here):
 def test_words_that_stand_for_nothing(here, word):
     with pytest.raises(SettingsError, match=r"INPUT '.*': "):
         opened(word)
-
-
-def test_names_that_are_no_text(here):
-    path = os.fsencode("pics/deep/") + b"\xff.png"
-    with open(path, "wb") as file:
-        file.write(png(7))
-    item = media(opened("pics"))["pics/deep/\\xff.png"]
-    assert item.fields["name"] == "\\xff.png"
-    assert item.read() == png(7)
-
-
-def test_a_name_with_a_colon(here):
-    touch(here / "http:x.png", png(1))
-    assert media(opened("http:x.png"))["./http:x.png"].read() == png(1)
