@@ -91,7 +91,7 @@ def list_entries(folder: EmbeddingFolder, limit: int | None) -> list[dict[str, A
 
 
 def print_entries(listed: Sequence[dict[str, Any]]) -> None:
-    """As a table."""
+    """Print entries as a table."""
     if not listed:
         print("no entries")
         return
@@ -121,7 +121,7 @@ def summarise(folder: EmbeddingFolder) -> dict[str, Any]:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """As a table."""
+    """Print the summary as a table."""
     print(f"{'fingerprint':18}{'entries':>9}{'size':>12}{'pinned':>8}  model")
     for tower in [*summary["fingerprints"], {**summary, "fingerprint": "total"}]:
         about = tower.get("about", {})

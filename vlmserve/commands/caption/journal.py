@@ -99,8 +99,8 @@ class CaptionJournal:
         if names:
             told = "; ".join(f"{name} was {_shown(before.get(name))}, is {_shown(now.get(name))}" for name in names)
             raise JournalError(
-                f"{self.path} is of a run with other settings: {told}. Name another --output, or --restart to delete "
-                "what that run wrote and begin anew"
+                f"{self.path} is of a run with other settings: {told}. Name another --output, or give --restart to "
+                "delete that run's output and begin again"
             )
 
     # ---------------------------------------------------------------- look-ups

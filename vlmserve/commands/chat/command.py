@@ -128,7 +128,7 @@ def _read(argv: Sequence[str]) -> argparse.Namespace:
         args.api_key = args.api_key or os.environ.get(_API_KEY) or None
         return args
     if args.api_key is not None:
-        _complain("--api-key goes with --url; a server of the chat's own takes nobody else's requests")
+        _complain("--api-key goes with --url; the chat's own server has a key of its own")
     if args.files and "model" not in args.serve and _is_model(args.files[0]):
         args.serve["model"] = args.files.pop(0)
     try:

@@ -128,7 +128,7 @@ def _read(argv: Sequence[str]) -> argparse.Namespace:
     if args.url is not None and rest:
         parser.error(f"with --url, the server's own model and settings are used: {rest[0]!r} has no place here")
     if args.url is None and args.api_key is not None:
-        parser.error("--api-key goes with --url; a server of the demo's own takes nobody else's requests")
+        parser.error("--api-key goes with --url; the demo's own server has a key of its own")
     if not 0 <= args.port <= 65535:
         parser.error(f"--port is {args.port}; it must be between 0 and 65535")
     args.serve = rest
