@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vision.cache.file import DamagedEntryError, EmbedsFormat, read_entry, read_format
+from vision.cache.entry_file import DamagedEntryError, EmbedsFormat, read_entry, read_format
 from vision.cache.folder import EmbeddingFolder, StoredEntry, least_recently_used, remove_damaged
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.number_words import positive

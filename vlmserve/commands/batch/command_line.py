@@ -15,7 +15,7 @@ from vlmserve.config.model_path import is_model
 from vlmserve.config.settings import ServerSettings, iter_settings
 
 if TYPE_CHECKING:
-    from processors.fetch.blocking import BlockingFetcher
+    from processors.fetch.fetching import BlockingFetcher
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 """Exit statuses."""
@@ -60,7 +60,7 @@ def take_model(words: list[str], flags: dict[str, Any]) -> list[str]:
 
 def make_fetcher(settings: ServerSettings) -> BlockingFetcher:
     """Make the fetcher of the inputs. It reads local files everywhere, since the user has named them."""
-    from processors.fetch.blocking import BlockingFetcher
+    from processors.fetch.fetching import BlockingFetcher
     from vlmserve.frontend.stage import stage_limits
 
     return BlockingFetcher(dataclasses.replace(stage_limits(settings).fetch, allowed_local_media_path="/"))

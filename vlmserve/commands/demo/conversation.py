@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve.commands.client import conversation
 from vlmserve.commands.client.chat_files import data_url

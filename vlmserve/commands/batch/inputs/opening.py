@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, TypeAlias
 
-from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import BlockingFetcher
 from vlmserve.commands.batch.inputs.files import ItemFile
 from vlmserve.commands.batch.inputs.lines import AddressList, JsonLines
 from vlmserve.commands.batch.inputs.media import MediaReader

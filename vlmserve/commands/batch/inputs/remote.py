@@ -9,7 +9,7 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
-from processors.fetch.settings import ByteLimit
+from processors.fetch.limits import ByteLimit
 from processors.inputs import Modality
 from vlmserve.commands.batch.inputs.media import MediaReader
 from vlmserve.commands.batch.inputs.source import HTTP, need, printable, reason
