@@ -35,7 +35,7 @@ _BENCHES = {
 _TOOLS = {
     "plan": ("whether a model fits on GPUs, and how fast it can be at the best", "vlmserve.commands.plan.command"),
     "verify": ("compare a model's answers with those of transformers", "vlmserve.commands.verify.command"),
-    "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache.command"),
+    "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache"),
     "warmup": ("encode pictures and videos ahead of time", "vlmserve.commands.warmup.command"),
     "caption": ("caption pictures and videos by the million", "vlmserve.commands.caption.command"),
     "demo": ("a page to chat with a model", "vlmserve.commands.demo.command"),

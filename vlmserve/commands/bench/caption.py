@@ -25,7 +25,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from vlmserve.commands.bench.figures import bench_parser, ratios, write_json
-from vlmserve.commands.caption.arguments import CaptionCommand, read_command
+from vlmserve.commands.caption.command import CaptionCommand, read_command
 from vlmserve.commands.caption.local import LocalCaptioner
 from vlmserve.commands.caption.session import Ended, caption
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
@@ -114,7 +114,7 @@ def _caption(captioner: LocalCaptioner, args: argparse.Namespace, folder: Path) 
     outcome = caption(command, io.BytesIO(), sys.stderr, captioner=captioner)
     seconds = time.perf_counter() - started
     if outcome.how is not Ended.FINISHED or outcome.tally.done != args.items:
-        raise EngineError(f"the run did not caption everything: {outcome.told}")
+        raise EngineError(f"the run did not caption everything: {outcome.summary}")
     return seconds, outcome.tally.completion_tokens
 
 
