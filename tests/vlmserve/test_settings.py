@@ -184,7 +184,7 @@ def test_all_wrong_values_are_told_at_once_each_with_its_place(tmp_path: Path, m
         "VLMSERVE_NUM_THREADS is 'few'; it must be a whole number",
         f"{file}: max_queued_requests is 'many'; it must be a whole number",
         f"{file}: page_sise: no such setting; did you mean page_size?",
-        f"{file}: nonsense: no such setting; `vlmserve serve --help` lists all",
+        f"{file}: nonsense: no such setting; `vlmserve serve --help-all` lists all",
     }
 
 

@@ -13,8 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.database import is_full
-from vlmserve.config.plain_problems import sentence
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean, sentence
 from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError

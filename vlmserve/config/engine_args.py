@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CACHE_SIZE, SECONDS, Allowed, settings_of
@@ -43,22 +43,23 @@ _ENCODERS = Allowed(words="0 (none beside the engine) or more", holds=lambda val
 class EngineArgs:
     """Everything the engine can be told. `vlmserve serve --help` shows the same texts."""
 
-    model: str = field(metadata={"help": "checkpoint folder, or a Hugging Face hub id", "group": "model"})
-    device: str = _model("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU", _DEVICE)
+    model: str = _model(MISSING, "checkpoint folder, or a Hugging Face hub id", common=True)
+    device: str = _model("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU", _DEVICE, common=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
-        "auto", "compute type; auto is the checkpoint's own"
+        "auto", "compute type; auto is the checkpoint's own", common=True
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _model(
         "auto", "dummy: random weights, made on the device, to measure with; auto is the checkpoint's safetensors"
     )
     max_model_len: int | None = _model(
-        None, "context length in tokens: prompt and answer together; default: the model's", AT_LEAST_1
+        None, "context length in tokens: prompt and answer together; default: the model's", AT_LEAST_1, common=True
     )
     num_threads: int | None = _model(None, "CPU threads of the model; default: all cores", AT_LEAST_1)
     attention_backend: Literal["auto", "native", "torch", "triton", "flashinfer"] = _model(
         "auto",
         "the decoder's attention; auto: our own operators (native) on a CPU that has them, else torch's; on a GPU the "
         "first of flashinfer, triton and torch that passes a trial at the start",
+        common=True,
     )
     cpu_kernels: Literal["auto", "off"] = _model(
         "auto",
@@ -73,6 +74,7 @@ class EngineArgs:
         "none",
         "round the decoder's and the head's weights to so many bits as they are loaded (our own operators are needed); "
         "AWQ, GPTQ and FP8 checkpoints need no setting",
+        common=True,
     )
     sampling_defaults: Literal["model", "openai"] = _model(
         "model",
@@ -83,6 +85,7 @@ class EngineArgs:
         "largest area, in pixels, of a resized picture or frame; checkpoint: the checkpoint's own limit; auto: the "
         "same on a GPU, and on a CPU what it encodes in --max-pixels-auto-s, found out at the start",
         _MAX_PIXELS,
+        common=True,
     )
     max_pixels_auto_s: float = _pictures(
         20.0, "CPU: seconds that encoding one picture may take about, for --max-pixels auto", SECONDS
@@ -99,6 +102,7 @@ class EngineArgs:
         "processes that decode and resize media, each within limits of memory and time, so that a file which breaks a "
         "decoder harms its own request only; 0: threads of the API process do",
         _PROCESSES,
+        common=True,
     )
     enable_mm_embeds: bool = _pictures(
         False, "take embeddings in place of pictures (image_embeds); only where you trust all clients"
@@ -120,6 +124,7 @@ class EngineArgs:
         None,
         "devices of the encoder processes (cuda:1,cuda:2), or one for all; default: cpu, or the GPUs after the model's",
         _DEVICES,
+        common=True,
     )
     encoder_threads: int | None = _encoder(
         None, "CPU threads of each encoder process; default: an equal share of all cores", AT_LEAST_1
@@ -143,13 +148,13 @@ class EngineArgs:
         1024, "GPU: host memory for embeddings that the device has no room for, in MiB", CACHE_SIZE
     )
     embedding_cache_dir: str | None = _encoder(
-        None, "folder that keeps embeddings across restarts; several servers may share it; default: none"
+        None, "folder that keeps embeddings across restarts; several servers may share it; default: none", common=True
     )
     embedding_cache_gib: float = _encoder(10.0, "limit of --embedding-cache-dir, in GiB", ABOVE_0)
     disable_vit_cuda_graph: bool = _encoder(
         False, "GPU: launch every kernel of the vision encoder by itself, also for small pictures"
     )
-    max_video_frames: int = _videos(768, "most frames used of one video", AT_LEAST_1)
+    max_video_frames: int = _videos(768, "most frames used of one video", AT_LEAST_1, common=True)
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _videos(
         "transformers",
         "whose rule chooses frames and their size: the checkpoint's processor in transformers, qwen_vl_utils, or a "
@@ -159,6 +164,7 @@ class EngineArgs:
         None,
         "frames a second used of a video, unless the request says; default: the checkpoint's, else 2",
         ABOVE_0,
+        common=True,
     )
     video_frame_cap: bool = _videos(
         False,
@@ -174,8 +180,9 @@ class EngineArgs:
         "GPU: fraction of its memory for weights and KV cache; CPU: fraction of the memory that weights leave, for the "
         "KV cache, at most --cpu-kv-cache-gib",
         _FRACTION,
+        common=True,
     )
-    cpu_kv_cache_gib: float = _memory(2.0, "upper limit of the KV cache on a CPU, in GiB", ABOVE_0)
+    cpu_kv_cache_gib: float = _memory(2.0, "upper limit of the KV cache on a CPU, in GiB", ABOVE_0, common=True)
     max_total_tokens: int | None = _memory(
         None, "KV cache slots in all; default: from --mem-fraction-static", AT_LEAST_1
     )
@@ -183,6 +190,7 @@ class EngineArgs:
         "auto",
         "what the KV cache holds: auto is --dtype; fp8_e4m3 and int8 take half of bfloat16's memory; int8, with a "
         "scale for each token and head, is the closer one, and on a GPU for --attention-backend torch only",
+        common=True,
     )
     mamba_cache_mib: int = _memory(
         1024,
@@ -204,7 +212,7 @@ class EngineArgs:
         "the one of the lowest priority",
     )
     enable_hierarchical_cache: bool = _memory(
-        False, "keep cached prefixes that the KV cache has no room for in host memory, and bring them back"
+        False, "keep cached prefixes that the KV cache has no room for in host memory, and bring them back", common=True
     )
     hicache_size_gib: float = _memory(4.0, "host memory for --enable-hierarchical-cache, in GiB", ABOVE_0)
     hicache_write_policy: Literal["write_back", "write_through_selective"] = _memory(
@@ -220,18 +228,21 @@ class EngineArgs:
         "devices that share the model's layers (tensor parallel): a process for each, on GPUs from --device on, or on "
         "the CPU's cores",
         AT_LEAST_1,
+        common=True,
     )
     pp_size: int = _parallel(
         1,
         "stages that the model's layers are spread over (pipeline parallel), each of --tp-size devices: a stage works "
         "on one step while the next one works on the step before",
         AT_LEAST_1,
+        common=True,
     )
     dp_size: int = _parallel(
         1,
         "whole models (replicas) behind one server: each has its own scheduler, KV cache and devices, the next ones "
         "from --device on, or a share of the CPU's cores",
         AT_LEAST_1,
+        common=True,
     )
     enable_dp_attention: bool = _parallel(
         False,
@@ -248,6 +259,7 @@ class EngineArgs:
         "parties of the --tp-size ranks that each have experts of their own, all of it; within a party ranks cut each "
         "expert; it divides --tp-size",
         AT_LEAST_1,
+        common=True,
     )
     moe_a2a_backend: Literal["auto", "none", "torch"] = _parallel(
         "auto",
@@ -275,17 +287,20 @@ class EngineArgs:
         "with several ranks: one, the first rank encodes pictures and hands rows on; data: an encoder process on every "
         "rank's device does, each with the whole tower",
     )
-    max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
+    max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1, common=True)
     max_queued_requests: int = _scheduling(
-        1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1
+        1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1, common=True
     )
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"] = _scheduling(
         "fcfs",
         "order of a client's waiting requests: first come; longest cached prefix; common prefixes together; longest or "
         "shortest answer first; random; by their priority, lower first, which also takes places from running ones",
+        common=True,
     )
     chunked_prefill_size: int = _scheduling(
-        2048, "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts"
+        2048,
+        "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts",
+        common=True,
     )
     enable_mixed_chunk: bool = _scheduling(True, "let prompt chunks and decoding share a step")
     max_sessions: int = _scheduling(
@@ -305,6 +320,7 @@ class EngineArgs:
         "none",
         "guess next tokens and check several in one step, with the same answers; ngram: what followed the last tokens "
         "where they stood before, in prompt or answer",
+        common=True,
     )
     speculative_num_draft_tokens: int = _scheduling(4, "most tokens guessed at a time", AT_LEAST_1)
     max_prefill_tokens: int = _scheduling(

@@ -28,10 +28,14 @@ SECONDS = Allowed(words=f"above 0 and at most {MOST_SECONDS}", holds=lambda valu
 
 
 def settings_of(group: str) -> Callable[..., Any]:
-    """What declares the settings of a group: ``memory(16, "KV cache slots in a page", AT_LEAST_1)``."""
+    """Return what declares the settings of a group: ``memory(16, "KV cache slots in a page", AT_LEAST_1)``.
 
-    def declare(default: Any, help: str, allowed: Allowed | None = None) -> Any:
-        return dataclasses.field(default=default, metadata={"help": help, "group": group, "allowed": allowed})
+    common: people change this setting; --help shows it. --help-all shows the rest, too.
+    """
+
+    def declare(default: Any, help: str, allowed: Allowed | None = None, *, common: bool = False) -> Any:
+        about = {"help": help, "group": group, "allowed": allowed, "common": common}
+        return dataclasses.field(default=default, metadata=about)
 
     return declare
 

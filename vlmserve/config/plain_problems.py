@@ -5,8 +5,9 @@ Nothing here imports it: a finding is the mapping that `ValidationError.errors` 
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SHOWN_CHARS = 80
@@ -78,3 +79,13 @@ def shown(value: Any) -> str:
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = _SHOWN_CHARS
     return shortener.repr(value)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
+    """Return the end of a sentence: "; did you mean x?" where one of the known words is close, else `otherwise`.
+
+    prefix: what is shown before that word.
+    """
+    folded = {name.lower().replace("_", "-"): name for name in known}
+    close = difflib.get_close_matches(word.lower().replace("_", "-"), folded, n=1, cutoff=0.7)
+    return f"; did you mean {prefix}{folded[close[0]]}?" if close else otherwise

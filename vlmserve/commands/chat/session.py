@@ -19,7 +19,7 @@ from vlmserve.commands.client.conversation import Question, Turn, chat_body, cha
 from vlmserve.commands.client.media import KINDS, Medium, MediumError, open_medium
 from vlmserve.commands.client.options import OPTIONS, OptionError, option_named, parse_option
 from vlmserve.commands.client.own_server import OwnServer
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean
 
 HELP = """\
 Type a question; name pictures and videos in it by path or web address, or drop them on the terminal.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean
 from vlmserve_common.errors import VlmserveError
 
 

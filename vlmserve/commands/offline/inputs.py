@@ -18,7 +18,7 @@ import numpy as np
 from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.frontend.chat_messages import MediaCounts
 from vlmserve.frontend.message_parts import map_parts
 from vlmserve.frontend.sampling import SamplingOverrides

@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         help="decode together in a replica",
     )
     work.add_argument("--prompt", type=_count, default=8192, metavar="N", help="tokens of a prompt [default: 8192]")
-    add_settings(parser, _SETTINGS)
+    add_settings(parser, _SETTINGS, help_all=False)
     return parser
 
 
