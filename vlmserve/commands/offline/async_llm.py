@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import Unpack
 
 import torch
 
+from processors.fetch.settings import FetchSettings
 from vlmserve.commands.offline.engine import build_offline_engine
+from vlmserve.commands.offline.inputs import read_settings
+from vlmserve.commands.offline.settings import EngineSettings
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.profiling import Profiler
@@ -59,15 +64,34 @@ class _Asked:
 
 
 class AsyncLLM:
-    """`generate` is called in one event loop, which runs until `close`.
+    """A model in this process for many requests at a time. `generate` is called in one event loop, until `close`.
 
-    joined: an answer comes whole, as one output: a step of many requests then costs the event loop nothing.
-    max_pending: answers waiting or running at a time. Raises CheckpointError, EngineError or SettingsError.
+    model, fetch, settings: as of `LLM`. In their place, model may be `EngineArgs`, together with limits. joined: each
+    answer comes whole, as one output, so that a step of many requests costs the event loop nothing. max_pending:
+    answers that wait or run at a time. Raises CheckpointError, EngineError or SettingsError.
     """
 
     def __init__(
-        self, args: EngineArgs, limits: StageLimits, *, joined: bool, max_pending: int, log_level: str = "info"
+        self,
+        model: str | os.PathLike[str] | EngineArgs = "",
+        limits: StageLimits | None = None,
+        *,
+        fetch: FetchSettings | None = None,
+        joined: bool = False,
+        max_pending: int = 1024,
+        log_level: str = "info",
+        **settings: Unpack[EngineSettings],
     ) -> None:
+        if isinstance(model, EngineArgs):
+            if settings or fetch is not None:
+                raise TypeError(
+                    "settings belong into the EngineArgs, and fetch into the StageLimits, where these are given"
+                )
+            args, limits = model, limits or StageLimits()
+        elif limits is not None:
+            raise TypeError("StageLimits go with EngineArgs; without these give fetch, and settings as keywords")
+        else:
+            args, limits = read_settings(model, fetch, settings)
         self._engine = build_offline_engine(args, limits, self._take, log_level=log_level)
         self._torch_threads = torch.get_num_threads()
         self.args, self.info = self._engine.args, self._engine.info

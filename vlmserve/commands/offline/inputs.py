@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
+from processors.fetch.settings import FetchSettings
 from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
@@ -22,6 +23,7 @@ from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.frontend.chat_messages import MediaCounts
 from vlmserve.frontend.message_parts import map_parts
 from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
 from vlmserve.ipc.messages import GrammarSpec
 
@@ -57,24 +59,28 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int | None
 
 
-def read_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[EngineArgs, MediaCounts]:
-    """Checked settings, also by the names of vLLM and SGLang. SettingsError for an unknown one, or a wrong value."""
+def read_settings(
+    model: str | os.PathLike[str], fetch: FetchSettings | None, settings: Mapping[str, Any]
+) -> tuple[EngineArgs, StageLimits]:
+    """Return checked settings and limits from keywords (`EngineSettings`). fetch: what media URLs may reach.
+
+    Raises SettingsError for an unknown setting or a wrong value.
+    """
     fields = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
     given, _ = translated(settings, fields, {name: name for name in settings})
-    counts = {short: given.pop(name) for name, short in _COUNTS.items() if name in given}
+    counts = MediaCounts(**{short: given.pop(name) for name, short in _COUNTS.items() if name in given})
     for name in given:
         if name not in fields:
             raise SettingsError(f"LLM has no setting {name!r}{did_you_mean(name, fields)}")
     given = {name: usual_word(name, value) for name, value in given.items()}
     paths = {name: os.fspath(value) for name, value in given.items() if isinstance(value, os.PathLike)}
-    # threads for files that their owner chose
+    # threads decode media: the files are those of the caller
     args = EngineArgs(model=os.fspath(model), **{"media_processes": 0, **given, **paths})
     check_engine_args(args)
-    most = MediaCounts(**counts)
-    problems = type_problems(most, lambda name: f"--max-{name}-per-request")
+    problems = type_problems(counts, lambda name: f"--max-{name}-per-request")
     if problems:
         raise SettingsError("\n".join(problems))
-    return args, most
+    return args, StageLimits(fetch=fetch or FetchSettings(), counts=counts)
 
 
 def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequence[Mapping[str, Any]]:

@@ -17,6 +17,7 @@ from processors.families.report import MediumReport, report_json
 from processors.fetch.settings import FetchSettings
 from vlmserve.commands.offline.engine import build_offline_engine
 from vlmserve.commands.offline.inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
+from vlmserve.commands.offline.settings import EngineSettings
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.frontend.request_builder import (
     ChatPrompt,
@@ -28,7 +29,6 @@ from vlmserve.frontend.request_builder import (
 )
 from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.frontend.scores import LabelScore, label_scores
-from vlmserve.frontend.stage import StageLimits
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -88,15 +88,17 @@ class LLM(AbstractContextManager["LLM"]):
     model: as in `EngineArgs`; without one, the small model that comes with the package.
     settings: any field of `EngineArgs`, also by the names of vLLM and SGLang, and max_images_per_request and
     max_videos_per_request. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or SettingsError.
-    Not thread-safe. engine: its parts, to measure them one by one.
+    Not thread-safe. engine: the parts of the engine, to measure them one by one.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] = "", *, fetch: FetchSettings | None = None, **settings: Any
+        self,
+        model: str | os.PathLike[str] = "",
+        *,
+        fetch: FetchSettings | None = None,
+        **settings: Unpack[EngineSettings],
     ) -> None:
-        args, counts = read_settings(model, settings)
-        limits = StageLimits(fetch=fetch or FetchSettings(), counts=counts)
-        engine = self.engine = build_offline_engine(args, limits, self._take)
+        engine = self.engine = build_offline_engine(*read_settings(model, fetch, settings), self._take)
         self.args, self.info, self._runner = engine.args, engine.info, engine.runner
         self._scheduler, self._stack = engine.scheduler, engine.stack
         self._media, self.builder = engine.stage.media, engine.stage.builder

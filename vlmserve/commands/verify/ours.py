@@ -6,7 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,7 +24,7 @@ class RunSettings:
     """What both sides are told. dtype: "float32", "bfloat16" or "float16". num_threads: of a CPU, None for all.
     parallel: settings of this engine that have processes share the model (tp_size and its like)."""
 
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     device: str
     max_tokens: int
     num_threads: int | None = None
