@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.api.api_keys import ApiKeys
 from vlmserve.api.errors import error_body
-from vlmserve.api.openapi.paths import DESCRIPTION_PATHS
+from vlmserve.api.web_pages import DESCRIPTION_PATHS
 
 # What operators do to the engine; with a key of their own, if there is one.
 CONTROL_PATHS = frozenset(

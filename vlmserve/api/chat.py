@@ -12,11 +12,13 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from vlmserve.api.answer_types import ChatCompletion, ChatCompletionChunk
 from vlmserve.api.answers import AnswerHead, AnswerWriter
 from vlmserve.api.body import read_body
 from vlmserve.api.caller import Caller, caller_of
 from vlmserve.api.convert import to_generate_request
-from vlmserve.api.errors import describe
+from vlmserve.api.errors import Error, describe
+from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
 from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
@@ -27,8 +29,17 @@ from vlmserve.frontend.parsers.answer import AnswerReading
 from vlmserve.frontend.request_builder import GenerateReqInput
 
 
+@operation(
+    *("POST", "/v1/chat/completions", "createChatCompletion", "Answers"),
+    request=ChatCompletionRequest,
+    example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64},
+    answer=ChatCompletion,
+    events=ChatCompletionChunk | Error,
+    ends_with_done=True,
+    errors=MODEL_ERRORS,
+)
 async def complete_chat(served: ServedModel, request: Request) -> Response:
-    """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
+    """Answer a conversation, whole or as a stream. Raises the errors of `errors` before anything has been sent."""
     chat = await read_body(request, ChatCompletionRequest, served.settings)
     served.check_name(chat.model)
     own_id = name_answer(request, "chatcmpl", chat.rid)

@@ -11,13 +11,15 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from vlmserve.api.answer_types import TextCompletion, TextCompletionChunk
 from vlmserve.api.answers import AnswerHead
 from vlmserve.api.body import read_body
 from vlmserve.api.caller import Caller, caller_of
 from vlmserve.api.completion_answers import CompletionWriter
 from vlmserve.api.completion_protocol import CompletionRequest
 from vlmserve.api.convert import named, sampling_of
-from vlmserve.api.errors import describe
+from vlmserve.api.errors import Error, describe, invalid_value
+from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import DONE, EventStream, sse_event, while_connected
@@ -30,8 +32,17 @@ _MAX_TOKENS = 16  # OpenAI's, where a request does not say
 _MAX_N = 128
 
 
+@operation(
+    *("POST", "/v1/completions", "createCompletion", "Answers"),
+    request=CompletionRequest,
+    example={"prompt": "Hello", "max_tokens": 16},
+    answer=TextCompletion,
+    events=TextCompletionChunk | Error,
+    ends_with_done=True,
+    errors=MODEL_ERRORS,
+)
 async def complete(served: ServedModel, request: Request) -> Response:
-    """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
+    """Go on from a text, or from token ids. Raises the errors of `errors` before anything has been sent."""
     body = await read_body(request, CompletionRequest, served.settings)
     served.check_name(body.model)
     own_id = name_answer(request, "cmpl", body.rid)
@@ -132,7 +143,7 @@ def _prepare(
 def _check(body: CompletionRequest) -> None:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= _MAX_N:
-        raise _invalid("n", f"n is {n}; it must be between 1 and {_MAX_N}")
+        raise invalid_value("n", f"n is {n}; it must be between 1 and {_MAX_N}")
     if body.logprobs is not None:
         check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
     if body.best_of not in (None, n):
@@ -140,11 +151,11 @@ def _check(body: CompletionRequest) -> None:
     if body.suffix:
         raise _unsupported("suffix", "suffix: Qwen-VL models go on from a text, they do not fill gaps")
     if body.stream_options is not None and not body.stream:
-        raise _invalid("stream_options", "stream_options needs stream: true")
+        raise invalid_value("stream_options", "stream_options needs stream: true")
     if body.stream and body.prompt_logprobs is not None:
-        raise _invalid("prompt_logprobs", "prompt_logprobs comes with a whole answer only: leave stream out")
+        raise invalid_value("prompt_logprobs", "prompt_logprobs comes with a whole answer only: leave stream out")
     if body.stream and body.echo and body.logprobs is not None and n > 1:
-        raise _invalid("echo", "echo with logprobs and n above 1 comes with a whole answer only: leave stream out")
+        raise invalid_value("echo", "echo with logprobs and n above 1 comes with a whole answer only: leave stream out")
 
 
 def _named(error: BadRequestError) -> BadRequestError:
@@ -152,10 +163,6 @@ def _named(error: BadRequestError) -> BadRequestError:
     if error.param == "messages":
         error.param = "prompt"
     return error
-
-
-def _invalid(param: str, what: str) -> BadRequestError:
-    return BadRequestError(what, param=param, code="invalid_value")
 
 
 def _unsupported(param: str, what: str) -> BadRequestError:

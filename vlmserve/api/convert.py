@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vlmserve.api.completion_protocol import CompletionRequest
+from vlmserve.api.errors import invalid_value
 from vlmserve.api.protocol import ChatCompletionRequest, NamedRequest
 from vlmserve.api.tools import check_tools, tool_use
 from vlmserve.frontend.file_parts import FindFile
@@ -45,7 +46,7 @@ def to_generate_request(
     _refuse_unsupported(request)
     n = 1 if request.n is None else request.n
     if not 1 <= n <= max_n:
-        raise _invalid("n", f"n is {n}; it must be between 1 and {max_n}")
+        raise invalid_value("n", f"n is {n}; it must be between 1 and {max_n}")
     continue_final = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
     return GenerateReqInput(
@@ -113,20 +114,20 @@ def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingO
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for key in given:
         if not _TOKEN_ID.fullmatch(key):
-            raise _invalid("logit_bias", f"logit_bias has the key {key[:40]!r}; its keys must be token ids")
+            raise invalid_value("logit_bias", f"logit_bias has the key {key[:40]!r}; its keys must be token ids")
     return {int(key): bias for key, bias in given.items()}
 
 
 def _check_combinations(request: ChatCompletionRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
-        raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true")
     if request.token_ids_logprob and not request.logprobs and request.prompt_logprobs is None:
-        raise _invalid("token_ids_logprob", "token_ids_logprob needs logprobs: true, or prompt_logprobs")
+        raise invalid_value("token_ids_logprob", "token_ids_logprob needs logprobs: true, or prompt_logprobs")
     for name in ("prompt_logprobs", "return_hidden_states"):
         if request.stream and getattr(request, name) not in (None, False):
-            raise _invalid(name, f"{name} comes with a whole answer only: leave stream out")
+            raise invalid_value(name, f"{name} comes with a whole answer only: leave stream out")
     if request.stream_options is not None and not request.stream:
-        raise _invalid("stream_options", "stream_options needs stream: true")
+        raise invalid_value("stream_options", "stream_options needs stream: true")
     check_tools(request)
 
 
@@ -141,10 +142,6 @@ def _refuse_unsupported(request: ChatCompletionRequest) -> None:
             raise BadRequestError(
                 f"{name} is not taken: send {newer}, its later name", param=name, code="unsupported_parameter"
             )
-
-
-def _invalid(param: str, what: str) -> BadRequestError:
-    return BadRequestError(what, param=param, code="invalid_value")
 
 
 def _unsupported(param: str, what: str) -> BadRequestError:

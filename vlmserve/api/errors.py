@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from vlmserve.api.database import is_full
 from vlmserve.config.plain_problems import did_you_mean, sentence
@@ -25,10 +26,32 @@ CLIENT_CLOSED_REQUEST = 499
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+class ErrorDetail(TypedDict):
+    """param: the field that is wrong. code: a word for programs."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"
+    ]
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Every answer with a status from 400 on."""
+
+    error: ErrorDetail
+
+
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """{"error": {message, type, param, code}}; type follows from the HTTP status."""
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def invalid_value(param: str, what: str) -> BadRequestError:
+    """Return the error of a field whose value is not allowed."""
+    return BadRequestError(what, param=param, code="invalid_value")
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vlmserve.api.errors import invalid_value
 from vlmserve.api.protocol import ChatCompletionRequest, NamedToolChoice
 from vlmserve.frontend.parsers.answer import AnswerFormats
 from vlmserve.frontend.parsers.calls import Tool
 from vlmserve.frontend.parsers.tool_use import ToolUse
-from vlmserve_common.errors import BadRequestError
 
 
 def tool_use(request: ChatCompletionRequest, formats: AnswerFormats) -> ToolUse | None:
@@ -32,14 +32,10 @@ def check_tools(request: ChatCompletionRequest) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
             place = f"tools[{index}].function.name"
-            raise _invalid(place, f"{place} is {name!r}, as another tool is called: each needs a name of its own")
+            raise invalid_value(place, f"{place} is {name!r}, as another tool is called: each needs a name of its own")
     choice = request.tool_choice
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
         what = f"tool_choice names the function {choice.function.name!r}, which is not among the tools {names}"
-        raise _invalid("tool_choice", what)
+        raise invalid_value("tool_choice", what)
     if choice == "required" and not names:
-        raise _invalid("tool_choice", "tool_choice required needs tools")
-
-
-def _invalid(param: str, what: str) -> BadRequestError:
-    return BadRequestError(what, param=param, code="invalid_value")
+        raise invalid_value("tool_choice", "tool_choice required needs tools")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel
@@ -20,7 +20,7 @@ from vlmserve.api.responses.protocol import ResponsesRequest
 from vlmserve.api.score import whole_scores
 from vlmserve.api.served_model import ServedModel
 
-Answer: TypeAlias = Callable[[dict[str, Any], Caller], Awaitable[dict[str, Any]]]
+Answer: TypeAlias = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
 """A request's body and who asks -> the answer's body. Raises what `errors` describes."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -30,9 +30,9 @@ def batch_endpoints(served: ServedModel, responses: ResponsesApi) -> dict[str, A
     """By their paths."""
 
     def endpoint(
-        kind: str, model: type[_Model], answer: Callable[[_Model, str, Caller], Awaitable[dict[str, Any]]]
+        kind: str, model: type[_Model], answer: Callable[[_Model, str, Caller], Awaitable[Mapping[str, Any]]]
     ) -> Answer:
-        async def call(raw: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        async def call(raw: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
             body = await asyncio.to_thread(checked_within, raw, model, served.settings)
             served.check_name(body.model)  # type: ignore[attr-defined]
             return await answer(body, new_id(kind), caller)

@@ -3,10 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+from vlmserve.api.answer_types import CompletionTokensDetails
+from vlmserve.api.paging import Page
 
 # of the states that are OpenAI's, those that a batch does not leave any more
 ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+class BatchProblem(TypedDict):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchProblems(TypedDict):
+    object: Literal["list"]
+    data: list[BatchProblem]
+
+
+class RequestCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class BatchUsage(TypedDict):
+    """Of all answers."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class BatchObject(TypedDict):
+    """Times are Unix seconds. usage: when it has ended."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchProblems | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    cancelling_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage | None
+    metadata: dict[str, str] | None
+
+
+class BatchList(Page):
+    data: list[BatchObject]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +115,7 @@ class Batch:
         """Whether it is over: its files are there."""
         return self.status in ENDED
 
-    def as_json(self, *, completed: int, failed: int) -> dict[str, Any]:
+    def as_json(self, *, completed: int, failed: int) -> BatchObject:
         """OpenAI's object. completed, failed: lines until now."""
         errors = None
         if self.problem is not None:
@@ -67,7 +136,10 @@ class Batch:
             "expires_at": self.expires_at,
             "finalizing_at": self.finalizing_at,
             "cancelling_at": self.cancelling_at,
-            **{f"{name}_at": self.ended_at if self.status == name else None for name in ENDED},
+            "completed_at": self.ended_at if self.status == "completed" else None,
+            "failed_at": self.ended_at if self.status == "failed" else None,
+            "expired_at": self.ended_at if self.status == "expired" else None,
+            "cancelled_at": self.ended_at if self.status == "cancelled" else None,
             "request_counts": {"total": self.total, "completed": completed, "failed": failed},
             "usage": self.usage,
             "metadata": self.metadata or None,

@@ -1,4 +1,4 @@
-"""What POST /v1/chat/completions answers, whole and in chunks."""
+"""The types of chat and text completions, whole and in chunks, as the OpenAPI document shows them."""
 
 from __future__ import annotations
 
@@ -207,4 +207,57 @@ class ChatCompletionChunk(Remarks):
     created: int
     model: str
     choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+# ---- text completions
+
+
+class LogprobColumns(TypedDict):
+    """One entry for each token. text_offset: characters of the choice's text before it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    """stop_reason: the stop string that was found."""
+
+    index: int
+    text: str
+    logprobs: LogprobColumns | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class TextCompletion(TypedDict):
+    """The answers to all prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class TextChunkChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: LogprobColumns | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: NotRequired[str | None]
+
+
+class TextCompletionChunk(TypedDict):
+    """A part of streamed answers; the last one has the usage, if it was asked for."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
     usage: NotRequired[Usage | None]

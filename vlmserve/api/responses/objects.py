@@ -1,4 +1,4 @@
-"""What the routes under /v1/responses answer, and the events of their streams."""
+"""The types of responses and of the events of their streams, as the OpenAPI document shows them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from vlmserve.api.openapi.answers.chat import AnswerLogprob, Remarks
+from vlmserve.api.answer_types import AnswerLogprob, Remarks
+from vlmserve.api.paging import Page
 from vlmserve.api.responses.protocol import FunctionTool, TextConfig, ToolChoice
 from vlmserve.frontend.timings import Timings
 
@@ -135,14 +136,10 @@ class DeletedResponse(TypedDict):
     deleted: bool
 
 
-class InputItems(TypedDict):
-    """A page. data: as the client wrote them, each with an id and a type."""
+class InputItems(Page):
+    """A page of the items of a request. data: the items as the client wrote them, each with an id and a type."""
 
-    object: Literal["list"]
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 # ---- events
