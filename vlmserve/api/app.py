@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from fastapi import FastAPI, Request
@@ -15,8 +16,8 @@ from typing_extensions import TypedDict
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.auth import ApiKeyMiddleware
 from vlmserve.api.batches.api import BatchesApi
-from vlmserve.api.batches.endpoints import batch_endpoints
-from vlmserve.api.batches.runner import make_runner
+from vlmserve.api.batches.journal import BatchJournal
+from vlmserve.api.batches.runner import batch_endpoints, make_runner
 from vlmserve.api.body_budget import BodyBudget, BodyBudgetMiddleware
 from vlmserve.api.chat import complete_chat
 from vlmserve.api.completions import complete
@@ -27,13 +28,12 @@ from vlmserve.api.files import FilesApi
 from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.api.openapi.document import add_pages
 from vlmserve.api.openapi.operation import ID_ERRORS, Operation, add_operations, endpoints_of, operation
-from vlmserve.api.outermost import OutermostMiddleware
+from vlmserve.api.outermost import OutermostMiddleware, log_request
 from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
-from vlmserve.api.request_log import log_request
 from vlmserve.api.responses.api import ResponsesApi
+from vlmserve.api.responses.store import ResponseStore
 from vlmserve.api.score import score_labels
 from vlmserve.api.served_model import ServedModel
-from vlmserve.api.stores import Stores
 from vlmserve.api.tokenization import detokenize, tokenize
 from vlmserve.api.tracing import RequestTracer
 from vlmserve.api.warmup import warm_up
@@ -133,6 +133,14 @@ def _of_model(
 
     answer.operation = endpoint.operation  # type: ignore[attr-defined]
     return answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stores:
+    """What requests leave here besides files. batches: those to be answered, and their finished lines."""
+
+    responses: ResponseStore
+    batches: BatchJournal
 
 
 def build_app(

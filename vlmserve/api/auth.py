@@ -1,17 +1,20 @@
-"""API keys: `Authorization: Bearer KEY`."""
+"""API keys (`Authorization: Bearer KEY`), and who asks."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from starlette.requests import Request
+from fastapi import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.api.api_keys import ApiKeys
 from vlmserve.api.errors import error_body
 from vlmserve.api.web_pages import DESCRIPTION_PATHS
+from vlmserve.frontend.request_stats import RequestStats
 
 # What operators do to the engine; with a key of their own, if there is one.
 CONTROL_PATHS = frozenset(
@@ -94,3 +97,26 @@ def client_of(request: Request) -> str:
 def tenant_of(request: Request) -> str:
     """Within whose requests a request may find cached prefixes and media; "": within those of all that have none."""
     return getattr(request.state, "tenant", "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """client: takes turns with others. owner: whose files, sessions and stored answers are its own. tenant: see
+    `GenerateReqInput`. ended: is told what became of each choice. priority: in place of what requests leave out; lower
+    goes first."""
+
+    client: str = ""
+    owner: str = ""
+    tenant: str = ""
+    ended: Callable[[RequestStats], None] | None = None
+    priority: int = 0
+
+
+def caller_of(request: Request) -> Caller:
+    """Of an HTTP request."""
+    return Caller(
+        client=client_of(request),
+        owner=owner_of(request),
+        tenant=tenant_of(request),
+        ended=request.state.answers.add,
+    )

@@ -10,8 +10,7 @@ import pydantic_core
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from vlmserve.api.body_budget import HeldBody
-from vlmserve.api.body_counts import check_items, check_values
+from vlmserve.api.body_budget import HeldBody, check_items, check_values
 from vlmserve.api.errors import refuse_invalid
 from vlmserve.api.protocol import FIELDS_INSIDE
 from vlmserve.config.settings import ServerSettings

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.answer_types import ChatCompletion, ChatCompletionChunk
 from vlmserve.api.answers import AnswerHead, AnswerWriter
+from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.caller import Caller, caller_of
 from vlmserve.api.convert import to_generate_request
 from vlmserve.api.errors import Error, describe
 from vlmserve.api.openapi.operation import MODEL_ERRORS, operation

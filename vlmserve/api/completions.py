@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.answer_types import TextCompletion, TextCompletionChunk
 from vlmserve.api.answers import AnswerHead
+from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.caller import Caller, caller_of
 from vlmserve.api.completion_answers import CompletionWriter
 from vlmserve.api.completion_protocol import CompletionRequest
 from vlmserve.api.convert import named, sampling_of

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from vlmserve.api.app import build_app
+from vlmserve.api.app import Stores, build_app
+from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.control import AskEngine
 from vlmserve.api.file_store import FileStore
-from vlmserve.api.outermost import access
-from vlmserve.api.request_log import requests
-from vlmserve.api.stores import open_stores
+from vlmserve.api.outermost import access, requests
+from vlmserve.api.responses.store import ResponseStore
 from vlmserve.api.tracing import RequestTracer, otlp_processor
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
@@ -105,7 +105,7 @@ def make_frontend(
         if settings.otlp_traces_endpoint is not None:
             tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
             stack.callback(tracer.close)
-        app = build_app(manager, model_name, settings, files, control, tracer, open_stores(files, settings, stack))
+        app = build_app(manager, model_name, settings, files, control, tracer, _open_stores(files, settings, stack))
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 
@@ -119,3 +119,14 @@ def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
     files = FileStore(folder, settings)
     stack.callback(files.close)
     return files
+
+
+def _open_stores(files: FileStore, settings: ServerSettings, stack: ExitStack) -> Stores:
+    """Open the stores of responses and batches, which `stack` closes. Raises EngineError for unusable files."""
+    responses = ResponseStore(
+        files.folder, most=settings.max_stored_responses, most_bytes=settings.max_stored_response_bytes
+    )
+    stack.callback(responses.close)
+    batches = BatchJournal(files.folder)
+    stack.callback(batches.close)
+    return Stores(responses=responses, batches=batches)

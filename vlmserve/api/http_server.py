@@ -13,6 +13,7 @@ import json
 import logging
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +23,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vlmserve.api.connections import ConnectionLimits, Connections
 from vlmserve.api.errors import RETRY_AFTER_S, error_body
-from vlmserve.api.repeated_lines import OnceInAWhile
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.process.open_files import open_files_limit
 
@@ -239,3 +239,28 @@ def _answer(status: int, message: str, code: str) -> bytes:
     body = _body(status, message, code)
     lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{n}: {v}" for n, v in _headers(status, body).items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+class OnceInAWhile(logging.Filter):
+    """Lets a message through once in `interval_s` seconds; the next one tells how many there were. clock: in seconds.
+
+    Messages are told apart by their texts before values are put in.
+    """
+
+    def __init__(self, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._clock = clock
+        self._seen: dict[str, tuple[float, int]] = {}  # when it came last, and how many were held back since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it comes."""
+        text, now = str(record.msg).partition("\n")[0], self._clock()  # asyncio's goes on with what differs
+        last, held = self._seen.get(text, (None, 0))
+        if last is not None and now - last < self._interval_s:
+            self._seen[text] = (last, held + 1)
+            return False
+        self._seen[text] = (now, 0)
+        if held:
+            record.msg = f"{record.msg} ({held} more such lines were left out)"
+        return True

@@ -24,8 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
 from vlmserve.api.api_keys import read_api_keys
-from vlmserve.api.launch_children import Child, make_directories, prepare_children, start_children
-from vlmserve.api.launch_ranks import rank_mains, serve_node
+from vlmserve.api.launch_children import (
+    Child,
+    make_directories,
+    prepare_children,
+    rank_mains,
+    serve_node,
+    start_children,
+)
 from vlmserve.api.listening import listen
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings

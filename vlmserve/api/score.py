@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from vlmserve.api.answer_types import PromptTokensDetails
+from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.caller import Caller, caller_of
 from vlmserve.api.convert import named
 from vlmserve.api.errors import invalid_value
 from vlmserve.api.openapi.operation import MODEL_ERRORS, operation

@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.caller import caller_of
 from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.protocol import Messages, StrictModel, Tool, _keep_raw
 from vlmserve.api.request_id import name_answer

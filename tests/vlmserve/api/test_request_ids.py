@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import MODEL, Served, make_served
-from vlmserve.api.request_log import requests
+from vlmserve.api.outermost import requests
 from vlmserve.frontend.live_requests import Admission
 from vlmserve_common.logs import configure_logging, request_id
 

@@ -1,14 +1,18 @@
-"""The lines of a batch's input file: {"custom_id", "method", "url", "body"}, one JSON object each."""
+"""The files of a batch: the lines of its input ({"custom_id", "method", "url", "body"}), its answers and its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import pydantic_core
 
-from vlmserve.api.body_counts import check_values
+from vlmserve.api.batches.journal import BatchJournal
+from vlmserve.api.batches.record import Batch, BatchUsage
+from vlmserve.api.body_budget import check_values
+from vlmserve.api.file_store import FileStore
 from vlmserve_common.errors import BadRequestError
 
 MOST_ID_CHARS = 512
@@ -95,3 +99,40 @@ def _parsed(raw: bytes, number: int, endpoint: str, seen: set[str], most_values:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
+
+
+PURPOSE = "batch_output"  # nobody may upload with it
+
+
+def write_file(files: FileStore, journal: BatchJournal, batch: Batch, kind: str) -> str:
+    """The id of the file of the kind "output" or "error", which a server before may have written. Raises
+    BadRequestError at a limit of the store, OSError."""
+    name = f"{batch.id}_{kind}.jsonl"
+    for record in files.files(batch.owner):
+        if (record.purpose, record.filename) == (PURPOSE, name):
+            return record.id
+    with files.begin(batch.owner) as upload:
+        for line in journal.lines(batch.id, good=kind == "output"):
+            upload.write(line.encode() + b"\n")
+        record = upload.commit(filename=name, purpose=PURPOSE, expire_after_s=batch.output_expires_after_s)
+        return record.id
+
+
+def add_up(lines: Iterable[str]) -> BatchUsage:
+    """Add up the tokens of a batch's answers."""
+    tokens = dict.fromkeys(("input", "output", "cached", "reasoning"), 0)
+    for line in lines:
+        usage = json.loads(line)["response"]["body"].get("usage") or {}
+        of_input = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        tokens["input"] += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+        tokens["output"] += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+        tokens["cached"] += of_input.get("cached_tokens") or 0
+        tokens["reasoning"] += of_output.get("reasoning_tokens") or 0
+    return {
+        "input_tokens": tokens["input"],
+        "input_tokens_details": {"cached_tokens": tokens["cached"]},
+        "output_tokens": tokens["output"],
+        "output_tokens_details": {"reasoning_tokens": tokens["reasoning"]},
+        "total_tokens": tokens["input"] + tokens["output"],
+    }

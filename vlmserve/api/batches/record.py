@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from typing_extensions import TypedDict
 
 from vlmserve.api.answer_types import CompletionTokensDetails
 from vlmserve.api.paging import Page
 
-# of the states that are OpenAI's, those that a batch does not leave any more
-ENDED = ("completed", "failed", "expired", "cancelled")
+Ended = Literal["completed", "failed", "expired", "cancelled"]
+BatchStatus = Literal["validating", "in_progress", "finalizing", "cancelling"] | Ended
+# The states that a batch does not leave any more
+ENDED: tuple[Ended, ...] = ("completed", "failed", "expired", "cancelled")
 
 
 class BatchProblem(TypedDict):
@@ -55,9 +57,7 @@ class BatchObject(TypedDict):
     errors: BatchProblems | None
     input_file_id: str
     completion_window: str
-    status: Literal[
-        "validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"
-    ]
+    status: BatchStatus
     output_file_id: str | None
     error_file_id: str | None
     created_at: int
@@ -96,13 +96,13 @@ class Batch:
     expires_at: int
     tenant: str = ""
     output_expires_after_s: int | None = None
-    status: str = "validating"
-    outcome: str | None = None
+    status: BatchStatus = "validating"
+    outcome: Ended | None = None
     problem: tuple[str, str] | None = None
     total: int = 0
     completed: int = 0
     failed: int = 0
-    usage: dict[str, Any] | None = None
+    usage: BatchUsage | None = None
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     cancelling_at: int | None = None
@@ -117,7 +117,7 @@ class Batch:
 
     def as_json(self, *, completed: int, failed: int) -> BatchObject:
         """OpenAI's object. completed, failed: lines until now."""
-        errors = None
+        errors: BatchProblems | None = None
         if self.problem is not None:
             code, message = self.problem
             errors = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}

@@ -12,23 +12,58 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from vlmserve.api.batches.endpoints import Answer
+from pydantic import BaseModel
+
+from vlmserve.api.auth import Caller
 from vlmserve.api.batches.journal import BatchJournal
-from vlmserve.api.batches.lines import Line, count_lines, read_lines
-from vlmserve.api.batches.output import add_up, write_file
+from vlmserve.api.batches.lines import Line, add_up, count_lines, read_lines, write_file
 from vlmserve.api.batches.record import Batch
-from vlmserve.api.caller import Caller
+from vlmserve.api.body import checked_within
+from vlmserve.api.chat import whole_chat
+from vlmserve.api.completion_protocol import CompletionRequest
+from vlmserve.api.completions import whole_completion
 from vlmserve.api.errors import describe
 from vlmserve.api.file_store import FileStore
+from vlmserve.api.protocol import ChatCompletionRequest, ScoreRequest
 from vlmserve.api.request_id import new_id
+from vlmserve.api.responses.api import ResponsesApi
+from vlmserve.api.responses.protocol import ResponsesRequest
+from vlmserve.api.score import whole_scores
 from vlmserve.api.served_model import ServedModel
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.logs import request_id
+
+Answer: TypeAlias = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
+"""A request's body and who asks -> the answer's body. Raises what `errors` describes."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def batch_endpoints(served: ServedModel, responses: ResponsesApi) -> dict[str, Answer]:
+    """By their paths."""
+
+    def endpoint(
+        kind: str, model: type[_Model], answer: Callable[[_Model, str, Caller], Awaitable[Mapping[str, Any]]]
+    ) -> Answer:
+        async def call(raw: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
+            body = await asyncio.to_thread(checked_within, raw, model, served.settings)
+            served.check_name(body.model)  # type: ignore[attr-defined]
+            return await answer(body, new_id(kind), caller)
+
+        return call
+
+    return {
+        "/v1/chat/completions": endpoint("chatcmpl", ChatCompletionRequest, lambda *asked: whole_chat(served, *asked)),
+        "/v1/completions": endpoint("cmpl", CompletionRequest, lambda *asked: whole_completion(served, *asked)),
+        "/v1/responses": endpoint("resp", ResponsesRequest, responses.whole),
+        "/v1/score": endpoint("score", ScoreRequest, lambda *asked: whole_scores(served, *asked)),
+    }
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -228,7 +263,7 @@ class BatchRunner:
             record |= {"response": {"status_code": status, "request_id": name, "body": body}, "error": None}
         await _done(self._journal.add_lines, batch.id, [(line.number, status == 200, record)])
 
-    async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
+    async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, Mapping[str, Any]]:
         request_id.set(name)
         caller = Caller(
             client=f"{batch.client} batch", owner=batch.owner, tenant=batch.tenant, priority=self._limits.priority

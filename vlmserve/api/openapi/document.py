@@ -170,7 +170,7 @@ def _in_query(operation: Operation) -> Sequence[dict[str, Any]]:
 
 def add_pages(app: FastAPI, *, model: str, keys: bool, admin_key: bool) -> None:
     """Add the document of an application's routes, made when it is first asked for, and the page that shows it."""
-    endpoints = [getattr(route, "endpoint", None) for route in app.routes]
+    endpoints: list[Any] = [getattr(route, "endpoint", None) for route in app.routes]
     declared = [endpoint.operation for endpoint in endpoints if hasattr(endpoint, "operation")]
 
     @functools.cache

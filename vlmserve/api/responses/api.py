@@ -12,10 +12,9 @@ from typing import Any, ParamSpec, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from vlmserve.api.auth import owner_of
+from vlmserve.api.auth import Caller, caller_of, owner_of
 from vlmserve.api.body import read_body
-from vlmserve.api.body_counts import check_items
-from vlmserve.api.caller import Caller, caller_of
+from vlmserve.api.body_budget import check_items
 from vlmserve.api.chat import chat_events
 from vlmserve.api.openapi.operation import ID_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.paging import PageRequest, page_query
