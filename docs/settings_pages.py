@@ -1,4 +1,4 @@
-"""Makes docs/flags.md (python -m docs.settings_pages > docs/flags.md) and the table of docs/flags-of-others.md."""
+"""Makes docs/flags.md (python -m docs.settings_pages > docs/flags.md), and the table of docs/flags-of-others.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KINDS = {int: "whole number", float: "number", str: "text", bool: "on or off"}
 
 
 def make_page() -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     return "\n".join(_lines()) + "\n"
 
 

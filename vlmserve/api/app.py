@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's routes over a TokenizerManager, and what operators need."""
+"""The HTTP application: OpenAI's endpoints over a TokenizerManager, and those of operators."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MODEL_ENDPOINTS = (complete_chat, complete, score_labels, warm_up, tokenize, de
 
 
 class ModelObject(TypedDict):
-    """max_model_len: the context length in tokens."""
+    """The served model. max_model_len: the context length in tokens."""
 
     id: str
     object: Literal["model"]
@@ -137,7 +137,7 @@ def _of_model(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stores:
-    """What requests leave here besides files. batches: those to be answered, and their finished lines."""
+    """The stores of requests besides uploaded files. batches: unfinished batches, and their finished lines."""
 
     responses: ResponseStore
     batches: BatchJournal
@@ -152,9 +152,12 @@ def build_app(
     tracer: RequestTracer | None = None,
     stores: Stores | None = None,
 ) -> FastAPI:
-    """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
-    gets ended chat requests. stores: of responses and batches, whose endpoints are not there without;
-    app.state.batches is what answers the latter."""
+    """Build the application.
+
+    model_name: the model's name for clients. control: sends the requests of operators to the engine. tracer: gets ended
+    chat requests. stores: keep responses and batches; without them these endpoints are missing. app.state.batches
+    answers batches.
+    """
     app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own
     install_error_handlers(app, manager.retry_after_s)
     app.state.bodies = BodyBudget(settings)

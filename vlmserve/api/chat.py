@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, and its answers for whoever asks in this process."""
+"""POST /v1/chat/completions, and the same answers for callers in this process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
 
 
 async def whole_chat(served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
-    """The chat.completion. own_id: unlike that of any other. Raises what `errors` describes."""
+    """Return the chat.completion. own_id: an id that no other request has. Raises the errors of `errors`."""
     wanted, writer = _prepare(served, chat, own_id, caller)
     async with aclosing(served.manager.generate(wanted)) as outputs:
         return await writer.whole(outputs)
@@ -63,8 +63,11 @@ async def whole_chat(served: ServedModel, chat: ChatCompletionRequest, own_id: s
 async def chat_events(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's events. What fails before the first output is raised, while a status can still be sent; what fails
-    later is told in an event of its own, as OpenAI does."""
+    """Yield the events of the stream.
+
+    An error before the first output is raised, while a status can still be sent. A later error becomes an event, as
+    OpenAI's API has it.
+    """
     wanted, writer = _prepare(served, chat, own_id, caller)
     async with aclosing(served.manager.stream(wanted)) as batches:
         yield writer.events(await anext(batches))

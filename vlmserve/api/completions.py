@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts and token ids to go on from, without a chat template."""
+"""POST /v1/completions: answers to texts and token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def complete(served: ServedModel, request: Request) -> Response:
 
 
 async def whole_completion(served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
-    """The text_completion. own_id: unlike that of any other. Raises what `errors` describes."""
+    """Return the text_completion. own_id: an id that no other request has. Raises the errors of `errors`."""
     wanted, writer = _prepare(served, body, own_id, caller)
     try:
         async with aclosing(served.manager.stream(*wanted)) as batches:
@@ -67,7 +67,7 @@ async def whole_completion(served: ServedModel, body: CompletionRequest, own_id:
 async def _events(
     served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller
 ) -> AsyncGenerator[bytes, None]:
-    """As `chat.chat_events`."""
+    """Yield the events of the stream, as `chat.chat_events` does."""
     wanted, writer = _prepare(served, body, own_id, caller)
     async with aclosing(served.manager.stream(*wanted)) as batches:
         try:
@@ -85,7 +85,8 @@ async def _events(
 
 
 def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -> list[GenerateReqInput]:
-    """One for each prompt. Raises BadRequestError for fields that contradict each other or are not supported."""
+    """Return one request for each prompt. Raises BadRequestError for fields that contradict each other or are not
+    supported."""
     _check(body)
     asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
     k = max((count for count in asked if count is not None), default=None)
@@ -113,7 +114,7 @@ def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts, each a text or token ids."""
+    """Return the prompts, each a text or token ids."""
     prompt: Any = body.prompt
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
@@ -159,7 +160,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _named(error: BadRequestError) -> BadRequestError:
-    """What is wrong with a prompt, under the name that it has here."""
+    """Give an error about a prompt the name that the prompt has in this API."""
     if error.param == "messages":
         error.param = "prompt"
     return error

@@ -1,4 +1,4 @@
-"""What operators ask of a running server, under the names that SGLang gave these endpoints."""
+"""Endpoints with which operators control a running server, under SGLang's names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AskEngine: TypeAlias = Callable[[ControlRequest], Awaitable[ControlResult]]
 
 
 async def no_engine(_: ControlRequest) -> ControlResult:
-    """What answers where no engine takes control messages."""
+    """Refuse every control message: there is no engine that takes them."""
     return ControlRefused(message="this server's engine takes no control messages", status=501)
 
 
@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 
 
 class AbortBody(StrictModel):
-    """POST /abort_request."""
+    """The body of POST /abort_request."""
 
     rid: str | None = None
     abort_all: bool | None = None
@@ -73,14 +73,14 @@ class AbortBody(StrictModel):
 
 
 class ProfileBody(StrictModel):
-    """POST /start_profile."""
+    """The body of POST /start_profile."""
 
     num_steps: Annotated[int | None, Field(ge=1, le=_MOST_STEPS)] = None
     activities: list[Activity] | None = None
 
 
 class ServerState(TypedDict):
-    """settings: without secrets. scheduler: its figures."""
+    """The state of a server. settings: without secrets. scheduler: the scheduler's figures."""
 
     version: str
     model: str
@@ -101,7 +101,7 @@ class FlushedCache(TypedDict):
 
 
 class CacheInUse(Error):
-    """Some requests keep their part of the cache. tokens: those that were forgotten."""
+    """The answer while requests keep their part of the cache. tokens: how many were forgotten."""
 
     tokens: int
     num_running_reqs: int
@@ -115,20 +115,20 @@ class PauseState(TypedDict):
 
 
 class ProfileTrace(TypedDict):
-    """path: of the trace. num_steps: null if it is recorded until it is told to stop."""
+    """A recording. path: the file of the trace. num_steps: null if the recording lasts until /stop_profile."""
 
     path: str
     num_steps: int | None
 
 
 class AbortedRequests(TypedDict):
-    """aborted: their ids."""
+    """The ended requests. aborted: their ids."""
 
     aborted: list[str]
 
 
 class ControlApi:
-    """The endpoints. paused: whether the engine begins no step, as far as this process was told."""
+    """The endpoints of operators. paused: the engine begins no step, as far as this process knows."""
 
     def __init__(self, manager: TokenizerManager, ask: AskEngine, settings: ServerSettings, model_name: str) -> None:
         self.paused = False
@@ -159,7 +159,7 @@ class ControlApi:
 
     @operation(*("GET", "/server_info", "getServerInfo", "Operators"), answer=ServerState, errors=ENGINE_ERRORS)
     async def server_info(self) -> ServerState:
-        """Describe the server: version, model, settings, sizes, and what is going on."""
+        """Describe the server: version, model, settings, sizes, and current work."""
         info = await self._ask(GetServerInfoReq(), ServerInfo)
         settings = asdict(self._settings)
         settings |= settings.pop("engine")
@@ -255,11 +255,12 @@ class ControlApi:
         }
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
-        """A small JSON object; no body at all is an empty one."""
+        """Read a small JSON object. An empty body stands for an empty object."""
         return await read_body(request, model, self._settings, if_empty=b"{}")  # type: ignore[type-var]
 
     async def _ask(self, question: ControlRequest, kind: type[_T]) -> _T:
-        """The engine's result. Raises BadRequestError with its reason, EngineUnavailableError if it does not answer."""
+        """Return the engine's result. Raises BadRequestError with the engine's reason, or EngineUnavailableError if the
+        engine does not answer."""
         reason = self._manager.unavailable
         if reason is not None:
             raise EngineUnavailableError(reason)
@@ -277,5 +278,5 @@ class ControlApi:
 
 
 def _figures(stats: SchedulerStats) -> dict[str, Any]:
-    """Without those of the encoder, which are many, and of single replicas."""
+    """Return the figures, without those of the encoder and of single replicas."""
     return {name: value for name, value in asdict(stats).items() if name not in ("encoder", "replica", "replicas")}

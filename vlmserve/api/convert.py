@@ -1,4 +1,4 @@
-"""A chat completion request as the engine takes it, or the reason why it cannot be served."""
+"""Chat completion requests in the engine's form, or the reason why they cannot be served."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def to_generate_request(
     tenant: str = "",
     ended: Callable[[RequestStats], None] | None = None,
 ) -> GenerateReqInput:
-    """Raises BadRequestError for fields that contradict each other or are not supported yet.
+    """Convert a chat completion request.
 
-    formats: how the model writes. max_n: most choices of a request. find_file: finds the uploaded files that the client
-    may use. client, owner: who it is, and whose sessions are its own. tenant: see `GenerateReqInput`. ended: is told
-    what became of each choice.
+    formats: how the model writes calls and thoughts. max_n: most choices of a request. find_file: finds the uploaded
+    files that the client may use. client, owner, tenant, ended: see `GenerateReqInput`. Raises BadRequestError for
+    fields that contradict each other or are not supported yet.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -77,7 +77,7 @@ def to_generate_request(
 
 
 def named(request: NamedRequest) -> dict[str, Any]:
-    """The fields of a `GenerateReqInput` that all requests have."""
+    """Return the fields of a `GenerateReqInput` that all requests have."""
     return {
         "cache_salt": request.cache_salt or "",
         "priority": request.priority or 0,
@@ -100,7 +100,7 @@ def _returns(request: ChatCompletionRequest) -> ReturnOptions:
 
 
 def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingOverrides:
-    """What a request says about sampling. Raises BadRequestError."""
+    """Return the request's fields about sampling. Raises BadRequestError."""
     limit = getattr(request, "max_completion_tokens", None)
     limit = request.max_tokens if limit is None else limit
     given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}

@@ -48,7 +48,7 @@ _UPLOAD: dict[str, Any] = {
 
 
 class FileObject(TypedDict):
-    """Times are Unix seconds. bytes: its size."""
+    """An uploaded file. Times are Unix seconds. bytes: its size."""
 
     id: str
     object: Literal["file"]
@@ -71,7 +71,7 @@ class DeletedFile(TypedDict):
 
 
 class FilesApi:
-    """The routes under /v1/files. What is found belongs to the API key that asks. settings: how slow uploads may be."""
+    """The endpoints under /v1/files. A file belongs to the API key that uploaded it."""
 
     def __init__(self, store: FileStore, settings: ServerSettings) -> None:
         self._store = store
@@ -164,7 +164,7 @@ class FilesApi:
 
 
 def _check_fields(fields: dict[str, str]) -> tuple[str, int | None]:
-    """The purpose, and the seconds until the file expires."""
+    """Return the purpose, and the seconds until the file expires."""
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
         raise _invalid("purpose", purpose, " or ".join(PURPOSES))

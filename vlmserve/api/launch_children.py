@@ -33,14 +33,14 @@ from vlmserve_common.process.stop_signals import (
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A process, and where it shows that it lives."""
+    """A child process, and its sign of life."""
 
     process: ChildProcess
     heartbeat: Heartbeat
 
 
 def make_directories(settings: ServerSettings, stack: ExitStack) -> tuple[Channels, StartSettings]:
-    """Private ones, which `stack` removes, and what is found there."""
+    """Make the private directories, which `stack` removes; return the channels and start settings in them."""
     runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
     shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
     start = StartSettings(
@@ -53,7 +53,7 @@ def make_directories(settings: ServerSettings, stack: ExitStack) -> tuple[Channe
 
 
 def prepare_children() -> None:
-    """Start the process that they are forks of, which imports torch once for all."""
+    """Start the process that all children are forks of, which imports torch once for all of them."""
     # OpenMP's threads, where torch computes with several, would take cores from other work while they wait.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch asks for huge pages: weights and the KV cache are read through far fewer of the kernel's tables.
@@ -68,7 +68,7 @@ def start_children(
     start: StartSettings,
     stack: ExitStack,
 ) -> list[Child]:
-    """Processes of these names and work, which `stack` stops."""
+    """Start processes of these names and work, which `stack` stops."""
     children: list[Child] = []
     for name, main in mains:
         with stop_signals_held():  # until it is sure that the child will be stopped
@@ -82,20 +82,22 @@ logger = logging.getLogger(__name__)
 
 
 def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready, *, rank: int) -> None:
-    """The process of a rank but the first, which the scheduler's has."""
+    """Run the process of a rank other than the first, which the scheduler process has."""
     from vlmserve.engine.process import run_rank_process
 
     run_rank_process(args, channels, start, ready, rank=rank)
 
 
 def rank_mains(args: EngineArgs) -> list[tuple[str, ChildMain]]:
-    """Names and work of the processes of this node's ranks, without the first of all."""
+    """Return the names and work of the processes of this node's ranks, without rank 0."""
     return [(f"rank-{rank}", partial(run_rank_process, rank=rank)) for rank in args.own_ranks if rank]
 
 
 def serve_node(settings: ServerSettings) -> int:
-    """Have this node's ranks work for the server of node 0, until that is gone, one of them dies, or a signal comes;
-    the exit status. Call it in the main thread. Errors: those of `launch.launch_server`."""
+    """Let this node's ranks work for the server of node 0, until it ends, a rank dies or a signal arrives.
+
+    Returns the exit status. Call it in the main thread. Raises the errors of `launch.launch_server`.
+    """
     configure_logging(settings.log_level, "node")
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())

@@ -39,7 +39,7 @@ class ScoreUsage(TypedDict):
 
 
 class Scores(TypedDict):
-    """For each item, of each label: its score and its logprob."""
+    """The score and the logprob of each label, for each item."""
 
     id: str
     object: Literal["scoring"]
@@ -69,7 +69,7 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
 
 
 async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> Scores:
-    """The answer's body. name: its id, unlike that of any other. Raises what `errors` describes."""
+    """Return the body of the answer. name: an id that no other request has. Raises the errors of `errors`."""
     find_file = served.files.for_owner(caller.owner)
     wanted = to_score_requests(
         body, name, find_file=find_file, client=caller.client, tenant=caller.tenant, ended=caller.ended
@@ -103,8 +103,8 @@ def to_score_requests(
     tenant: str = "",
     ended: Callable[[RequestStats], None] | None = None,
 ) -> list[GenerateReqInput]:
-    """One for each item: the next token's logprobs at the labels' ids, or the labels' texts as continuations. Raises
-    BadRequestError for fields that contradict each other."""
+    """Return a request for each item: the next token's logprobs at the labels' ids, or the labels' texts as
+    continuations. Raises BadRequestError for fields that contradict each other."""
     if (body.label_token_ids is None) == (body.labels is None):
         raise invalid_value("label_token_ids", "give label_token_ids, or labels as texts: one of them")
     if body.items is not None and not body.items:
@@ -151,7 +151,7 @@ def _prompt(body: ScoreRequest, item: str | list[int] | None, index: int, find_f
 
 
 def _with_item(messages: Sequence[Any], item: str | None, first: bool) -> Sequence[Any]:
-    """A conversation whose last message has the item's text, too."""
+    """Return a conversation whose last message has the item's text, too."""
     if item is None:
         return messages
     last = messages[-1]
@@ -164,7 +164,7 @@ def _with_item(messages: Sequence[Any], item: str | None, first: bool) -> Sequen
 
 
 async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> list[TextOutput]:
-    """Of each choice: all that is wanted of it comes with one output."""
+    """Return the output of each choice, which comes as one."""
     found: dict[int, TextOutput] = {}
     async with aclosing(served.manager.stream(*wanted)) as batches:
         async for items in batches:
@@ -173,7 +173,7 @@ async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> lis
 
 
 def _logprobs(body: ScoreRequest, outputs: Sequence[TextOutput]) -> list[float]:
-    """Of an item's labels."""
+    """Return the logprobs of an item's labels."""
     if body.labels is not None:
         scores = label_scores(body.labels, [output.prompt_logprobs for output in outputs])
         return [score.logprob for score in scores]

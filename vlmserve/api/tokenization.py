@@ -24,7 +24,8 @@ from vlmserve.frontend.sampling import check_token
 
 
 class TokenizeRequest(StrictModel):
-    """A prompt as text, or a conversation, media and all. add_special_tokens: Qwen's tokenizers have none to add."""
+    """A prompt as text, or a conversation with media. add_special_tokens has no effect: Qwen's tokenizers have none to
+    add."""
 
     model: str | None = None
     prompt: str | None = None
@@ -50,7 +51,7 @@ class DetokenizeRequest(StrictModel):
 
 
 class TokenizedPrompt(TypedDict):
-    """token_strs: with return_token_strs."""
+    """The ids of a prompt. token_strs: null without return_token_strs."""
 
     count: int
     max_model_len: int

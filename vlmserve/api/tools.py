@@ -1,4 +1,4 @@
-"""What a chat completion request says about tools."""
+"""The fields of a chat completion request about tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmserve.frontend.parsers.tool_use import ToolUse
 
 
 def tool_use(request: ChatCompletionRequest, formats: AnswerFormats) -> ToolUse | None:
-    """How its answers may use tools; None where they may not."""
+    """Return how a request's answers may use tools; None if they may not."""
     choice = request.tool_choice
     if not request.tools or choice == "none":
         return None
@@ -26,7 +26,7 @@ def tool_use(request: ChatCompletionRequest, formats: AnswerFormats) -> ToolUse 
 
 
 def check_tools(request: ChatCompletionRequest) -> None:
-    """Raises BadRequestError for tools of one name, and for a tool_choice that they do not have."""
+    """Raise BadRequestError for two tools of one name, and for a tool_choice without such a tool."""
     tools: Sequence[Tool] = request.tools or ()  # type: ignore[assignment]
     names = [tool["function"]["name"] for tool in tools]
     for index, name in enumerate(names):

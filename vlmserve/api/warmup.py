@@ -22,8 +22,8 @@ from vlmserve_common.errors import BadRequestError
 
 
 class WarmedMedium(TypedDict):
-    """In temporal patches, of which a picture has one: found in the cache, encoded now. saved: whether all of them are
-    on disk."""
+    """An encoded picture or video. found, encoded: temporal patches found in the cache, and encoded now; a picture has
+    one. saved: all of them are on disk."""
 
     type: Literal["image", "video"]
     temporal_patches: int

@@ -1,4 +1,4 @@
-"""Settings by the names of vLLM and SGLang: which of ours they set. docs/flags-of-others.md has the table."""
+"""The settings of vLLM and SGLang, and the settings here that they set. docs/flags-of-others.md has the table."""
 
 from __future__ import annotations
 
@@ -226,9 +226,9 @@ def our_settings(alias: Alias, value: Any, place: str) -> Mapping[str, Any]:
 def translated(
     given: Mapping[str, Any], known: Collection[str], places: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return settings by our names, and where each was given. Names that nobody knows stay as they are.
+    """Return settings by the names here, and the place of each. Unknown names stay as they are.
 
-    places: where each was given, for errors. Raises SettingsError, also where two names set the same.
+    places: where each was given, for errors. Raises SettingsError, also if two names set the same.
     """
     found: dict[str, Any] = {name: value for name, value in given.items() if name in known}
     set_by = dict(places)

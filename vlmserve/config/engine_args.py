@@ -41,7 +41,7 @@ _ENCODERS = Allowed(words="0 (none beside the engine) or more", holds=lambda val
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """Everything the engine can be told. `vlmserve serve --help` shows the same texts."""
+    """All settings of the engine. `vlmserve serve --help-all` shows the same texts."""
 
     model: str = _model(MISSING, "checkpoint folder, or a Hugging Face hub id", common=True)
     device: str = _model("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU", _DEVICE, common=True)
@@ -365,39 +365,39 @@ class EngineArgs:
 
     @property
     def cuda_graph_sizes(self) -> tuple[int, ...] | None:
-        """--cuda-graph-bs, as numbers."""
+        """Return --cuda-graph-bs as numbers."""
         return tuple(map(int, self.cuda_graph_bs.split(","))) if self.cuda_graph_bs is not None else None
 
     @property
     def world_size(self) -> int:
-        """Processes that have the model together: rank = stage * tp_size + number within the stage."""
+        """Return the number of ranks of one model. The rank is stage * tp_size + number within the stage."""
         return self.tp_size * self.pp_size
 
     @property
     def num_replicas(self) -> int:
-        """Whole models behind one server."""
+        """Return the number of whole models behind one server."""
         return 1 if self.enable_dp_attention else self.dp_size
 
     @property
     def attention_groups(self) -> int:
-        """Groups of ranks of one model that have requests of their own."""
+        """Return the number of groups among the ranks of one model that have requests of their own."""
         return self.dp_size if self.enable_dp_attention else 1
 
     @property
     def own_ranks(self) -> range:
-        """The ranks of this machine."""
+        """Return the ranks of this machine."""
         count = self.world_size // self.nnodes
         return range(self.node_rank * count, (self.node_rank + 1) * count)
 
     @property
     def encodes_on_all_ranks(self) -> bool:
-        """Whether each of this machine's ranks has an encoder process beside it."""
+        """Return True if each of this machine's ranks has an encoder process beside it."""
         given = self.encoder_dp_size or self.encoder_devices
         return self.mm_encoder_tp_mode == "data" and self.world_size > 1 and not given
 
     @property
     def num_encoders(self) -> int:
-        """Vision encoder processes beside the engine."""
+        """Return the number of vision encoder processes beside the engine."""
         if self.encodes_on_all_ranks:
             return len(self.own_ranks)
         return self.encoder_dp_size or (len(self.encoder_devices.split(",")) if self.encoder_devices else 0)

@@ -13,7 +13,7 @@ from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
 
 GIVEN_AS = "given_as"
-"""Where a namespace keeps flags of other engines: our setting -> the flag that set it."""
+"""The place in a namespace of other engines' flags: our setting -> the flag that set it."""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -22,8 +22,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Full flag names only, so that a setting added later cannot change what an abbreviation means. Of a word that it
-    does not know, it says which one may have been meant."""
+    """A parser of full flag names only, so that a new setting cannot change the meaning of an abbreviation. For an
+    unknown word it suggests a known one."""
 
     def __init__(self, **kwargs: typing.Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **kwargs})
@@ -31,13 +31,13 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # without argparse's overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse's; ends the process with status 2 for words that it does not know."""
+        """Parse a command line; end the process with status 2 for unknown words."""
         return self._nothing_left(*self.parse_known_args(args, namespace))
 
     def parse_intermixed_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As `parse_args`, with flags anywhere between the words."""
+        """Parse a command line as `parse_args` does, with flags anywhere between the words."""
         return self._nothing_left(*self.parse_known_intermixed_args(args, namespace))
 
     def _nothing_left(self, found: argparse.Namespace, left: Sequence[str]) -> argparse.Namespace:
@@ -91,7 +91,7 @@ class _AliasFlag(argparse.Action):
 
 
 class _HelpAll(argparse.Action):
-    """--help-all: prints the help with all settings, and ends the process. texts: what --help leaves out."""
+    """The flag --help-all, which prints the help with all settings. texts: the parts that --help leaves out."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, texts: dict[argparse.Action, str]) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show all settings, and exit")
@@ -133,7 +133,7 @@ def add_settings(
 
 
 def in_the_users_words(problem: str, given_as: typing.Mapping[str, str]) -> str:
-    """A complaint about one of our settings, beginning with the flag that set it. given_as: see `GIVEN_AS`."""
+    """Return a complaint about one of our settings, beginning with the flag that set it. given_as: see `GIVEN_AS`."""
     for name, place in given_as.items():
         if problem.startswith(f"{flag(name)} "):
             return f"{place} (here {flag(name)}){problem.removeprefix(flag(name))}"
@@ -166,7 +166,7 @@ def _add_alias(parser: argparse.ArgumentParser, name: str, alias: Alias) -> None
 
 
 def _option_strings(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Iterator[str]:
-    """Of a parser, and of those of the commands that were named."""
+    """Yield the flags of a parser, and of the parsers of named commands."""
     yield from parser._option_string_actions
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

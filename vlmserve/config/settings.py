@@ -1,8 +1,7 @@
 """The server's settings: command line over environment over YAML file over default.
 
 Every setting is defined once, as a dataclass field with a help text: the engine's in `EngineArgs`, the server's in
-`ServerSettings`. The command line's flags (`vlmserve.cli`), the pydantic model that checks what is given, and the help
-texts are made from these fields.
+`ServerSettings`. These fields make the flags, the pydantic model that checks values, and the help texts.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ _ORIGINS = Allowed(
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What the served form can be told, besides the engine's own settings."""
+    """The settings of a server, besides the engine's."""
 
     engine: EngineArgs
     host: str = _http("127.0.0.1", "address to listen on; 0.0.0.0 for all: then set --api-key", common=True)
@@ -267,7 +266,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting as the command line shows it. type: its annotation, resolved. common: people change it."""
+    """One setting as the command line shows it. type: its resolved annotation. common: people change it."""
 
     name: str
     type: Any
@@ -293,11 +292,11 @@ def iter_settings() -> Iterator[Setting]:
 def load_settings(
     flags: Mapping[str, Any], *, config: str | None = None, defaults: Mapping[str, Any] | None = None
 ) -> ServerSettings:
-    """Settings from the flags given on the command line, `os.environ`, a YAML file, and the defaults, in that order.
+    """Load settings from flags, `os.environ`, a YAML file, and the defaults, in that order.
 
-    flags: setting name -> value (strings are parsed); only what was really given. config: the YAML file's path;
-    None looks at VLMSERVE_CONFIG. defaults: values of a command's own, where nothing else is said. An unset model
-    is "". Raises SettingsError, one line for each problem.
+    flags: setting name -> value, for the given flags only; strings are parsed. config: the YAML file's path; None:
+    VLMSERVE_CONFIG names it. defaults: a command's own defaults. A model that is not set is "". Raises SettingsError
+    with one line for each problem.
     """
     from pydantic import ValidationError
 
@@ -325,7 +324,7 @@ def load_settings(
 
 @functools.cache
 def _reader() -> type[BaseModel]:
-    """What checks and converts the values: a model with a field for every setting."""
+    """Return the model that checks and converts the values, with a field for every setting."""
     from pydantic import ConfigDict, Field, create_model
 
     fields: dict[str, Any] = {setting.name: (setting.type, setting.default) for setting in iter_settings()}
@@ -336,15 +335,15 @@ def _reader() -> type[BaseModel]:
 
 
 def _place(prefix: str, name: str) -> str:
-    """Where a setting was given, for errors."""
+    """Return where a setting was given, for errors."""
     if prefix == ENV_PREFIX:
         return prefix + name.upper()
     return flag(name) if prefix == "--" else prefix + name
 
 
 def _variables(known: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables of the environment that set something: under names of other engines, and under ours. The log warns of
-    those that nobody knows."""
+    """Return the environment's settings: those under names of other engines, and those under ours. Variables without an
+    effect are logged."""
     foreign, ours = {}, {}
     for variable, value in os.environ.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
@@ -361,7 +360,7 @@ def _variables(known: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file's settings; keys may be written with dashes or underscores."""
+    """Return a YAML file's settings. Keys may have dashes or underscores."""
     import yaml
 
     try:
@@ -386,7 +385,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _where_and_why(error: Exception) -> str:
-    """Of PyYAML's, whose own texts take lines and call the file a unicode string."""
+    """Return an error of PyYAML in one line."""
     mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not why:
         return " ".join(str(error).split())
@@ -394,7 +393,7 @@ def _where_and_why(error: Exception) -> str:
 
 
 def _explain(error: ValidationError, known: Collection[str], places: Mapping[str, str]) -> Iterator[str]:
-    """One line for each problem: where the value came from, the value, and what is allowed."""
+    """Yield one line for each problem: the place of the value, the value, and the allowed values."""
     for problem in error.errors(include_url=False):
         name = str(problem["loc"][0])
         place = places.get(name, name)

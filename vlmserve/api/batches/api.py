@@ -46,7 +46,7 @@ class BatchRequest(StrictModel):
 
 
 class BatchesApi:
-    """The routes under /v1/batches. What is found belongs to the API key that asks."""
+    """The endpoints under /v1/batches. A batch belongs to the API key that made it."""
 
     def __init__(self, journal: BatchJournal, runner: BatchRunner, files: FileStore, settings: ServerSettings) -> None:
         self._journal = journal

@@ -20,7 +20,8 @@ MOST_ID_CHARS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """number: from 1, blank lines counted. problem: (code, message) of a line that cannot be asked; it has no body."""
+    """A line of the input. number: counted from 1, with blank lines. problem: (code, message) if the line cannot be
+    answered; such a line has no body."""
 
     number: int
     custom_id: str | None
@@ -29,7 +30,7 @@ class Line:
 
 
 def count_lines(file: BinaryIO) -> int:
-    """Those that are not blank. Reads what may be large in pieces."""
+    """Count the lines that are not blank. A large file is read in pieces."""
     count, blank = 0, True
     while chunk := file.read(2**20):
         parts = chunk.split(b"\n")
@@ -42,9 +43,9 @@ def count_lines(file: BinaryIO) -> int:
 
 
 def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int, most_values: int) -> Iterator[Line]:
-    """All that are not blank, good and bad. A file gives the same lines each time.
+    """Yield all lines that are not blank, good and bad. A file gives the same lines each time.
 
-    most_bytes, most_values: of a line.
+    most_bytes, most_values: the limits of a line.
     """
     seen: set[str] = set()
     number = 0
@@ -101,12 +102,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:80] + "..."
 
 
-PURPOSE = "batch_output"  # nobody may upload with it
+PURPOSE = "batch_output"  # no upload may have this purpose
 
 
 def write_file(files: FileStore, journal: BatchJournal, batch: Batch, kind: str) -> str:
-    """The id of the file of the kind "output" or "error", which a server before may have written. Raises
-    BadRequestError at a limit of the store, OSError."""
+    """Write the file of the kind "output" or "error", unless an earlier server wrote it; return its id. Raises
+    BadRequestError at a limit of the store, and OSError."""
     name = f"{batch.id}_{kind}.jsonl"
     for record in files.files(batch.owner):
         if (record.purpose, record.filename) == (PURPOSE, name):

@@ -1,4 +1,4 @@
-"""What is known of a batch, and how OpenAI's API shows it."""
+"""The record of a batch, and OpenAI's object for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CachedTokens(TypedDict):
 
 
 class BatchUsage(TypedDict):
-    """Of all answers."""
+    """The tokens of all answers."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
@@ -49,7 +49,7 @@ class BatchUsage(TypedDict):
 
 
 class BatchObject(TypedDict):
-    """Times are Unix seconds. usage: when it has ended."""
+    """A batch. Times are Unix seconds. usage: null until the batch has ended."""
 
     id: str
     object: Literal["batch"]
@@ -80,9 +80,11 @@ class BatchList(Page):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """owner, client, tenant: as of a `Caller`. Times are Unix seconds. outcome: what its status will be when its files
-    are written; None while lines are answered. total, completed, failed: lines; the latter two and usage are told when
-    it has ended. output_expires_after_s: of its files; None: as files do. problem: (code, message) of what stopped it.
+    """A batch, as the journal keeps it. Times are Unix seconds.
+
+    owner, client, tenant: as of a `Caller`. outcome: the status when the files are written; None while lines are
+    answered. total, completed, failed: lines; the latter two and usage are set at the end. output_expires_after_s: how
+    long its files are kept; None: as other files. problem: (code, message) of the error that stopped it.
     """
 
     id: str
@@ -112,11 +114,11 @@ class Batch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over: its files are there."""
+        """Return True if the batch is over, and its files are there."""
         return self.status in ENDED
 
     def as_json(self, *, completed: int, failed: int) -> BatchObject:
-        """OpenAI's object. completed, failed: lines until now."""
+        """Return OpenAI's object. completed, failed: lines until now."""
         errors: BatchProblems | None = None
         if self.problem is not None:
             code, message = self.problem

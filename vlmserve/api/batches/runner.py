@@ -45,7 +45,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def batch_endpoints(served: ServedModel, responses: ResponsesApi) -> dict[str, Answer]:
-    """By their paths."""
+    """Return the endpoints that lines may ask, by their paths."""
 
     def endpoint(
         kind: str, model: type[_Model], answer: Callable[[_Model, str, Caller], Awaitable[Mapping[str, Any]]]
@@ -77,8 +77,8 @@ _WRITE_AGAIN_S = 30.0  # between two tries to write a batch's files
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """concurrency: lines answered at a time. max_lines: of a file. max_line_bytes, max_line_values: of a line.
-    priority: of the lines, as of a `Caller`."""
+    """Limits of batches. concurrency: lines answered at a time. max_lines: lines of a file. max_line_bytes,
+    max_line_values: the size of a line. priority: of the lines, as of a `Caller`."""
 
     concurrency: int
     max_lines: int
@@ -88,7 +88,7 @@ class BatchLimits:
 
 
 def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[str, Answer]) -> BatchRunner:
-    """For a served model: its lines come last where the scheduler knows priorities."""
+    """Make the runner of a served model. If the scheduler knows priorities, lines come last."""
     settings, manager = served.settings, served.manager
     engine = settings.engine
     limits = BatchLimits(
@@ -109,8 +109,8 @@ def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[s
 
 
 class BatchRunner:
-    """For one event loop. has_room: whether the engine could take another request without any waiting for it.
-    is_gone: whether there is no engine any more, and there will be none."""
+    """Runs batches in one event loop. has_room: the engine could take another request at once. is_gone: the engine has
+    failed for good."""
 
     def __init__(
         self,
@@ -134,18 +134,18 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Go on with what the last server left."""
+        """Go on with the batches that the last server left."""
         for batch in self._journal.unfinished():
             logger.info("batch %s goes on: %s", batch.id, batch.status)
             self.run(batch)
 
     def run(self, batch: Batch) -> None:
-        """Begin, or go on."""
+        """Begin a batch, or go on with it."""
         task = self._tasks[batch.id] = asyncio.get_running_loop().create_task(self._run(batch))
         task.add_done_callback(self._forget)
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Begin no further line, and drop those under way. What has been answered stays."""
+        """Begin no further line of a batch, and drop those under way. Answers that are there stay."""
         task = self._tasks.get(batch.id)
         if task is not None:
             task.cancel()
@@ -160,7 +160,7 @@ class BatchRunner:
         return batch
 
     async def stop(self) -> None:
-        """Drop what is under way: the next server goes on."""
+        """Drop the lines under way. The next server goes on with them."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -186,7 +186,7 @@ class BatchRunner:
             logger.info("batch %s: %s, %d answered, %d failed", batch.id, batch.status, batch.completed, batch.failed)
 
     async def _answer_all(self, batch: Batch) -> Batch:
-        """The batch with its outcome."""
+        """Answer all lines; return the batch with its outcome."""
         try:
             if batch.status == "validating":
                 batch = await self._count(batch)
@@ -225,7 +225,7 @@ class BatchRunner:
             raise group_error.exceptions[0] from None
 
     async def _room(self) -> None:
-        """A slot, and room in the engine."""
+        """Wait for a slot, and for room in the engine."""
         await self._slots.acquire()
         try:
             while not self._has_room():
@@ -298,7 +298,7 @@ class BatchRunner:
         await _done(expire)
 
     async def _finish(self, batch: Batch) -> Batch:
-        """Write the files, for as long as it takes to have room for them, and tell that it has ended."""
+        """Write the files, which may wait for room, and mark the batch as ended."""
         assert batch.outcome is not None
         completed, failed = await asyncio.to_thread(self._journal.counts, batch.id)
         usage = await asyncio.to_thread(add_up, self._journal.lines(batch.id, good=True))
@@ -329,7 +329,7 @@ class BatchRunner:
 
 
 async def _done(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Called in a thread, and waited for even when this is cancelled: nothing is still written after that."""
+    """Call a function in a thread, and wait for it even if this task is cancelled. Nothing is written afterwards."""
     working = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
         return await asyncio.shield(working)

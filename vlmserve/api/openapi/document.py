@@ -149,7 +149,7 @@ def _content(operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]
         return {operation.answer: {"schema": {"type": "string"} if operation.answer.startswith("text/") else {}}}
     content: dict[str, Any] = {"application/json": {"schema": schemas[operation.id, "answer"]}}
     if operation.events is not None:
-        # As OpenAPI 3.2 has it: the schema is of one event.
+        # The schema describes one event, as in OpenAPI 3.2.
         schema = schemas[operation.id, "event"]
         data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
         if operation.ends_with_done:
@@ -188,7 +188,7 @@ def add_pages(app: FastAPI, *, model: str, keys: bool, admin_key: bool) -> None:
             swagger_js_url=SCRIPT_PATH.removeprefix("/"),
             swagger_css_url=STYLE_PATH.removeprefix("/"),
             swagger_favicon_url="data:,",
-            swagger_ui_parameters={"validatorUrl": None},  # nobody else is asked whether the document is valid
+            swagger_ui_parameters={"validatorUrl": None},  # no other server checks the document
         )
 
     app.add_api_route(DOCUMENT_PATH, show_document, methods=["GET"], include_in_schema=False)

@@ -1,4 +1,4 @@
-"""What an endpoint takes and answers, declared where the endpoint is: `document` makes the OpenAPI document of it."""
+"""Operations of the API, each declared at its endpoint. `document` makes the OpenAPI document of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MODEL_ERRORS = (*BODY_ERRORS, *ID_ERRORS, 409, 429, 499, *ENGINE_ERRORS, 504)
 class Operation:
     """One operation of the API.
 
-    id: the name of its method in generated clients. answer: the type of its JSON with the status 200, or the media
-    type of other content. request: the type of its JSON body, and an example of it, which gets the model's name; form:
-    the schema of a multipart body. events: the type of the JSON in its events with `stream: true`; ends_with_done: the
-    last event is [DONE]. query: the schemas of its query parameters. errors: the statuses of its own errors; conflict:
-    the type of its 409.
+    id: the name of its method in generated clients. answer: the type of its JSON with the status 200, or the media type
+    of other content. request, example: the type of its JSON body and an example, which gets the model's name. form: the
+    schema of a multipart body. events: the type of the JSON in the events of `stream: true`. ends_with_done: the last
+    event is [DONE]. query: the schemas of query parameters. errors: the statuses of its own errors. conflict: the type
+    of its 409.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -48,7 +48,7 @@ class Operation:
 
 
 def operation(method: str, path: str, id: str, tag: str, *, answer: Any, **more: Any) -> Callable[[Endpoint], Endpoint]:
-    """Return what declares an endpoint's `Operation`, whose summary is the first sentence of its docstring."""
+    """Return a decorator that declares an endpoint's `Operation`. The summary is the docstring's first sentence."""
 
     def declare(endpoint: Endpoint) -> Endpoint:
         summary = " ".join((endpoint.__doc__ or "").partition(".")[0].split())

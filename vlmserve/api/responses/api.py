@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over chat completions: there is no other way to the engine."""
+"""OpenAI's Responses API, made of chat completions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class ResponsesApi:
-    """The routes under /v1/responses. What is found belongs to the API key that asks."""
+    """The endpoints under /v1/responses. A response belongs to the API key that made it."""
 
     def __init__(self, served: ServedModel, store: ResponseStore) -> None:
         self._served = served
@@ -63,7 +63,7 @@ class ResponsesApi:
         return await self._written(JSONResponse, answer)
 
     async def whole(self, body: ResponsesRequest, own_id: str, caller: Caller) -> dict[str, Any]:
-        """The response object. own_id: unlike that of any other. Raises what `errors` describes."""
+        """Return the response object. own_id: an id that no other request has. Raises the errors of `errors`."""
         async with aclosing(self._made(body, own_id, caller)) as made:
             events = [event async for some in made for event in some]
         return events[-1]["response"]
@@ -100,7 +100,7 @@ class ResponsesApi:
         return JSONResponse(page | {"data": items})
 
     async def _written(self, write: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """What is large with logprobs is written in a thread, one at a time."""
+        """Write JSON in a thread, one at a time: with logprobs it is large."""
         async with self._writing:
             return await asyncio.to_thread(write, *args, **kwargs)
 
@@ -113,7 +113,7 @@ class ResponsesApi:
     async def _made(
         self, body: ResponsesRequest, own_id: str, caller: Caller
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Events as they come, the last one with the whole response. What fails before the first is raised."""
+        """Yield events as they are made; the last one has the whole response. Errors before the first are raised."""
         given = with_ids(body.input)
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
@@ -138,7 +138,7 @@ class ResponsesApi:
     async def _chunks(
         self, body: ResponsesRequest, conversation: Conversation, own_id: str, caller: Caller
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Of the chat. With `truncation: auto` ever more of the oldest turns are left out until the rest fits."""
+        """Yield the chunks of the chat. `truncation: auto` leaves out the oldest turns until the rest fits."""
         whole, dropped = conversation, 0
         while True:
             chat = await asyncio.to_thread(to_chat_request, body, conversation)
@@ -163,7 +163,7 @@ def _encoded(events: Iterable[dict[str, Any]]) -> bytes:
 
 
 def _parsed(events: bytes) -> list[dict[str, Any]]:
-    """The chunks that a chat's events hold."""
+    """Return the chunks in a chat's events."""
     return [json.loads(one.removeprefix(b"data: ")) for one in events.split(b"\n\n") if one and one != DONE.strip()]
 
 
@@ -172,7 +172,7 @@ def _events_of(writer: ResponseWriter, chunks: Iterable[dict[str, Any]]) -> list
 
 
 def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return the fields of a response that repeat its request."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     reasoning = body.reasoning
     choice = body.tool_choice

@@ -44,7 +44,7 @@ class ReasoningItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """arguments: JSON, as the model wrote it."""
+    """A call of a function. arguments: JSON, as the model wrote it."""
 
     id: str
     type: Literal["function_call"]
@@ -59,7 +59,7 @@ OutputPart = Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
 class InputTokensDetails(TypedDict):
-    """The last three with return_usage_details."""
+    """The kinds of the input's tokens; the last three come with return_usage_details."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -73,7 +73,7 @@ class OutputTokensDetails(TypedDict):
 
 
 class ResponseUsage(TypedDict):
-    """timings: with return_usage_details."""
+    """The tokens of a response; timings come with return_usage_details."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -98,7 +98,7 @@ class ReasoningOptions(TypedDict):
 
 
 class ResponseObject(Remarks):
-    """A response, with what it repeats of its request."""
+    """A response, with the fields of its request."""
 
     id: str
     object: Literal["response"]
@@ -150,7 +150,7 @@ class _Event(TypedDict):
 
 
 class ResponseStateEvent(_Event):
-    """The first two and the last of a stream."""
+    """An event with the whole response: the first two and the last one of a stream."""
 
     type: Literal[
         "response.created",

@@ -1,4 +1,4 @@
-"""What callers of `vlmserve.LLM` may write shorter (settings, conversations, sampling), brought to the engine's forms.
+"""The short forms of settings, conversations and sampling that callers of `vlmserve.LLM` may write.
 
 A text that is no URL names a local file here, and here only: in the server all text comes from clients.
 """
@@ -35,8 +35,11 @@ _COUNTS = {"max_images_per_request": "images", "max_videos_per_request": "videos
 
 
 class SamplingOptions(TypedDict, total=False):
-    """`SamplingOverrides` as keywords; max_tokens is max_new_tokens. response_format and structured_outputs (one of
-    json, regex, choice, grammar, structural_tag, json_object) are the API's, in place of a grammar."""
+    """`SamplingOverrides` as keywords; max_tokens is max_new_tokens.
+
+    response_format and structured_outputs (one of json, regex, choice, grammar, structural_tag, json_object) are the
+    API's, in place of a grammar.
+    """
 
     max_tokens: int | None
     max_new_tokens: int | None
@@ -84,10 +87,10 @@ def read_settings(
 
 
 def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequence[Mapping[str, Any]]:
-    """Messages in OpenAI's form, whose local files are Paths.
+    """Return messages in OpenAI's form, whose local files are Paths.
 
-    images, videos: one, or several; they go before the text, where the chat is one, and there may be none otherwise.
-    Raises TypeError, also for what is no conversation at all.
+    images, videos: one, or several, which go before the text. They are allowed with a text only. Raises TypeError, also
+    if `chat` is no conversation.
     """
     parts = [{"type": "image", "image": image} for image in _several(images)]
     parts += [{"type": "video", "video": video} for video in _several(videos)]
@@ -103,7 +106,7 @@ def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequ
 
 
 def sampling_of(sampling: SamplingOverrides | None, options: Mapping[str, Any]) -> SamplingOverrides:
-    """Both together; an option goes before. TypeError for an unknown one, and for a value of another type."""
+    """Return both together; an option wins. Raises TypeError for an unknown option, or a value of another type."""
     given = dict(options)
     for name in given:
         if name not in SamplingOptions.__annotations__:
@@ -132,7 +135,7 @@ def _several(media: Any) -> Iterable[Any]:
 
 
 def _part(part: Any, _place: str) -> Any:
-    """A part of another shape than expected is left alone: whoever checks messages says what is wrong with it."""
+    """Convert the paths of a part. A part of an unexpected shape stays as it is, for the check of messages."""
     if not isinstance(part, Mapping):
         return part
     kind = part.get("type")
@@ -144,7 +147,7 @@ def _part(part: Any, _place: str) -> Any:
 
 
 def _url_part(part: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """A URL that is none becomes a part of the kind that takes paths."""
+    """Return a part of the kind that takes paths, if its URL is a path."""
     value = part.get(kind)
     url = value.get("url") if isinstance(value, Mapping) else value
     path = _path(url)
@@ -157,7 +160,7 @@ def _url_part(part: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _path(value: Any) -> Any:
-    """A text that is no URL as a Path; a list of frames likewise."""
+    """Return a Path for a text that is no URL; for a list of frames likewise."""
     if isinstance(value, list | tuple):
         return [_path(frame) for frame in value]
     if isinstance(value, str) and value.strip() and not _URL.match(value):

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 
 class OtherNames(TypedDict, total=False):
-    """Settings by the names of vLLM and SGLang: docs/flags-of-others.md."""
+    """The names of vLLM and SGLang for settings: docs/flags-of-others.md."""
 
     context_length: int | None
     gpu_memory_utilization: float
