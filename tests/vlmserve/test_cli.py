@@ -74,14 +74,6 @@ def test_wrong_settings_end_with_2(
     assert launched == []
 
 
-@pytest.mark.parametrize("words", [[], ["serv"], ["serve", "--page-siz", "1"], ["serve", "a", "b"], ["bench"]])
-def test_a_wrong_command_line_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(words)
-    assert caught.value.code == 2
-    assert "error:" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("error", [CheckpointError("no config.json in /x"), OSError("port 1 is taken")])
 def test_a_failure_is_one_line_and_1(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

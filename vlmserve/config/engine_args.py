@@ -172,8 +172,9 @@ class EngineArgs:
     )
     video_reference: Literal["published", "transformers"] = _videos(
         "published",
-        "how a video stands in the prompt: as in the models' published code, or as in transformers 5.10 and later "
-        "(Qwen3-VL keeps the outer vision markers; in Qwen2-VL and Qwen2.5-VL, text after a video ignores its time)",
+        "how a video stands in the prompt; published: as in the models' published code; transformers: as in "
+        "transformers 5.10 and later (Qwen3-VL keeps the outer vision markers; in Qwen2-VL and Qwen2.5-VL, text "
+        "after a video ignores its time)",
     )
     mem_fraction_static: float = _memory(
         0.8,
@@ -208,8 +209,8 @@ class EngineArgs:
     disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = _memory(
         "lru",
-        "which cached prefix goes first: the least recently used one, the one with the fewest hits, the oldest one, or "
-        "the one of the lowest priority",
+        "which cached prefix is evicted first; lru: the least recently used; lfu: the one with the fewest hits; "
+        "fifo: the oldest; priority: the one of the lowest priority",
     )
     enable_hierarchical_cache: bool = _memory(
         False, "keep cached prefixes that the KV cache has no room for in host memory, and bring them back", common=True
@@ -217,7 +218,8 @@ class EngineArgs:
     hicache_size_gib: float = _memory(4.0, "host memory for --enable-hierarchical-cache, in GiB", ABOVE_0)
     hicache_write_policy: Literal["write_back", "write_through_selective"] = _memory(
         "write_back",
-        "what goes to host memory: every prefix that is given up, or those that were used twice, at that time",
+        "which evicted prefixes go to host memory; write_back: all; write_through_selective: those that were "
+        "used twice",
     )
     hicache_storage_dir: str | None = _memory(
         None, "folder that keeps prefixes which host memory has no room for, also across restarts; default: none"
@@ -246,46 +248,48 @@ class EngineArgs:
     )
     enable_dp_attention: bool = _parallel(
         False,
-        "--dp-size groups among the --tp-size ranks have requests and KV of their own, and all ranks share all but "
-        "attention; for models of few key-value heads and many experts (--ep-size)",
+        "split the --tp-size ranks into --dp-size groups, each with requests and KV of its own; all ranks share "
+        "the rest of the model; for models of few key-value heads and many experts (--ep-size)",
     )
     load_balance_method: Literal["affinity", "round_robin", "shortest_queue"] = _parallel(
         "affinity",
-        "which replica gets a request: the one that has most of its prompt and pictures, unless that has much more to "
-        "do than others; each in turn; or the one with least to do",
+        "which replica gets a request; affinity: the one that has most of its prompt and pictures, unless others "
+        "have much less work; round_robin: each in turn; shortest_queue: the one with the least work",
     )
     ep_size: int = _parallel(
         1,
-        "parties of the --tp-size ranks that each have experts of their own, all of it; within a party ranks cut each "
-        "expert; it divides --tp-size",
+        "groups of the --tp-size ranks, each with whole experts of its own (expert parallel); the ranks of a "
+        "group split each expert; it divides --tp-size",
         AT_LEAST_1,
         common=True,
     )
     moe_a2a_backend: Literal["auto", "none", "torch"] = _parallel(
         "auto",
-        "how tokens get to experts: none, all ranks have all tokens and sums are added up; torch, each row is sent to "
-        "the ranks of its experts; auto: what moves less",
+        "how tokens reach experts; none: all ranks have all tokens, and add up their results; torch: each row is "
+        "sent to the ranks of its experts; auto: the way that moves less data",
     )
     enable_eplb: bool = _parallel(
-        False, "count how often each expert is chosen, and have the busy ones move to ranks that have less to do"
+        False,
+        "count how often each expert is chosen, and move busy experts to ranks with less work",
     )
     ep_num_redundant_experts: int = _parallel(
-        0, "with --enable-eplb: copies of busy experts beside one of each, over all of --ep-size", _NOT_NEGATIVE
+        0, "with --enable-eplb: extra copies of busy experts, over all of --ep-size", _NOT_NEGATIVE
     )
     eplb_rebalance_num_iterations: int = _parallel(
-        1000, "with --enable-eplb: steps after which experts are placed anew", AT_LEAST_1
+        1000, "with --enable-eplb: steps between two placements of the experts", AT_LEAST_1
     )
     nnodes: int = _parallel(
         1, "machines that --tp-size times --pp-size is spread over; the same command is given on each", AT_LEAST_1
     )
     node_rank: int = _parallel(0, "this machine's number; 0 is the one that takes requests", _NOT_NEGATIVE)
     dist_init_addr: str | None = _parallel(
-        None, "HOST:PORT of machine 0 where machines meet; for a network that nobody else is in: it is not encrypted"
+        None,
+        "HOST:PORT of machine 0, where machines meet; use a private network, since the connection is not encrypted",
     )
     mm_encoder_tp_mode: Literal["one", "data"] = _parallel(
         "one",
-        "with several ranks: one, the first rank encodes pictures and hands rows on; data: an encoder process on every "
-        "rank's device does, each with the whole tower",
+        "with several ranks; one: the first rank encodes pictures and hands rows on; data: an encoder process on "
+        "every rank's device encodes, each with the whole tower",
     )
     max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1, common=True)
     max_queued_requests: int = _scheduling(
@@ -307,19 +311,22 @@ class EngineArgs:
         256, "most conversations (session_id) whose KV is kept between turns; 0: none", _NOT_NEGATIVE
     )
     session_timeout_s: float = _scheduling(600.0, "seconds that a conversation's KV is kept after a turn", _POSITIVE)
-    disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the one before has ended")
+    disable_overlap_schedule: bool = _scheduling(
+        False,
+        "decide a step only when the step before has ended",
+    )
     max_decode_slowdown: float = _scheduling(
-        2.0, "most times that prompts and pictures may lengthen the time between tokens; 0: no limit", _NOT_NEGATIVE
+        2.0, "how many times longer prompts and pictures may make the time between tokens; 0: no limit", _NOT_NEGATIVE
     )
     max_step_s: float = _scheduling(
         0.2,
-        "seconds that a chunk of a prompt or of a picture takes where nothing decodes, at most, about; 0: no limit",
+        "about the most seconds of a chunk of a prompt or picture while nothing decodes; 0: no limit",
         _NOT_NEGATIVE,
     )
     speculative_algorithm: Literal["none", "ngram"] = _scheduling(
         "none",
-        "guess next tokens and check several in one step, with the same answers; ngram: what followed the last tokens "
-        "where they stood before, in prompt or answer",
+        "guess next tokens and check several in one step, with the same answers; ngram: guess the tokens that "
+        "followed the last ones earlier in prompt or answer",
         common=True,
     )
     speculative_num_draft_tokens: int = _scheduling(4, "most tokens guessed at a time", AT_LEAST_1)

@@ -110,7 +110,7 @@ class ServerSettings:
     )
     allowed_hosts: str | None = _http(
         None,
-        "host names that a server without API keys is asked for by, besides localhost and addresses; with commas "
+        "host names that a server without API keys answers to, besides localhost and addresses; with commas "
         "between them; .example.com means all below it; *: any",
         _HOSTS,
     )
@@ -124,9 +124,9 @@ class ServerSettings:
         2048, "most connections at a time; fewer where the system allows few open files", AT_LEAST_1
     )
     header_timeout_s: float = _http(10.0, "seconds in which a request's headers must have come", SECONDS)
-    keep_alive_timeout_s: float = _http(5.0, "seconds that a connection is kept for its next request", SECONDS)
+    keep_alive_timeout_s: float = _http(5.0, "seconds that an idle connection is kept for its next request", SECONDS)
     send_timeout_s: float = _http(
-        60.0, "seconds that a client may leave what was sent to it, before its connection is cut", SECONDS
+        60.0, "seconds without progress after which the connection of a client that does not read is cut", SECONDS
     )
     tool_call_parser: Literal["auto", "hermes", "qwen3_coder"] = _http(
         "auto", "how the model writes calls of tools; auto: as its chat template does"
@@ -166,8 +166,7 @@ class ServerSettings:
     )
     forwarded_allow_ips: str = _http(
         "127.0.0.1",
-        "proxies whose X-Forwarded-For says which client a request is of: addresses or networks with commas between "
-        "them; *: all",
+        "proxies whose X-Forwarded-For names the client: addresses or networks with commas between them; *: all",
     )
     access_log: bool = _http(
         False, "log a line for each HTTP request: client, method, path, status, duration, X-Request-Id"
