@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
-    from processors.fetch.settings import FetchSettings
+    from processors.fetch.limits import FetchSettings
     from vlmserve.commands.client.boxes import Box, Marks, Point, parse_boxes
     from vlmserve.commands.offline.async_llm import AsyncLLM
     from vlmserve.commands.offline.llm import LLM, Completion
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vlmserve_common.errors import BadRequestError, CheckpointError, EngineError, VlmserveError
 
 _EXPORTS = {
-    "processors.fetch.settings": "FetchSettings",
+    "processors.fetch.limits": "FetchSettings",
     "vlmserve.commands.client.boxes": "Box Marks Point parse_boxes",
     "vlmserve.commands.offline.async_llm": "AsyncLLM",
     "vlmserve.commands.offline.llm": "Completion LLM",

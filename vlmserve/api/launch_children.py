@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 
-from processors.pool.forks import prepare_processes
+from processors.pool import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
