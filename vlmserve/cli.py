@@ -71,7 +71,7 @@ The usual flags of vLLM and SGLang are taken, too, or answered with ours: docs/f
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line's parser. `serve` leaves flags that were not given out of its namespace."""
+    """Return the command line's parser. `serve` leaves flags that were not given out of its namespace."""
     parser = CommandParser(
         prog="vlmserve", description="Serve Qwen-VL models: pictures in, right answers out.", epilog=_EPILOG
     )
@@ -100,8 +100,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 for a failure, 2 for a wrong command line or setting, 130 where
-    Ctrl-C ended it."""
+    """Run the command; return the exit status.
+
+    0: success, 1: a failure, 2: a wrong command line or setting, 130: Ctrl-C.
+    """
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

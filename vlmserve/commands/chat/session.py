@@ -27,7 +27,7 @@ from vlmserve.commands.client.conversation import (
 )
 from vlmserve.commands.client.media import KINDS, Medium, MediumError, open_medium
 from vlmserve.commands.client.own_server import ChatTarget
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean
 
 
 def ask(client: ChatClient, body: Mapping[str, Any], write: Callable[[str], None]) -> tuple[ChatAnswer, bool]:

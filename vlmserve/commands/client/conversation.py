@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
 from processors.inputs import Modality
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean
 from vlmserve_common.errors import VlmserveError
 
 M = TypeVar("M")

@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     batches = [1, 8, 64, 256]
     add("--batch", type=positive, nargs="+", default=batches, metavar="N", help="decode together in a replica")
     add("--prompt", type=positive, default=8192, metavar="N", help="tokens of a prompt [default: 8192]")
-    add_settings(parser, _SETTINGS)
+    add_settings(parser, _SETTINGS, help_all=False)
     return parser
 
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,7 +26,7 @@ class RunSettings:
     parallel: settings of this engine alone, how many processes share the model (tp_size ...).
     """
 
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     device: str
     max_tokens: int
     num_threads: int | None = None

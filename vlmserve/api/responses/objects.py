@@ -1,4 +1,4 @@
-"""What the routes under /v1/responses answer, and the events of their streams."""
+"""The types of responses and of the events of their streams, as the OpenAPI document shows them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from vlmserve.api.openapi.answers.chat import AnswerLogprob, Remarks
+from vlmserve.api.answer_types import AnswerLogprob, Remarks
+from vlmserve.api.paging import Page
 from vlmserve.api.responses.protocol import FunctionTool, TextConfig, ToolChoice
 from vlmserve.frontend.timings import Timings
 
@@ -43,7 +44,7 @@ class ReasoningItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """arguments: JSON, as the model wrote it."""
+    """A call of a function. arguments: JSON, as the model wrote it."""
 
     id: str
     type: Literal["function_call"]
@@ -58,7 +59,7 @@ OutputPart = Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
 class InputTokensDetails(TypedDict):
-    """The last three with return_usage_details."""
+    """The kinds of the input's tokens; the last three come with return_usage_details."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -72,7 +73,7 @@ class OutputTokensDetails(TypedDict):
 
 
 class ResponseUsage(TypedDict):
-    """timings: with return_usage_details."""
+    """The tokens of a response; timings come with return_usage_details."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -97,7 +98,7 @@ class ReasoningOptions(TypedDict):
 
 
 class ResponseObject(Remarks):
-    """A response, with what it repeats of its request."""
+    """A response, with the fields of its request."""
 
     id: str
     object: Literal["response"]
@@ -135,14 +136,10 @@ class DeletedResponse(TypedDict):
     deleted: bool
 
 
-class InputItems(TypedDict):
-    """A page. data: as the client wrote them, each with an id and a type."""
+class InputItems(Page):
+    """A page of the items of a request. data: the items as the client wrote them, each with an id and a type."""
 
-    object: Literal["list"]
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 # ---- events
@@ -153,7 +150,7 @@ class _Event(TypedDict):
 
 
 class ResponseStateEvent(_Event):
-    """The first two and the last of a stream."""
+    """An event with the whole response: the first two and the last one of a stream."""
 
     type: Literal[
         "response.created",

@@ -1,4 +1,4 @@
-"""What POST /v1/chat/completions answers, whole and in chunks."""
+"""The types of chat and text completions, whole and in chunks, as the OpenAPI document shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FinishType = Literal["stop", "length", "tool_calls"]
 
 
 class NamedLogprob(TypedDict):
-    """A token. bytes: those of its text, which may be a part of a character."""
+    """A token. bytes: the bytes of its text, which may be a part of a character."""
 
     token: str
     logprob: float
@@ -26,7 +26,7 @@ class NamedLogprob(TypedDict):
 
 
 class AnswerLogprob(NamedLogprob):
-    """A token of the answer. token_ids_logprobs: of the tokens that were asked for."""
+    """A token of the answer. token_ids_logprobs: the logprobs of the tokens that the request names."""
 
     top_logprobs: list[NamedLogprob]
     token_ids_logprobs: NotRequired[list[float]]
@@ -38,7 +38,7 @@ class ChoiceLogprobs(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """rank: 1 for the likeliest token."""
+    """A token at a position of the prompt. rank: 1 for the likeliest token."""
 
     logprob: float
     rank: int
@@ -52,7 +52,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class Size(TypedDict):
-    """In pixels."""
+    """Width and height in pixels."""
 
     width: int
     height: int
@@ -64,7 +64,7 @@ class Scale(TypedDict):
 
 
 class MediumInfo(TypedDict):
-    """What became of a picture or video. scale: pixels of the source in one of the resized picture."""
+    """How a picture or video was prepared. scale: pixels of the source in one pixel of the resized picture."""
 
     kind: Literal["image", "video"]
     param: str
@@ -80,13 +80,13 @@ class MediumInfo(TypedDict):
 
 
 class MediaReport(TypedDict):
-    """Of the request's media, in the order of its prompt."""
+    """The reports on the request's media, in the order of its prompt."""
 
     media: list[MediumInfo]
 
 
 class PromptTokensDetails(TypedDict):
-    """What is of the prompt's tokens; the last three with return_usage_details."""
+    """The kinds of the prompt's tokens; the last three come with return_usage_details."""
 
     cached_tokens: int
     text_tokens: NotRequired[int]
@@ -99,7 +99,7 @@ class CompletionTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """timings: with return_usage_details."""
+    """The tokens of a request; timings come with return_usage_details."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -110,7 +110,7 @@ class Usage(TypedDict):
 
 
 class Remarks(TypedDict):
-    """warnings: what could not be done as asked. mm_report, timings: with return_mm_report."""
+    """Remarks on an answer. warnings: parts of the request without effect. mm_report, timings: with return_mm_report"""
 
     warnings: NotRequired[list[str]]
     mm_report: NotRequired[MediaReport]
@@ -121,7 +121,7 @@ class Remarks(TypedDict):
 
 
 class FunctionOfCall(TypedDict):
-    """arguments: JSON, as the model wrote it."""
+    """A called function. arguments: JSON, as the model wrote it."""
 
     name: str
     arguments: str
@@ -134,7 +134,7 @@ class CallOfTool(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """content: null where there is nothing but calls."""
+    """The message of an answer. content: null if the answer has calls only."""
 
     role: Literal["assistant"]
     content: str | None
@@ -144,7 +144,7 @@ class AnswerMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """stop_reason: the stop string that was found."""
+    """One choice of an answer. stop_reason: the stop string that was found."""
 
     index: int
     message: AnswerMessage
@@ -176,7 +176,7 @@ class FunctionDelta(TypedDict):
 
 
 class CallDelta(TypedDict):
-    """id, type and the function's name come first, then pieces of its arguments."""
+    """A piece of a call. id, type and the function's name come first, then pieces of its arguments."""
 
     index: int
     id: NotRequired[str]
@@ -200,11 +200,64 @@ class ChunkChoice(TypedDict):
 
 
 class ChatCompletionChunk(Remarks):
-    """A part of a streamed answer; the last one has the usage, if it was asked for."""
+    """A part of a streamed answer; the last one has the usage, if the request asks for it."""
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+# ---- text completions
+
+
+class LogprobColumns(TypedDict):
+    """One entry for each token. text_offset: characters of the choice's text before the token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    """One choice of an answer. stop_reason: the stop string that was found."""
+
+    index: int
+    text: str
+    logprobs: LogprobColumns | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class TextCompletion(TypedDict):
+    """The answers to all prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class TextChunkChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: LogprobColumns | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: NotRequired[str | None]
+
+
+class TextCompletionChunk(TypedDict):
+    """A part of streamed answers; the last one has the usage, if the request asks for it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
     usage: NotRequired[Usage | None]
