@@ -38,7 +38,7 @@ _LATE = [
     "vision.towers.graphs.tiled_segments",
     "vlmserve.models.attention.flashinfer_backend",
     "vlmserve.commands.doctor.attention_probe",
-    "vlmserve.engine.decode_graphs",
+    "vlmserve.engine.graph_planning",
     "vlmserve.commands.bench.gpu_kernels",
     "vlmserve.commands.bench.gpu_loading",
     "vlmserve_common.checkpoint.fp8",

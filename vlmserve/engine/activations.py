@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -47,6 +47,11 @@ class StepLimits:
     rows: int
     patches: int
 
+    def of_all_groups(self, args: EngineArgs) -> StepLimits:
+        """Count all attention groups together: MLPs and sampling compute the tokens of every group."""
+        groups = args.attention_groups
+        return replace(self, tokens=self.tokens * groups, rows=self.rows * groups)
+
 
 def step_limits(args: EngineArgs, device: torch.device, *, max_model_len: int, auto_pixels: int | None) -> StepLimits:
     """What the settings allow. auto_pixels: what `--max-pixels auto` comes to, None: the checkpoint's limit."""
@@ -72,12 +77,13 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
         2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config), _linear_width(config)
     )
     embeds = config.hidden_size * (1 + model.visual.num_deepstack_layers) * itemsize
+    logits = limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS
     return Activations(
         tower=_tower_bytes(model.visual, limits.patches, itemsize) if limits.patches else 0,
         step=activation_bytes(
             limits.tokens, stream=config.hidden_size, widest=widest, itemsize=itemsize, beside=embeds
         ),
-        logits=limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS if config.shard.stage.is_last else 0,
+        logits=logits if model.comm.shard.stage.is_last else 0,
     )
 
 
@@ -93,7 +99,7 @@ def measure_activations(
         device = next(model.language_model.parameters()).device
         batch = _dummy_batch(model.config, model.dtype, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
-        info, shard = dummy_sampling(limits.rows), model.config.shard
+        info, shard = dummy_sampling(limits.rows), model.comm.shard
 
         def logits() -> None:
             whole_or_part = model.compute_logits(hidden)
@@ -160,7 +166,7 @@ def encode_nothing(tower: VisionTower, patches: int, device: torch.device) -> to
 
 
 def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
-    if model.config.shard.stage.is_first:
+    if model.comm.shard.stage.is_first:
         embeds = model.embed_tokens(batch.input_ids)
     else:
         shape = len(batch.input_ids), model.config.hidden_size

@@ -9,8 +9,8 @@ import torch
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
-from vlmserve.memory.groups.recurrent import RecurrentStates
 from vlmserve.memory.recurrent_cache import StateShape
+from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.models.config import ModelConfig
 from vlmserve.scheduler.request_states import RequestStates, snapshot_unit
 

@@ -26,14 +26,14 @@ def warm_up(runner: ModelRunner, *, with_tower: bool) -> None:
     """Compute prompts, prompts beside decoding, and decoding, sampled in every way, in slots that nobody holds yet.
     What it leaves in the tables and in the KV cache means nothing to anybody. with_tower: it is on the device.
 
-    Raises as `executor.device_errors` does.
+    Raises as `executor.launched_step` does.
     """
     began = time.perf_counter()
     if with_tower:
         with torch.inference_mode():
             encode_nothing(runner.model.visual, _PATCHES, runner.device)
     for batch in _steps(runner):
-        forwarded, shard = runner.forward(batch), runner.model.config.shard
+        forwarded, shard = runner.forward(batch), runner.model.comm.shard
         if not shard.stage.is_last:
             continue
         for info in _ways(len(batch.req_pool_indices), batch, vocab=runner.model.config.vocab_size):

@@ -13,11 +13,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from vlmserve.executor.device_errors import device_errors
+from vlmserve.executor.cuda_graphs import DecodeGraphs
 from vlmserve.executor.expert_balancer import ExpertBalancer
-from vlmserve.executor.forwarded import Forwarded
-from vlmserve.executor.graphs.decode import DecodeGraphs
-from vlmserve.executor.launched_result import LaunchedResult
+from vlmserve.executor.launched_step import Forwarded, LaunchedResult, device_errors
 from vlmserve.executor.logits_processors import LogitsProcessors
 from vlmserve.executor.logprobs import prompt_logprobs
 from vlmserve.executor.model_worker_batch import (
@@ -31,14 +29,14 @@ from vlmserve.executor.sampler import SamplerOutput, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
 from vlmserve.executor.step_inputs import StepInputs
 from vlmserve.ipc.messages import ExpertStats
-from vlmserve.memory.groups.recurrent import StateCopy
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
+from vlmserve.memory.recurrent_states import StateCopy
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve_common.compute.stage import Link
+from vlmserve_common.compute.communicator import Link
 from vlmserve_common.compute.transfers import Transfers, Upload, to_device, transfers_for
 
 
@@ -200,7 +198,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Text embeddings with this step's vision embeddings in place of its R pad tokens; where those are, and their
         DeepStack embeddings [num_deepstack, R, hidden]. At a stage but the first, what came of the one before."""
-        before = self.model.config.shard.stage.before
+        before = self.model.comm.before
         if before is not None:
             return self._receive(before, len(input_ids), inputs)
         embeds = self.model.embed_tokens(input_ids)
@@ -254,7 +252,7 @@ class ModelRunner:
             deepstack_index=mm_index,
             deepstack_embeds=deepstack,
         )
-        behind = self.model.config.shard.stage.behind
+        behind = self.model.comm.behind
         if behind is not None:
             self._send(behind, hidden, deepstack)
         return hidden

@@ -15,7 +15,7 @@ from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.eviction import EvictionQueue
 from vlmserve.memory.kv_storage import KVStorage
 from vlmserve.memory.kv_transfer import KVCopyJob
-from vlmserve.memory.page_digests import MediaIdentity, namespace_digest, page_digests
+from vlmserve.memory.media_keys import MediaIdentity, namespace_digest, page_digests
 from vlmserve.memory.prefix_cache import MatchResult
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.radix_tree import NO_SLOTS, RadixNode

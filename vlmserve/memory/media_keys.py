@@ -1,15 +1,20 @@
-"""Pad values: negative ids that stand for media in prefix cache keys, and nowhere else."""
+"""Names of media and prefixes: pad values, the negative ids of media in prefix cache keys, and digests of pages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
+from blake3 import blake3
 
 from processors.inputs import MultimodalInputs
 
 MediaKey: TypeAlias = tuple[bytes, str, tuple[int, int, int], float]
 """`MultimodalDataItem.media_key`: content digest, modality, patch grid, seconds per grid."""
+
+MediaIdentity: TypeAlias = Callable[[int], bytes]
+"""Names a pad value's medium in bytes that are the same in every process. KeyError for an unknown one."""
 
 
 class MediaKeyTable:
@@ -76,3 +81,29 @@ def radix_key(input_ids: np.ndarray, mm_inputs: MultimodalInputs | None, table: 
                 raise ValueError(f"media range {start}..{end} is outside of a prompt of {len(key)} tokens")
             key[start:end] = pad_value
     return key
+
+
+def page_digests(key: np.ndarray, before: bytes, *, page_size: int, identity: MediaIdentity) -> Iterator[bytes]:
+    """Yield a digest (32 bytes) for each whole page of a key. It names all tokens up to the page's end.
+
+    before: the digest of the whole pages before the key, or of the namespace.
+    """
+    for at in range(0, len(key) - page_size + 1, page_size):
+        page = np.array(key[at : at + page_size], dtype="<i8")
+        digest = blake3(before)
+        pads, places = np.unique(page[page < 0], return_index=True)
+        for place in np.sort(places):  # of media, in their order on this page
+            pad = int(page[page < 0][place])
+            name = identity(pad)
+            digest.update(len(name).to_bytes(8, "little") + name)
+        # pad values by that order, too
+        order = {int(pads[i]): -1 - rank for rank, i in enumerate(np.argsort(places))}
+        page[page < 0] = [order[int(pad)] for pad in page[page < 0]]
+        digest.update(len(pads).to_bytes(8, "little") + page.tobytes())
+        before = digest.digest()
+        yield before
+
+
+def namespace_digest(namespace: bytes) -> bytes:
+    """Return the digest that comes before the first page."""
+    return blake3(b"namespace\n" + namespace).digest()

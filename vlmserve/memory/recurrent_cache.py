@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vlmserve.memory.groups.recurrent import StateCopy
+from vlmserve.memory.recurrent_states import StateCopy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,8 +12,9 @@ from torch import nn
 from vlmserve.models.attention.base import ForwardBatch, RadixAttention, RunLayers
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.rotary import MRotary
-from vlmserve.models.stage_layers import StageLayers
+from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
 from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm, VocabEmbedding
 from vlmserve_common.compute.linear import MergedLinear, pack_linears, row_linear
@@ -27,16 +29,19 @@ from vlmserve_common.kernels.quantized import Mode
 class DecoderAttention(nn.Module):
     """Grouped-query attention over the KV cache. Subclasses may normalise heads of q and k: `norms`."""
 
-    def __init__(self, config: ModelConfig, layer_id: int, *, qkv_bias: bool, out_bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, comm: Communicator, layer_id: int, *, qkv_bias: bool, out_bias: bool
+    ) -> None:
         super().__init__()
-        self.head_dim, shard, own = config.head_dim, config.shard.attention, config.of_part()
+        self.head_dim, comm, own = config.head_dim, comm.attention, config.of_part()
+        shard = comm.shard
         q_size, what = config.num_heads * config.head_dim, "num_attention_heads * head_dim"
         q, kv = shard.cut(q_size, what), shard.cut_kv(config.num_kv_heads, config.head_dim)
         parts: dict[str, int | Cut] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         if shard.is_whole:
             parts = {"q_proj": q.size, "k_proj": kv.size, "v_proj": kv.size}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
-        self.o_proj = row_linear(q_size, config.hidden_size, bias=out_bias, shard=shard, what=what)
+        self.o_proj = row_linear(q_size, config.hidden_size, bias=out_bias, comm=comm, what=what)
         self.attn = RadixAttention(own.num_heads, config.head_dim, config.head_dim**-0.5, own.num_kv_heads, layer_id)
 
     def norms(self) -> HeadNorms | None:
@@ -120,22 +125,49 @@ def _packed_mlp(mlp: GatedMLP | SparseMLP) -> MLPWeights | None:
     return MLPWeights(gate_up=mlp.gate_up_proj.packed, down=mlp.down_proj.packed)
 
 
-def make_mlp(config: ModelConfig, layer_id: int) -> GatedMLP | SparseMLP:
+def make_mlp(config: ModelConfig, comm: Communicator, layer_id: int) -> GatedMLP | SparseMLP:
     """Of a layer: sparse or dense, as the configuration says."""
     size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
     if experts is not None and layer_id in experts.sparse_layers:
-        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, config.shard)
-    return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
+        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, comm)
+    return GatedMLP(size, config.intermediate_size, act, bias=False, comm=comm)
 
 
-def make_embedding(config: ModelConfig) -> Embedding | VocabEmbedding | None:
+def make_embedding(config: ModelConfig, comm: Communicator) -> Embedding | VocabEmbedding | None:
     """Of the first stage, and of the last one where it is the head, too."""
-    stage = config.shard.stage
+    stage = comm.shard.stage
     if not stage.is_first and not (stage.is_last and config.tie_word_embeddings):
         return None
-    if config.shard.is_whole:
+    if comm.shard.is_whole:
         return Embedding(config.vocab_size, config.hidden_size)
-    return VocabEmbedding(config.vocab_size, config.hidden_size, config.shard)
+    return VocabEmbedding(config.vocab_size, config.hidden_size, comm)
+
+
+class StageLayers(nn.ModuleList):
+    """A pipeline stage's layers, from number `first` on of `whole`. Their weights are named by these numbers, as in the
+    checkpoint; an index counts from the first layer here."""
+
+    def __init__(self, layers: Iterable[nn.Module], *, first: int, whole: int) -> None:
+        super().__init__()
+        self.first, self.whole = first, whole
+        for number, layer in enumerate(layers, first):
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def rules(self, rules: WeightRules) -> WeightRules:
+        """Extend the whole model's `rules` so that tensors of other stages are passed over. What this stage needs is a
+        parameter, and so never ignored."""
+        others = [str(number) for number in range(self.whole) if not 0 <= number - self.first < len(self)]
+        if not others:
+            return rules
+        elsewhere = (
+            rf"\blayers\.(?:{'|'.join(others)})\.",
+            r"\bembed_tokens\.weight$",
+            r"(?:^|[._])model\.norm\.weight$",
+        )
+        return replace(rules, ignored=(*rules.ignored, *elsewhere))
 
 
 class Decoder(nn.Module):
@@ -145,18 +177,24 @@ class Decoder(nn.Module):
     by.
     """
 
-    def __init__(self, config: ModelConfig, make_attention: Callable[[int], DecoderAttention], rotary: MRotary) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        comm: Communicator,
+        make_attention: Callable[[int], DecoderAttention],
+        rotary: MRotary,
+    ) -> None:
         super().__init__()
-        own, stage, part = config.own_layers, config.shard.stage, config.of_part()
-        self.embed_tokens = make_embedding(config)
+        own, part = config.own_layers, config.of_part()
+        self.embed_tokens = make_embedding(config, comm)
         self.layers = StageLayers(
-            (DecoderLayer(config, make_attention(i - own.start), make_mlp(config, i)) for i in own),
+            (DecoderLayer(config, make_attention(i - own.start), make_mlp(config, comm, i)) for i in own),
             first=own.start,
             whole=config.num_layers,
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if stage.is_last else None
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if comm.shard.stage.is_last else None
         self._rotary = rotary
-        self._shard = config.shard
+        self._comm = comm
         self._packed: DecoderLayers | None = None
         self._shape = DecoderShape(
             heads=part.num_heads,
@@ -173,10 +211,10 @@ class Decoder(nn.Module):
         pack_experts(self, mode)
         packed = [cast(DecoderLayer, layer).packed() for layer in self.layers]
         layers = [layer for layer in packed if layer is not None]
-        shard = self._shard
-        sums = None if shard.collectives is None else shard.collectives.in_operators()
+        together = self._comm.collectives
+        sums = None if together is None else together.in_operators()
         # operators add up what all have, and exchange no tokens
-        adds_up = shard.group is None and (shard.collectives is None or sums is not None)
+        adds_up = self._comm.tokens is None and (together is None or sums is not None)
         self._packed = DecoderLayers(layers, self._shape, sums) if adds_up and len(layers) == len(packed) else None
 
     def forward(

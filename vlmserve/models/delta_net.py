@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from vlmserve.memory.recurrent_cache import RecurrentStep, Span
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import LinearAttentionConfig, ModelConfig
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.delta_norms import GatedRMSNorm
 from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, recurrent_step, unit_heads
 from vlmserve_common.compute.linear import MergedLinear, row_linear
@@ -49,9 +50,10 @@ class GatedDeltaNet(nn.Module):
     model, each has some heads of keys with those of values that they serve, and their states.
     """
 
-    def __init__(self, config: ModelConfig, linear: LinearAttentionConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, comm: Communicator, linear: LinearAttentionConfig, index: int) -> None:
         super().__init__()
-        hidden, shard = config.hidden_size, config.shard.attention
+        hidden, comm = config.hidden_size, comm.attention
+        shard = comm.shard
         keys = shard.cut_heads(linear.num_key_heads, linear.key_dim, "linear_num_key_heads")
         values = shard.cut_heads(linear.num_value_heads, linear.value_dim, "linear_num_value_heads")
         channels, heads = stacked((keys, keys, values)), shard.cut(linear.num_value_heads, "linear_num_value_heads")
@@ -62,7 +64,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads.size), requires_grad=False)
         self.norm = GatedRMSNorm(linear.value_dim, config.rms_norm_eps)
         self.out_proj = row_linear(
-            linear.value_size, hidden, bias=False, shard=shard, what="linear_num_value_heads * linear_value_head_dim"
+            linear.value_size, hidden, bias=False, comm=comm, what="linear_num_value_heads * linear_value_head_dim"
         )
         self._linear = linear.of_part(shard)
         self._heads_cut = heads

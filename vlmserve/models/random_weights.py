@@ -13,7 +13,7 @@ from vlmserve.models.registry import load_config, make_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.weights import stored_tensors
-from vlmserve_common.compute.shard import WHOLE, Shard
+from vlmserve_common.compute.communicator import ALONE, Communicator
 
 _EMBED_STD, _LOGIT_STD = 0.05, 2.5
 
@@ -24,16 +24,16 @@ def random_model(
     dtype: torch.dtype | None = None,
     *,
     with_tower: bool = True,
-    shard: Shard = WHOLE,
+    comm: Communicator = ALONE,
 ) -> VisionLanguageModel:
     """The model of a checkpoint folder, which needs no weights. dtype, with_tower, shard and errors are those of
     `load_model`.
 
     On the meta device it is an outline.
     """
-    config = load_config(folder, shard)
+    config = load_config(folder, comm.shard)
     model = make_model(
-        read_hf_config(folder), config, torch.device(device), dtype or config.dtype, with_tower=with_tower
+        read_hf_config(folder), config, torch.device(device), dtype or config.dtype, with_tower=with_tower, comm=comm
     )
     fill_randomly(model)
     return model

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.groups.base import CacheGroup, CacheGroups
+from vlmserve.memory.cache_groups import CacheGroup, CacheGroups
 from vlmserve.memory.prefix_cache import MatchResult, PrefixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.req import Req

@@ -16,8 +16,9 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from vlmserve_common.compute.communicator import Collectives, Communicator
 from vlmserve_common.compute.expert_part import first_placement, slots_of_parties
-from vlmserve_common.compute.shard import Collectives, Shard
+from vlmserve_common.compute.shard import Shard
 
 Choice: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Experts [N, chosen] of each token, int64 (int32 on a GPU), and their scores [N, chosen] in its dtype."""
@@ -120,9 +121,9 @@ class Slots:
 class Replicated:
     """See the module docstring."""
 
-    def __init__(self, slots: Slots, shard: Shard) -> None:
-        self._slots, self._shard = slots, shard
-        self.tokens = shard.all_tokens
+    def __init__(self, slots: Slots, comm: Communicator) -> None:
+        self._slots, self._comm = slots, comm
+        self.tokens = comm.all_tokens
 
     def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         """See `Exchange`."""
@@ -133,18 +134,17 @@ class Replicated:
     ) -> torch.Tensor:
         """See `Exchange`."""
         ids, scores = choice
-        self._slots.note(self._shard.own_tokens(ids))
+        self._slots.note(self._comm.own_tokens(ids))
         out = compute(x, (self._slots.here(self._slots.of(ids)), scores))
-        return self._shard.all_reduce(out if beside is None else out.add_(beside))
+        return self._comm.all_reduce(out if beside is None else out.add_(beside))
 
 
 class Dispatched:
     """See the module docstring."""
 
-    def __init__(self, slots: Slots, shard: Shard) -> None:
-        assert shard.collectives is not None
-        self._slots, self._shard, self._together = slots, shard, shard.collectives
-        self._same = shard.attention  # those who have the same tokens
+    def __init__(self, slots: Slots, comm: Communicator) -> None:
+        self._slots, self._comm = slots, comm
+        self._same = comm.attention  # of the ranks that have the same tokens
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
         """See `Exchange`."""
@@ -152,7 +152,7 @@ class Dispatched:
 
     def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         """See `Exchange`."""
-        return self._shard.all_tokens(x)
+        return self._comm.all_tokens(x)
 
     def __call__(
         self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
@@ -161,17 +161,19 @@ class Dispatched:
         have fewer, or none."""
         ids, scores = choice
         self._slots.note(ids)
-        same = self._same
-        rows = -(-len(x) // same.size)
-        own = slice(min(len(x), same.rank * rows), min(len(x), (same.rank + 1) * rows))
+        same, shard = self._same.collectives, self._same.shard
+        rows = -(-len(x) // shard.size)
+        own = slice(min(len(x), shard.rank * rows), min(len(x), (shard.rank + 1) * rows))
+        everybody = self._comm.collectives
+        assert everybody is not None
         slots = self._slots.of(ids[own], own.start)
-        made = dispatch(x[own], (slots, scores[own]), compute, self._slots, self._shard.size, self._together)
+        made = dispatch(x[own], (slots, scores[own]), compute, self._slots, self._comm.shard.size, everybody)
         out = made
-        if same.collectives is not None and rows:
+        if same is not None and rows:
             padded = x.new_zeros((rows, x.shape[1]))
             padded[: len(made)] = made
-            out = same.collectives.all_gather(padded)[: len(x)]
-        return out if beside is None else out.add_(self._shard.all_reduce(beside))
+            out = same.all_gather(padded)[: len(x)]
+        return out if beside is None else out.add_(self._comm.all_reduce(beside))
 
 
 def dispatch(
@@ -208,7 +210,7 @@ def moves_less_dispatched(chosen: int, shard: Shard) -> bool:
     """Whether tokens that choose evenly reach less than half of the ranks; see the module docstring. Where processes
     have tokens of their own, rows have to get to where others are in any case."""
     parties = shard.experts.ep_size
-    if shard.group is not None:
+    if shard.groups > 1:
         return parties > 1
     reached = parties * (1 - (1 - 1 / parties) ** chosen)
     return reached < parties / 2
@@ -220,6 +222,6 @@ def sends_rows(chosen: int, shard: Shard) -> bool:
     return not shard.is_whole and (a2a == "torch" or (a2a == "auto" and moves_less_dispatched(chosen, shard)))
 
 
-def make_exchange(slots: Slots, shard: Shard, chosen: int) -> Exchange:
+def make_exchange(slots: Slots, comm: Communicator, chosen: int) -> Exchange:
     """See `sends_rows`."""
-    return Dispatched(slots, shard) if sends_rows(chosen, shard) else Replicated(slots, shard)
+    return Dispatched(slots, comm) if sends_rows(chosen, comm.shard) else Replicated(slots, comm)

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.expert_exchange import Slots
 from vlmserve_common.compute.experts import Experts
-from vlmserve_common.compute.shard import Shard
 
 Placement = tuple[int, ...]
 """The expert of each slot, those of all parties one behind the other."""
@@ -69,23 +69,24 @@ def imbalance(loads: Sequence[float], placement: Placement, parties: int) -> flo
     return max(busy) * parties / sum(busy) if sum(busy) else 1.0
 
 
-def move(experts: Experts, slots: Slots, new: Placement, shard: Shard) -> int:
+def move(experts: Experts, slots: Slots, new: Placement, comm: Communicator) -> int:
     """Have a sparse MLP's experts lie so from now on; all ranks together. Returns how many slots got another one.
 
     Rows of bytes go from a rank that has the expert to the rank of the same number in the party that wants it.
     """
     old, each, members = slots.placement, slots.each, slots.members
-    party, member = divmod(shard.rank, members)
+    size = comm.shard.size
+    party, member = divmod(comm.shard.rank, members)
     wanted = [slot for slot in range(len(new)) if new[slot] != old[slot]]
     source = {slot: _source(old, new[slot], slot // each, each) for slot in wanted}
     # source and target slots, by the other's rank
     sent = [(source[slot] % each, slot // each) for slot in wanted if source[slot] // each == party]
     received = [(slot % each, source[slot] // each) for slot in wanted if slot // each == party]
-    assert shard.collectives is not None
+    assert comm.collectives is not None
     for rows in experts.rows_of_slots():
         out = rows[[slot for slot, _ in sorted(sent, key=lambda entry: entry[1])]]
-        came = shard.collectives.all_to_all(
-            out, _by_rank(sent, member, members, shard.size), _by_rank(received, member, members, shard.size)
+        came = comm.collectives.all_to_all(
+            out, _by_rank(sent, member, members, size), _by_rank(received, member, members, size)
         )
         rows[[slot for slot, _ in sorted(received, key=lambda entry: entry[1])]] = came
     slots.place(new)
@@ -107,13 +108,13 @@ def _by_rank(moves: Sequence[tuple[int, int]], member: int, members: int, size: 
     return counts
 
 
-def loads_of(slots: Sequence[Slots], shard: Shard) -> list[list[int]]:
+def loads_of(slots: Sequence[Slots], comm: Communicator) -> list[list[int]]:
     """How often experts of each sparse MLP were chosen since the last time, the same at all ranks."""
     counts = [one.take_counts() for one in slots]
     known = next((one for one in counts if one is not None), None)
     if known is None:
         return [[0] * one.count for one in slots]
     stacked = torch.stack([torch.zeros_like(known) if one is None else one for one in counts])
-    assert shard.collectives is not None
-    found: list[list[int]] = shard.collectives.all_reduce(stacked).tolist()
+    assert comm.collectives is not None
+    found: list[list[int]] = comm.collectives.all_reduce(stacked).tolist()
     return found

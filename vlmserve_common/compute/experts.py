@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.expert_exchange import Choice, Replicated, Slots, make_exchange
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
 from vlmserve_common.compute.fp8 import FP8
 from vlmserve_common.compute.fp8_experts import ExpertScales
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
-from vlmserve_common.compute.shard import WHOLE, Box, Cut, Shard
+from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import experts as native
 from vlmserve_common.kernels.linear import PackedWeight, can_pack, stacked
@@ -33,7 +34,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-class Router(Linear):
+class ExpertRouter(Linear):
     """Chooses `chosen` of `num_experts` for each token. Its weights are never quantised."""
 
     def __init__(self, size: int, num_experts: int, chosen: int) -> None:
@@ -245,8 +246,8 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, under the names of published checkpoints. shard: this process's part; every process
-    has the router."""
+    """A router and its experts, under the names of published checkpoints. comm: between the processes that share the
+    experts; each of them has the whole router."""
 
     def __init__(
         self,
@@ -255,13 +256,13 @@ class SparseMLP(nn.Module):
         num_experts: int,
         chosen: int,
         act: Activation,
-        shard: Shard = WHOLE,
+        comm: Communicator = ALONE,
     ) -> None:
         super().__init__()
-        self.gate = Router(size, num_experts, chosen)
-        self.experts = Experts(part_of_experts(num_experts, intermediate_size, shard), size, act)
-        self.slots = None if shard.is_whole else Slots(num_experts, shard)
-        self._exchange = None if self.slots is None else make_exchange(self.slots, shard, chosen)
+        self.gate = ExpertRouter(size, num_experts, chosen)
+        self.experts = Experts(part_of_experts(num_experts, intermediate_size, comm.shard), size, act)
+        self.slots = None if comm.shard.is_whole else Slots(num_experts, comm.shard)
+        self._exchange = None if self.slots is None else make_exchange(self.slots, comm, chosen)
 
     @property
     def first_expert(self) -> int | None:

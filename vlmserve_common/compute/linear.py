@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales
 from vlmserve_common.compute.shard import Cut, Cuts, Shard
 from vlmserve_common.kernels import linear as packed_products
@@ -235,19 +236,19 @@ class MergedLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A product whose inputs are spread over processes: each has its columns of the weight, and the products are added
-    up over all. in_features: of all processes together. summed: False: whoever calls it adds them up."""
+    """A product whose inputs are spread over processes. Each has some columns of the weight, and the partial products
+    are added up over all. in_features: of all processes together. summed: False if the caller adds them up."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str, summed: bool = True
+        self, in_features: int, out_features: int, *, bias: bool, comm: Communicator, what: str, summed: bool = True
     ) -> None:
         assert summed or not bias
-        self.cut = shard.cut(in_features, what, dim=1)
+        self.cut = comm.shard.cut(in_features, what, dim=1)
         self._summed = summed
         super().__init__(self.cut.size, out_features, bias=False)
         # added once, behind the sum
         self.sum_bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self._shard = shard
+        self._comm = comm
 
     def forward(
         self, x: torch.Tensor, act: Activation | None = None, residual: torch.Tensor | None = None
@@ -256,7 +257,7 @@ class RowLinear(Linear):
         assert act is None
         out = super().forward(x)
         if self._summed:
-            out = self._shard.all_reduce(out)
+            out = self._comm.all_reduce(out)
         if self.sum_bias is not None:
             out += self.sum_bias
         return out if residual is None else out.add_(residual)
@@ -289,13 +290,13 @@ class VocabLinear(Linear):
 
 
 def row_linear(
-    in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str, summed: bool = True
+    in_features: int, out_features: int, *, bias: bool, comm: Communicator, what: str, summed: bool = True
 ) -> Linear:
-    """A product of what processes have each a part of. what: the name of in_features, for errors. summed: see
+    """Make a product whose inputs are spread over processes. what: the name of in_features, for errors. summed: see
     `RowLinear`."""
-    if shard.is_whole:
+    if comm.shard.is_whole:
         return Linear(in_features, out_features, bias=bias)
-    return RowLinear(in_features, out_features, bias=bias, shard=shard, what=what, summed=summed)
+    return RowLinear(in_features, out_features, bias=bias, comm=comm, what=what, summed=summed)
 
 
 class PatchProjection(Linear):

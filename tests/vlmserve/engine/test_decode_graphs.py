@@ -18,16 +18,14 @@ from tests.vlmserve.executor.paged_backend import PagedBackend
 from vlmserve import LLM
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build
-from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, GraphTools, plan_graphs, wanted_sizes
-from vlmserve.executor.graphs.sizes import GraphCost
+from vlmserve.engine.graph_planning import GraphBuilder, GraphCost, GraphPlan, GraphTools, plan_graphs, wanted_sizes
 from vlmserve.memory import sizing
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.config import ExpertsConfig
 from vlmserve.models.registry import load_model
-from vlmserve_common.compute.shard import WHOLE, AttentionGroup, ExpertSharing, Shard
-from vlmserve_common.compute.stage import Stage
+from vlmserve_common.compute.shard import WHOLE, ExpertSharing, PipelineStage, Shard
 
 FOLDER = Path(vlmserve.__file__).parent / "default_model"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -187,8 +185,8 @@ def test_where_nothing_is_captured(caplog) -> None:
         assert wanted_sizes(args, TorchAttentionBackend(), CUDA, None, WHOLE) == ()
         off = EngineArgs(model="m", disable_cuda_graph=True)
         assert wanted_sizes(off, PagedBackend(), CUDA, None, WHOLE) == ()
-        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(stage=Stage(1, 2))) == ()
-        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(1, 2, group=AttentionGroup())) == (1, 2, 4)
+        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(stage=PipelineStage(1, 2))) == ()
+        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(1, 2, groups=2)) == (1, 2, 4)
         assert wanted_sizes(args, PagedBackend(), CUDA, EXPERTS, sending) == ()
     assert caplog.messages == [
         "decode steps are not captured as CUDA graphs: TorchAttentionBackend reads the table on the host "

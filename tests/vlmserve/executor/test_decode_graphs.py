@@ -17,14 +17,13 @@ from tests.fake_graphs import CallsAgain, Recorder
 from tests.tiny_checkpoints import FAMILIES, HYBRID, make_checkpoint
 from tests.vlmserve.executor.paged_backend import ForgetfulBackend, PagedBackend
 from vlmserve import LLM, SamplingOverrides
+from vlmserve.engine.graph_planning import batch_sizes
 from vlmserve.engine.recurrent import state_shape
-from vlmserve.executor.graphs.decode import DecodeGraphs
-from vlmserve.executor.graphs.sizes import batch_sizes
+from vlmserve.executor.cuda_graphs import DecodeGraphs
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
-from vlmserve.models.attention.spec import AttentionSpec
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, ForwardMode
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.attention.triton_backend import TritonAttentionBackend
 from vlmserve.models.registry import load_model

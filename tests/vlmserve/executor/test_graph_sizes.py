@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.executor.graphs.sizes import GraphCost, affordable, batch_sizes, chosen_sizes, shown
+from vlmserve.engine.graph_planning import GraphCost, affordable, batch_sizes, chosen_sizes, shown
 
 
 def test_usual_sizes() -> None:

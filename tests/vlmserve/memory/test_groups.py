@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vlmserve.memory.groups.sliding_window import SlidingWindow
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.groups.base import CacheGroups
-from vlmserve.memory.groups.recurrent import BLANK, RecurrentStates
-from vlmserve.memory.groups.sliding_window import SlidingWindow
+from vlmserve.memory.cache_groups import CacheGroups
+from vlmserve.memory.recurrent_states import BLANK, RecurrentStates
 from vlmserve_common.errors import EngineError
 
 PAGE = 4

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.kv_tiers import build_prefix_cache
 from vlmserve.memory import sizing
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.prefix_cache import ChunkCache
-from vlmserve.memory.prefix_caches import build_prefix_cache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve_common.errors import EngineError
 

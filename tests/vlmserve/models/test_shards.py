@@ -13,6 +13,7 @@ from vlmserve.models.registry import load_config, load_model, outline_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint import reader, stream
 from vlmserve_common.checkpoint.weights import pieces_of, stored_cuts, stored_tensors
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import CheckpointError, EngineError
 
@@ -30,7 +31,7 @@ def test_parts_have_their_share_of_every_product_and_nothing_else(folder: Path, 
     head_dim = HEAD_DIM.get(folder.name[:8], HIDDEN // HEADS)
     seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
     for rank in range(size):
-        part = load_model(folder, shard=Shard(rank, size))
+        part = load_model(folder, comm=Communicator(Shard(rank, size)))
         cuts = stored_cuts(part)
         for name, tensor in stored_tensors(part):
             count, expected = seen[name], whole[name]
@@ -71,7 +72,7 @@ def test_a_part_reads_its_rows_only_and_is_never_whole(folder: Path, monkeypatch
     monkeypatch.setattr(stream.Stream, "run", watched)
     whole = {name: tensor.nbytes for name, tensor in stored_tensors(load_model(folder))}
     wanted.clear()
-    part = load_model(folder, shard=Shard(1, 2), with_tower=False)
+    part = load_model(folder, comm=Communicator(Shard(1, 2)), with_tower=False)
     ours = {registry.WEIGHT_RULES.our_name(name): size for name, size in wanted.items()}
     cuts = stored_cuts(part)
     for name, size in ours.items():
@@ -113,7 +114,7 @@ def test_a_wrong_shape_is_told_in_the_checkpoint_s_own_numbers(folder: Path, tmp
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"down_proj.weight is \[64, 96\], not \[64, 90\]"):
-        load_model(tmp_path, shard=Shard(1, 2))
+        load_model(tmp_path, comm=Communicator(Shard(1, 2)))
 
 
 def test_two_all_reduces_a_layer(folder: Path):
@@ -128,7 +129,7 @@ def test_two_all_reduces_a_layer(folder: Path):
             return []
 
     counted = Counted()
-    model: VisionLanguageModel = load_model(folder, shard=Shard(0, 2, counted))
+    model: VisionLanguageModel = load_model(folder, comm=Communicator(Shard(0, 2), counted))
     batch = None
     x = torch.zeros((3, HIDDEN))
     for layer in model.language_model.layers:
@@ -148,7 +149,7 @@ def test_parts_of_a_hybrid_model_have_whole_heads(tmp_path: Path):
     whole = dict(stored_tensors(load_model(folder)))
     seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
     for rank in range(2):
-        part = load_model(folder, shard=Shard(rank, 2))
+        part = load_model(folder, comm=Communicator(Shard(rank, 2)))
         cuts, linear = stored_cuts(part), load_config(folder).linear
         for name, tensor in stored_tensors(part):
             for view, cut in pieces_of(tensor, cuts.get(name)):

@@ -12,7 +12,7 @@ from tests.vlmserve.parallel.test_tensor_parallel import assert_alike
 from tests.vlmserve.reference import ask, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.ranks import rank_args
+from vlmserve.engine.rank_processes import rank_args
 from vlmserve_common.errors import EngineError
 
 WORDS = "How many red circles are there on the left side of the blue square? " * 5
@@ -52,7 +52,7 @@ def test_the_same_answers_as_alone(family: str, tmp_path: Path):
             cache = llm._runner.recurrent_cache
             states.append((cache.conv.shape, cache.recurrent.shape, llm._runner.model.config.num_kv_layers))
             if size == 2:
-                group, layers = llm._scheduler._worker._ranks.group, len(llm._runner.model.language_model.layers)
+                group, layers = llm.engine.ranks.group, len(llm._runner.model.language_model.layers)
                 assert group.counts["all_reduce"] == llm.stats().forward_steps_total * (2 * layers + 1)
     assert_alike(*answers)
     (conv, recurrent, _), (own_conv, own_recurrent, _) = states

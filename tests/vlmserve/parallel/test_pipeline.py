@@ -98,7 +98,7 @@ def test_the_same_answers_as_alone(family: str, sizes: dict, tmp_path: Path):
     with LLM(str(folder), **settings) as llm:
         alone = answers(llm)
     with LLM(str(folder), **{**settings, **sizes}) as llm:
-        ranks = llm._scheduler._worker._ranks
+        ranks = llm.engine.ranks
         counted = None
 
         def counting(worker):
@@ -113,7 +113,7 @@ def test_the_same_answers_as_alone(family: str, sizes: dict, tmp_path: Path):
         assert len(llm._runner.kv_cache.layers) == own
         assert counted is not None
         assert counted.rows > 0
-        assert ranks.shard.stage.behind.bytes["send"] == (counted.tokens + deepstack * counted.rows) * HIDDEN * 4
+        assert ranks.comm.behind.bytes["send"] == (counted.tokens + deepstack * counted.rows) * HIDDEN * 4
 
 
 @pytest.mark.slow

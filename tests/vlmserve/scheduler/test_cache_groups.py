@@ -12,12 +12,12 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vlmserve.memory.groups.sliding_window import SlidingWindow
 
 from tests.vlmserve.scheduler.reqs import make_req
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.groups.recurrent import BLANK, RecurrentStates
-from vlmserve.memory.groups.sliding_window import SlidingWindow
 from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.recurrent_states import BLANK, RecurrentStates
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req import Req

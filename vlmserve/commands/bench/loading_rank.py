@@ -12,6 +12,7 @@ import torch
 
 from vlmserve.commands.bench.processes import process_memory
 from vlmserve.models.registry import load_model
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.kernels.library import activate
@@ -25,7 +26,7 @@ def main(folder: Path, rank: int, tp: int, mode: str) -> dict[str, float]:
     activate("auto", threads=threads)
     start = _peak()
     before = time.perf_counter()
-    model = load_model(folder, "cpu", with_tower=rank == 0, shard=Shard(rank, tp))
+    model = load_model(folder, "cpu", with_tower=rank == 0, comm=Communicator(Shard(rank, tp)))
     seconds = time.perf_counter() - before
     share = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     loaded = _peak()

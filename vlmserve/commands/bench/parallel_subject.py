@@ -126,7 +126,7 @@ class Engine(Subject):
         """In one round of decoding, by the first rank."""
         ranks = self._llm.engine.ranks
         assert ranks is not None
-        group = ranks.group or ranks.shard.stage.behind
+        group = ranks.group or ranks.comm.behind
         assert isinstance(group, ProcessGroup)
         steps, counts, sizes = self._llm.stats().forward_steps_total, Counter(group.counts), Counter(group.bytes)
         self.answer(self._prompts(_SHORT), 1 + self._work.steps)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from vlmserve.models.attention.base import AttentionSpec
 from vlmserve.models.attention.choice import FOR_GPUS, try_candidate
-from vlmserve.models.attention.spec import AttentionSpec
 
 
 def examine() -> dict[str, Any]:

@@ -85,8 +85,14 @@ def _runner(
     if args.world_size == 1:
         return args, *build_runner(args), None, None
     # only who has such processes needs what they talk with
-    from vlmserve.engine.rank_process import RankProcesses
-    from vlmserve.engine.ranks import LAST_WORDS_S, join_ranks, leading_worker, meeting_place, rank_args
+    from vlmserve.engine.rank_processes import (
+        LAST_WORDS_S,
+        RankProcesses,
+        join_ranks,
+        leading_worker,
+        meeting_place,
+        rank_args,
+    )
 
     own = rank_args(args, 0)
     folder = stack.enter_context(PrivateDirectory(socket_base())).path

@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 
-from vlmserve.models.attention.base import AttentionBackend
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.native_backend import NativeAttentionBackend
-from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.attention.trial import check_device, reason, run_trial
 from vlmserve_common.compute.fp8 import FP8_CAPABILITY

@@ -16,8 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
-from vlmserve.models.attention.positioning import positioned
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, positioned
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.attention import HeadNorms
 

@@ -12,8 +12,7 @@ import torch
 
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
-from vlmserve.models.attention.spec import AttentionSpec
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, ForwardMode, RadixAttention
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.errors import EngineError

@@ -10,9 +10,13 @@ import numpy as np
 import torch
 
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
-from vlmserve.models.attention.positioning import position_and_store
-from vlmserve.models.attention.spec import AttentionSpec
+from vlmserve.models.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardBatch,
+    RadixAttention,
+    position_and_store,
+)
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.kernels.attention import HeadNorms
