@@ -141,7 +141,7 @@ class AllocatorMachine16(AllocatorMachine):
     page_size = 16
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None)
 TestAllocator1 = AllocatorMachine.TestCase
 TestAllocator4 = AllocatorMachine4.TestCase
 TestAllocator16 = AllocatorMachine16.TestCase
@@ -313,16 +313,3 @@ def test_nonsense_is_refused():
     for prefix_len, seq_len, room in ((-1, 1, 0), (18, 18, 0), (18, 2, 0), (0, 1, -1)):
         with pytest.raises(ValueError, match="extend"):
             allocator.alloc_extend(prefix_len, seq_len, -1, room)
-
-
-def test_a_large_fragmented_pool_stays_consistent():
-    allocator = TokenToKVPoolAllocator(100_000, 1)
-    slots = allocator.alloc_extend(0, 100_000, -1)
-    allocator.free(slots[::2])
-    assert allocator.available_size() == 50_000
-    taken = allocator.alloc_extend(0, 1000, -1)
-    assert len(np.unique(taken)) == 1000
-    assert (taken % 2 == 1).all()
-    allocator.free(taken)
-    allocator.free(slots[1::2])
-    assert num_runs(allocator.alloc_extend(0, 100_000, -1)) == 1

@@ -18,7 +18,17 @@ from tests.vlmserve.executor.paged_backend import PagedBackend
 from vlmserve import LLM
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build
-from vlmserve.engine.graph_planning import GraphBuilder, GraphCost, GraphPlan, GraphTools, plan_graphs, wanted_sizes
+from vlmserve.engine.graph_planning import (
+    GraphBuilder,
+    GraphCost,
+    GraphPlan,
+    GraphTools,
+    affordable,
+    batch_sizes,
+    chosen_sizes,
+    plan_graphs,
+    wanted_sizes,
+)
 from vlmserve.memory import sizing
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
@@ -234,3 +244,38 @@ def test_an_engine_has_its_graphs(family: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     with LLM(folder, num_threads=1, cpu_kernels="off") as plain:
         assert plain.chat("What is this?", max_tokens=6, temperature=0.0, ignore_eos=True).text == text
+
+
+def test_usual_sizes() -> None:
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(5) == (1, 2, 4, 5)
+    assert batch_sizes(40) == (1, 2, 4, 8, 16, 24, 32, 40)
+    assert batch_sizes(100)[-4:] == (64, 80, 96, 100)
+    assert batch_sizes(512)[-3:] == (448, 480, 512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, (1, 2, 4, 8, 10)),
+        ({"max_running_requests": 4096}, batch_sizes(256)),
+        ({"max_running_requests": 4096, "most": 600}, batch_sizes(600)),
+        ({"most": 3}, (1, 2, 3)),
+        ({"given": (8, 3, 1, 3)}, (1, 3, 8)),
+        ({"given": (1, 64, 128)}, (1, 10)),
+        ({"given": (1, 64, 300), "max_running_requests": 512}, (1, 64, 300)),
+        ({"given": (1, 64, 128), "max_running_requests": 512, "most": 100}, (1, 64, 100)),
+    ],
+    ids=str,
+)
+def test_chosen(settings: dict, sizes: tuple[int, ...]) -> None:
+    assert chosen_sizes(**{"max_running_requests": 10, "given": None, "most": None, **settings}) == sizes
+
+
+def test_what_memory_affords() -> None:
+    sizes, cost = (1, 2, 4, 8), GraphCost(first=100, more=10)
+    assert [cost.of(count) for count in range(4)] == [0, 100, 110, 120]
+    assert affordable(sizes, cost, 130) == sizes
+    assert affordable(sizes, cost, 129) == (1, 2, 4)
+    assert affordable(sizes, cost, 100) == (1,)
+    assert affordable(sizes, cost, 99) == affordable(sizes, cost, -5) == ()
