@@ -9,7 +9,7 @@ import torch
 from vlmserve.models.config import ModelConfig, ModelDefaults
 from vlmserve.models.decoder import Decoder, DecoderAttention
 from vlmserve.models.rotary import MRotary, contiguous_axes, interleaved_axes
-from vlmserve_common.compute.communicator import Communicator
+from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.layers import RMSNorm
 from vlmserve_common.kernels.attention import HeadNorms
 
@@ -28,7 +28,7 @@ class Qwen2Attention(DecoderAttention):
 class Qwen2Decoder(Decoder):
     """A decoder whose M-RoPE gives each axis a run of frequencies. dtype: what it computes in."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
         rotary = MRotary(config.head_dim, config.rope_theta, contiguous_axes(config.mrope_section), dtype)
         super().__init__(config, comm, lambda layer_id: Qwen2Attention(config, comm, layer_id), rotary)
 
@@ -49,6 +49,6 @@ class Qwen3Attention(DecoderAttention):
 class Qwen3Decoder(Decoder):
     """A decoder whose M-RoPE interleaves the axes' frequencies. dtype: what it computes in."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
         rotary = MRotary(config.head_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
         super().__init__(config, comm, lambda layer_id: Qwen3Attention(config, comm, layer_id), rotary)

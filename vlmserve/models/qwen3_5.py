@@ -139,7 +139,7 @@ def _make_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
 class Qwen3_5Decoder(nn.Module):
     """See `Decoder`. dtype: what it computes in."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
         super().__init__()
         assert config.linear is not None
         own, layers = config.own_layers, []
