@@ -69,8 +69,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What others need to know of a running engine. max_req_len: tokens of prompt and answer of one request.
-    auto_pixels: what `--max-pixels auto` comes to; None: the checkpoint's own limit."""
+    """What other processes need to know about a running engine. max_req_len: tokens of prompt and answer of one
+    request. auto_pixels: the result of `--max-pixels auto`; None: the checkpoint's own limit."""
 
     max_total_tokens: int
     max_req_len: int
@@ -81,7 +81,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What is known of a runner once its model is loaded. max_model_len: tokens. auto_pixels: see `EngineInfo`."""
+    """A loaded model with its attention backend, from which a runner is made. max_model_len: tokens. auto_pixels: see
+    `EngineInfo`."""
 
     args: EngineArgs
     ranks: Ranks | None
@@ -317,7 +318,8 @@ def build_engine_scheduler(
 
 
 def _encoder(args: EngineArgs, runner: ModelRunner, start: StartSettings | None) -> Callable[[], EncoderPool]:
-    """Made when it is asked for first, as its processes are to be ended by whoever has it."""
+    """Return a function that makes the encoder when it is first called. Its processes end with the caller's
+    scheduler."""
     model = runner.model
     return cache(partial(build_encoder_pool, args, model.visual, dtype=model.dtype, device=runner.device, start=start))
 
@@ -374,7 +376,8 @@ def _scheduler(
 
 
 def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:
-    """threads: of torch on a CPU. A step for each stage of a pipeline, and one that the first is to begin with next."""
+    """Make the queue of steps. threads: of torch on a CPU. It holds a step for each stage of a pipeline, and the one
+    that the first stage begins with next."""
     depth = 1 if args.disable_overlap_schedule else args.pp_size + 1
     if device.type != "cpu":
         return StreamQueue(partial(torch.cuda.set_device, device), depth=depth)

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class ExpertBalancer:
-    """To be told of every step before it is computed, at all ranks. interval: steps between two placements. stats:
-    of the last one; may be read by any thread."""
+    """Counts steps, and places experts anew after every `interval` of them. All ranks call `step` before each step.
+    stats: of the last placement; any thread may read it."""
 
     @torch.inference_mode()
     def __init__(self, model: nn.Module, comm: Communicator, interval: int) -> None:
@@ -30,7 +30,7 @@ class ExpertBalancer:
             slots.take_counts()  # of what was computed to try things
 
     def step(self) -> None:
-        """Between two steps."""
+        """Note that a step begins; experts may move now."""
         if self._steps == self._interval:
             self._steps = 0
             self._balance()

@@ -1,8 +1,8 @@
-"""From logits to tokens.
+"""Turns logits into tokens.
 
-Randomness is a pure function of (seed, output index, token id): an integer hash turned into Gumbel noise, so a sampled
-answer does not change with batch mates, chunking, retraction, device or torch version. Picking the largest
-log-probability plus Gumbel noise samples from the distribution (Gumbel-max trick).
+Randomness is a pure function of (seed, output index, token id): an integer hash, turned into Gumbel noise. So a sampled
+answer does not change with batch mates, chunking, retraction, device or torch version. The largest log-probability plus
+Gumbel noise is a sample of the distribution (Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """next_token_ids: int64 [S], on the device. wanted: int64 [W], those of the S that logprobs are asked of, on the
-    host; logprobs: of these, on the device. failures: as in `ModelWorkerResult`."""
+    """next_token_ids: int64 [S], on the device. wanted: int64 [W], on the host, the rows whose logprobs are asked for.
+    logprobs: of these rows, on the device. failures: as in `ModelWorkerResult`."""
 
     next_token_ids: torch.Tensor
     wanted: np.ndarray
@@ -45,12 +45,11 @@ def sample(
     inputs: SamplerInputs | None = None,
     in_flight: torch.Tensor | None = None,
 ) -> SamplerOutput:
-    """logits float32 [S, vocab], which may be written to -> one token each. Reported logprobs are of the logits as the
-    model gave them. Grammars come last: what they forbid nothing can allow.
+    """Choose one token for each row of logits float32 [S, vocab], which may be written to.
 
-    Waits for nothing on a GPU, unless there are logits processors, which are free to.
-    processors: applied behind penalties and bias. inputs: of `info`, if that is on the device already. in_flight: ids
-    of the tokens of `info.in_flight_rows`.
+    Reported logprobs are of the model's own logits. Grammars come last, so they can forbid any token. On a GPU nothing
+    waits, except logits processors, which may. processors: applied after penalties and bias. inputs: `info`, if it is
+    on the device already. in_flight: ids of the tokens of `info.in_flight_rows`.
     """
     inputs = inputs or _sent(info, logits)
     raw = logits
@@ -86,10 +85,10 @@ def _sent(info: SamplingBatchInfo, logits: torch.Tensor) -> SamplerInputs:
 
 
 def _mask(logits: torch.Tensor, rows: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
-    """Set logits to -inf, in place, of tokens that a grammar does not allow; returns the likeliest token of each row.
+    """Set logits of tokens that a grammar forbids to -inf, in place, and return the likeliest token of each row.
 
-    rows: int64 [G], those with a grammar. forbidden: bool [G, vocab].
-    Where all that a grammar allows was ruled out before (the end of an answer, by `min_tokens`), its tokens are alike.
+    rows: int64 [G], those with a grammar. forbidden: bool [G, vocab]. If everything that a grammar allows was ruled out
+    before (the end of an answer, by `min_tokens`), its tokens count as equal.
     """
     every = len(rows) == len(logits)
     masked = logits.masked_fill_(forbidden, -torch.inf) if every else logits[rows].masked_fill_(forbidden, -torch.inf)
@@ -105,8 +104,8 @@ def _mask(logits: torch.Tensor, rows: torch.Tensor, forbidden: torch.Tensor) -> 
 
 
 def _forbidden(bitmasks: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """int32 [G, words] -> bool [G, vocab]: where a bit is 0. On a CPU by numpy: torch takes ten times as long there,
-    as does xgrammar's own operator, which starts threads."""
+    """Unpack int32 [G, words] to bool [G, vocab]: True where a bit is 0. On a CPU numpy does this ten times faster than
+    torch, and than xgrammar's own operator, which starts threads."""
     vocab = logits.shape[1]
     if logits.is_cpu:
         bits = bitmasks.numpy().view(np.uint8)
@@ -115,7 +114,7 @@ def _forbidden(bitmasks: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked_zeros(words: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Of int32 [G, words], on their device, to which the bits themselves would take eight times as long."""
+    """Unpack int32 [G, words] on their device; uploading unpacked bits would take eight times as long."""
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :vocab]
 
