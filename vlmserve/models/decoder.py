@@ -1,4 +1,4 @@
-"""The text decoder that the families share; they bring their own attention layer and rotary positions."""
+"""The text decoder that the families share. Each family adds its own attention layer and rotary positions."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class DecoderAttention(nn.Module):
         self.attn = RadixAttention(own.num_heads, config.head_dim, config.head_dim**-0.5, own.num_kv_heads, layer_id)
 
     def norms(self) -> HeadNorms | None:
-        """What heads of q and k are normalised by before they are turned."""
+        """Return the norms that heads of q and k go through before they are turned; None without norms."""
         return None
 
     def divide_keys(self, by: float) -> bool:
-        """Have keys come out divided by a power of two, and queries multiplied by it. False if they cannot."""
+        """Divide keys by a power of two, and multiply queries by it, in the weights. Return False if that is
+        impossible."""
         norms = self.norms()
         if norms is not None:  # behind which nothing is left of a factor before
             norms.q_weight.mul_(by)
@@ -58,7 +59,8 @@ class DecoderAttention(nn.Module):
         return self.qkv_proj.scale_parts({"q_proj": by, "k_proj": 1 / by})
 
     def divide_values(self, by: float) -> bool:
-        """Have values come out divided by a power of two, and what attention makes of them multiplied by it."""
+        """Divide values by a power of two, and multiply attention's output by it, in the weights. Return False if that
+        is impossible."""
         if self.qkv_proj.weight is None or self.o_proj.weight is None:
             return False
         return self.qkv_proj.scale_parts({"v_proj": 1 / by}) and self.o_proj.scale(by)
@@ -89,14 +91,14 @@ class DecoderLayer(nn.Module):
     def forward_pending(
         self, x: torch.Tensor, pending: torch.Tensor | None, rotary: Rotation, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """`forward` of x + pending, in x: what it returns is still to be added to x, which the next norm does in one
-        launch with its own work. pending: what the layer before returned."""
+        """Compute `forward` of x + pending. The result is still to be added to x, which the next norm does in the same
+        launch. pending: the result of the layer before."""
         normed = self.input_layernorm(x) if pending is None else self.input_layernorm.add(pending, x)
         attended = self.self_attn(normed, rotary, forward_batch)
         return self.mlp(self.post_attention_layernorm.add(attended, x))
 
     def packed(self) -> LayerWeights | None:
-        """Its weights for the operators that compute whole layers; None unless all of them are packed."""
+        """Return the weights for operators that compute whole layers; None unless all of them are packed."""
         attention, mlp = self.self_attn, _packed_mlp(self.mlp)
         qkv, out = attention.qkv_proj.packed, attention.o_proj.packed
         if qkv is None or out is None or mlp is None or getattr(attention.o_proj, "sum_bias", None) is not None:
@@ -126,7 +128,7 @@ def _packed_mlp(mlp: GatedMLP | SparseMLP) -> MLPWeights | None:
 
 
 def make_mlp(config: ModelConfig, comm: Communicator, layer_id: int) -> GatedMLP | SparseMLP:
-    """Of a layer: sparse or dense, as the configuration says."""
+    """Make a layer's MLP, sparse or dense as the configuration says."""
     size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
     if experts is not None and layer_id in experts.sparse_layers:
         return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, comm)
@@ -134,7 +136,7 @@ def make_mlp(config: ModelConfig, comm: Communicator, layer_id: int) -> GatedMLP
 
 
 def make_embedding(config: ModelConfig, comm: Communicator) -> Embedding | VocabEmbedding | None:
-    """Of the first stage, and of the last one where it is the head, too."""
+    """Make the embedding of the first stage, and of the last one if it is the head, too; None for other stages."""
     stage = comm.shard.stage
     if not stage.is_first and not (stage.is_last and config.tie_word_embeddings):
         return None
@@ -171,10 +173,10 @@ class StageLayers(nn.ModuleList):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm; of a pipeline stage, what it has of them.
+    """Embedding, layers and final norm, or a pipeline stage's part of these.
 
-    make_attention: index among the layers here -> its attention. rotary: positions -> what the attention layers turn
-    by.
+    make_attention: index among the layers here -> its attention. rotary: positions -> the angles that attention layers
+    turn by.
     """
 
     def __init__(
@@ -225,12 +227,12 @@ class Decoder(nn.Module):
         deepstack_index: torch.Tensor | None = None,
         deepstack_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_embeds [N, hidden], positions int64 [3, N] -> final normalised hidden states [N, hidden]; of a stage
-        but the last, what its last layer makes.
+        """Compute final normalised hidden states [N, hidden] from input_embeds [N, hidden] and positions int64 [3, N].
 
-        input_embeds may be overwritten; of a stage but the first, they are what the one before made.
-        deepstack_embeds [layers, R, hidden] are added to tokens `deepstack_index` int64 [R] behind the first layers
-        (DeepStack, arXiv:2406.04334), one behind each; those beyond the layers here are for the next stage.
+        Without the last stage, the result is the output of the last layer here. input_embeds may be overwritten; a
+        later stage is given the output of the stage before. deepstack_embeds [layers, R, hidden] are added to tokens
+        `deepstack_index` int64 [R] behind the first layers, one behind each (DeepStack, arXiv:2406.04334). Those beyond
+        the layers here are for the next stage.
         """
         run = self._run_layers(self._rotary(positions), forward_batch)
         x = input_embeds
@@ -243,14 +245,15 @@ class Decoder(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def join(self) -> None:
-        """What the others need of this process in a step in which it has no tokens, and they have."""
+        """Join the collectives of other groups' steps while this group has no tokens."""
         assert self.embed_tokens is not None, "groups of ranks have all layers"
         x = self.embed_tokens(torch.empty(0, dtype=torch.int64, device=self.embed_tokens.weight.device))
         for layer in self.layers:
             cast(DecoderLayer, layer).mlp(x)
 
     def _run_layers(self, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
-        """Layers in one call where the weights and the attention backend allow it, otherwise one by one."""
+        """Return a function that runs layers: in one call if the weights and the attention backend allow it, otherwise
+        one by one."""
         if self._packed is not None:
             whole = forward_batch.attn_backend.whole_layers(self._packed, rotary, forward_batch)
             if whole is not None:
@@ -268,7 +271,7 @@ class Decoder(nn.Module):
     def _sums_pending(
         self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, first: int, last: int
     ) -> torch.Tensor:
-        """x behind layers first .. last - 1, in its own memory."""
+        """Return x behind layers first .. last - 1, in its own memory."""
         pending = None
         for layer in self.layers[first:last]:
             pending = cast(DecoderLayer, layer).forward_pending(x, pending, rotary, forward_batch)

@@ -24,7 +24,8 @@ _RUN = 16 * CHUNK
 
 
 class ConvWeight(nn.Module):
-    """A weight [channels, 1, width], stored as that of a convolution. channels: which of the stored ones."""
+    """A weight [channels, 1, width], stored as that of a convolution. channels: this process's part of the stored
+    ones."""
 
     def __init__(self, channels: Cuts, width: int) -> None:
         super().__init__()
@@ -37,17 +38,17 @@ class ConvWeight(nn.Module):
 
 
 class _NeverQuantised(MergedLinear):
-    """Few outputs, of which much depends."""
+    """A product with few outputs that matter much, and so keep their precision."""
 
     def pack(self, mode: Mode | None = None) -> None:
         super().pack(None)
 
 
 class GatedDeltaNet(nn.Module):
-    """See `compute.delta_rule`. index: its place among the recurrent layers.
+    """A gated delta net (see `compute.delta_rule`). index: its place among the recurrent layers.
 
-    A request's state in it: the last inputs of the convolution, and the delta rule's state. Where processes share the
-    model, each has some heads of keys with those of values that they serve, and their states.
+    A request's state in it is the last inputs of the convolution, and the delta rule's state. If processes share the
+    model, each has some key heads, the value heads that they serve, and their states.
     """
 
     def __init__(self, config: ModelConfig, comm: Communicator, linear: LinearAttentionConfig, index: int) -> None:
@@ -100,7 +101,7 @@ class GatedDeltaNet(nn.Module):
         step: RecurrentStep,
         span: Span,
     ) -> None:
-        """Several tokens of one request."""
+        """Compute several tokens of one request."""
         convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
         conv, state = convs[span.state], states[span.state]
         for first, last in _runs(span):
@@ -122,7 +123,7 @@ class GatedDeltaNet(nn.Module):
         step: RecurrentStep,
         rows: torch.Tensor,
     ) -> None:
-        """One token of each of several requests."""
+        """Compute one token of each of several requests."""
         convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
         tokens = step.single_tokens
         if tokens is not None:
@@ -138,7 +139,8 @@ class GatedDeltaNet(nn.Module):
             out[tokens] = made
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """mixed [T, channels] -> queries, keys [T, heads, key_dim], values [T, heads, value_dim], in float32."""
+        """Split mixed [T, channels] into queries, keys [T, heads, key_dim] and values [T, heads, value_dim], in
+        float32."""
         linear = self._linear
         q, k, v = mixed.split([linear.key_size, linear.key_size, linear.value_size], dim=-1)
         q, k = (unit_heads(part.unflatten(-1, (-1, linear.key_dim)), linear.num_value_heads) for part in (q, k))
@@ -146,7 +148,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _runs(span: Span) -> Iterator[tuple[int, int]]:
-    """Tokens [first, last) that are computed together. All but the first run begin at a multiple of a chunk of the
-    request's tokens, so that it makes no difference where its prompt is cut, if that is at such multiples."""
+    """Yield tokens [first, last) that are computed together. All runs but the first begin at a multiple of a chunk of
+    the request's tokens. So a prompt that is cut at such multiples gives the same result."""
     aligned = range(-span.prefix_len % CHUNK or _RUN, span.length, _RUN)
     return itertools.pairwise(sorted({0, *aligned, *span.kept, span.length}))

@@ -30,7 +30,7 @@ QWEN3_5_MOE_DEFAULTS = replace(QWEN3_5_DEFAULTS, has_experts=True)
 
 class GatedAttention(DecoderAttention):
     """Attention whose output goes through gates that come with the queries. Only the first part of each head turns, so
-    heads are normalised and turned here, and backends are given what turns nothing."""
+    heads are normalised and turned here, and backends get a rotation by zero."""
 
     def __init__(self, config: ModelConfig, comm: Communicator, layer_id: int) -> None:
         super().__init__(config, comm, layer_id, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
@@ -46,11 +46,11 @@ class GatedAttention(DecoderAttention):
         self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
 
     def divide_keys(self, by: float) -> bool:
-        """Its norms are no plain factors."""
+        """Return False: the norms are no plain factors."""
         return False
 
     def divide_values(self, by: float) -> bool:
-        """Not either, lest keys and values differ."""
+        """Return False, so that keys and values are treated alike."""
         return False
 
     def forward(
@@ -82,7 +82,7 @@ class _Gate(Linear):
 
 
 class SharedExpertMLP(SparseMLP):
-    """A sparse MLP with an expert that all tokens go through besides, times a gate."""
+    """A sparse MLP with one more expert, which all tokens go through, times a gate."""
 
     def __init__(self, size: int, experts: ExpertsConfig, act: Activation, comm: Communicator = ALONE) -> None:
         super().__init__(size, experts.intermediate_size, experts.count, experts.chosen, act, comm)

@@ -34,7 +34,7 @@ from vlmserve_common.errors import CheckpointError, EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's decoder is made of; its tower is in `vision.towers.registry`."""
+    """The classes of a family's decoder; its tower is in `vision.towers.registry`."""
 
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder] | type[Qwen3_5Decoder]
     defaults: ModelDefaults
@@ -53,16 +53,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def load_config(folder: Path, shard: Shard = WHOLE) -> ModelConfig:
-    """The configuration of a checkpoint folder; see `load_model` for the shard and the errors."""
+    """Return the configuration of a checkpoint folder, for one part of the model. Errors: those of `load_model`."""
     return _model_config(folder, read_hf_config(folder), shard)
 
 
 def outline_model(
     folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", *, shard: Shard = WHOLE
 ) -> VisionLanguageModel:
-    """The model of a checkpoint folder without its weights, on the meta device: its sizes, and no memory.
+    """Make the model of a checkpoint folder without its weights, on the meta device: it has sizes, and no memory.
 
-    dtype, device, shard, errors: those of `load_model`; tensors are found, and not read.
+    dtype, device, errors: those of `load_model`. shard: the part of the model. Tensors are found, and not read.
     """
     hf_config = read_hf_config(folder)
     config = _model_config(folder, hf_config, shard)
@@ -82,12 +82,13 @@ def load_model(
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
-    dtype: what it computes in; the checkpoint's own by default, but bfloat16 for quantised weights of float16 on a CPU.
+    dtype: computed in; by default the checkpoint's own, or bfloat16 for quantised weights of float16 on a CPU.
     with_tower: see `make_model`; without it, the tower's tensors are passed over. Quantised weights are packed at once.
-    keep_fp8: whether 8-bit floats stay as they are, and so inputs are rounded; where the device multiplies them, by
-    default. comm: the part of the decoder that this process has, and its connections; no more than the part is read.
+    keep_fp8: whether 8-bit floats stay 8-bit, and inputs are rounded to them; by default if the device multiplies them.
+    comm: the part of the decoder that this process has, and its connections; only this part is read.
+
     Raises CheckpointError when the family is unknown, the configuration impossible, or a tensor missing, unexpected or
-    misshaped. EngineError for a model that cannot be shared so.
+    misshaped. EngineError for a model that cannot be shared in this way.
     """
     folder, device = resolve_model(str(path)), torch.device(device)
     hf_config = read_hf_config(folder)
@@ -129,7 +130,7 @@ class _Tensors:
         )
 
     def check(self) -> None:
-        """CheckpointError for what is missing, unexpected or misshaped."""
+        """Raise CheckpointError for missing, unexpected or misshaped tensors."""
         self._match()
 
     def load(self) -> None:
@@ -151,7 +152,8 @@ class _Tensors:
 
 
 def quantization_of(folder: Path, hf_config: Mapping[str, Any] | None = None) -> Scheme | Fp8Scheme | None:
-    """How a checkpoint folder's weights are quantised, None if they are not. CheckpointError for ways not supported."""
+    """Return how a checkpoint folder's weights are quantised, None if they are not. CheckpointError for unsupported
+    ways."""
     try:
         return read_scheme(read_hf_config(folder) if hf_config is None else hf_config)
     except CheckpointError as error:

@@ -9,12 +9,12 @@ from vlmserve_common.compute.transfers import to_device
 
 
 def contiguous_axes(section: tuple[int, int, int]) -> torch.Tensor:
-    """int64 [head_dim / 2], the axis of every frequency: a run for each axis (Qwen2-VL, Qwen2.5-VL)."""
+    """Return the axis of every frequency, int64 [head_dim / 2]: a run for each axis (Qwen2-VL, Qwen2.5-VL)."""
     return torch.repeat_interleave(torch.arange(3, device="cpu"), torch.tensor(section, device="cpu"))
 
 
 def interleaved_axes(section: tuple[int, int, int]) -> torch.Tensor:
-    """int64 [head_dim / 2], the axis of every frequency: time, height, width in turns while they last, then time
+    """Return the axis of every frequency, int64 [head_dim / 2]: time, height, width in turns while they last, then time
     (Qwen3-VL; `recomposition_frequencies` in transformers)."""
     axes = torch.zeros(sum(section), dtype=torch.int64, device="cpu")
     for axis in (1, 2):
@@ -34,7 +34,7 @@ class MRotary:
         self._dtype = dtype
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [3, N] -> cos and signed sin [N, 1, head_dim]; see `compute.rotary.rotate`."""
+        """Return cos and signed sin [N, 1, head_dim] of positions int64 [3, N]; see `compute.rotary.rotate`."""
         if self._axes.device != positions.device:
             self._axes = to_device(self._axes, positions.device)
             self._frequencies = to_device(self._frequencies, positions.device)

@@ -35,10 +35,11 @@ WEIGHT_RULES = WeightRules(
 
 
 class VisionLanguageModel(nn.Module):
-    """Composes a tower and a decoder. A tied model has no head of its own: the embedding is it. Only the last stage of
-    a pipeline has a head.
+    """A tower, a decoder and a head. A tied model's head is its embedding. Only the last stage of a pipeline has a
+    head.
 
-    config: of the whole model; `self.config` has the sizes of this process's part. dtype: what it computes in.
+    config: of the whole model; `self.config` has the sizes of this process's part. dtype: computed in. comm: the part,
+    with its connections.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class VisionLanguageModel(nn.Module):
             self._packed_head = pack_weight(self._embedding.weight, None, mode)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids int64 [N] -> [N, hidden]."""
+        """Embed input_ids int64 [N] -> [N, hidden]."""
         return self._embedding(input_ids)
 
     @property
@@ -101,8 +102,8 @@ class VisionLanguageModel(nn.Module):
         return self.language_model(input_embeds, positions, forward_batch, deepstack_index, deepstack_embeds)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [R, hidden] -> float32 [R, vocab]. Where processes share the model they all call it, and
-        the first one gets them; others get those of their part of the vocabulary."""
+        """Compute logits float32 [R, vocab] of final hidden states [R, hidden]. All processes that share the model call
+        it. The first one gets the logits; the others get those of their part of the vocabulary."""
         logits, together = self._own_logits(hidden), self.comm.collectives
         if together is None:
             return logits

@@ -1,4 +1,4 @@
-"""Which attention a server gets: the first that passes its trial here, or the one that is asked for."""
+"""Chooses the attention of a server: the first backend that passes its trial here, or the one that is asked for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ BackendName = Literal["auto", "native", "torch", "triton", "flashinfer"]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A backend for GPUs. make: may raise anything. lacks: why it cannot be, as far as that is known before."""
+    """A backend for GPUs. make: makes it, and may raise anything. lacks: returns why it is impossible, as far as that
+    is known before."""
 
     name: str
     make: Callable[[AttentionSpec], AttentionBackend]
@@ -36,7 +37,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What became of a candidate: it, ready for use, or why not."""
+    """The result of trying a candidate: a backend ready for use, or why not."""
 
     name: str
     backend: AttentionBackend | None = None
@@ -81,8 +82,8 @@ FOR_GPUS = (FLASHINFER, TRITON)
 def choose_backend(
     setting: BackendName, spec: AttentionSpec, candidates: Sequence[Candidate] = FOR_GPUS
 ) -> AttentionBackend:
-    """auto: on a CPU our own operators where they are possible, on a GPU the first candidate that passes its trial,
-    and torch where none does. EngineError if what was asked for is not possible."""
+    """Choose a backend. auto is, on a CPU, our own operators if possible; on a GPU the first candidate that passes its
+    trial; otherwise torch. EngineError if the backend asked for is impossible."""
     if setting == "native" or (setting == "auto" and spec.device.type == "cpu"):
         return _on_a_cpu(setting, spec)
     if setting == "torch":
