@@ -1,4 +1,4 @@
-"""How a process talks to the others that share its model."""
+"""The connections between the processes that share a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Collectives(Protocol):
         ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the x of every process, in order, at the first process; an empty list at the others."""
+        """Return every process's x, in order, at the first process; an empty list elsewhere."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,22 +46,22 @@ class Link(Protocol):
     """The connection from a pipeline stage to the next. Tensors arrive in the order in which they were sent."""
 
     def send(self, x: torch.Tensor) -> None:
-        """At the earlier stage: send x, and return at once. x may not be changed afterwards."""
+        """Send x from the earlier stage, and return at once. x may not be changed afterwards."""
         ...
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        """At the later stage: wait for the next tensor, which is written to x and returned."""
+        """Wait, at the later stage, for the next tensor, which is written to x and returned."""
         ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Communicator:
-    """The connections of one process, which has part `shard` of a model.
+    """The connections of one process, which has part `shard` of a model. Without connections, the part is only looked
+    at.
 
-    Without connections it describes a part that is looked at and never computes.
     collectives: of the ranks of one pipeline stage. attention_collectives: of the ranks of one attention group; tokens:
-    the exchange between the groups; both None where there is one group. before, behind: links from the stage before and
-    to the next.
+    the exchange between the groups; both None with one group. before, behind: links from the stage before and to the
+    next.
     """
 
     shard: Shard = WHOLE
@@ -89,7 +89,7 @@ class Communicator:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add x [N, ...] of all tokens up over all ranks, and return the rows of this group's tokens.
 
-        With one group the sum is in x's memory. A process alone gets x back.
+        The sum is in x's memory if there is one group. A process alone gets x back.
         """
         if self.tokens is not None:
             return self.tokens.scatter(x)

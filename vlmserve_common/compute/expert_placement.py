@@ -1,7 +1,7 @@
-"""Which experts are where, so that all parties have about as much to do, and how weights get there.
+"""Places experts so that all parties have about the same work, and moves their weights.
 
-As in DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB): the spare slots go to copies of whichever expert has most
-to do for each copy, one by one; then experts, the busiest first, go to whichever party has least to do so far.
+As in DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB), spare slots go one by one to a copy of the expert with most
+work for each copy. Then experts, the busiest first, go to the party with least work so far.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Placement = tuple[int, ...]
 
 
 def place(loads: Sequence[float], old: Placement, parties: int) -> Placement:
-    """A placement for experts of such loads. No party has an expert twice. Experts that stay at a party stay in their
-    slots."""
+    """Return a placement for experts of such loads. No party has an expert twice. Experts that stay at a party stay in
+    their slots."""
     each, count = len(old) // parties, len(loads)
     copies = [1] * count
     for _ in range(len(old) - count):
@@ -62,7 +62,7 @@ def _in_order(own: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def imbalance(loads: Sequence[float], placement: Placement, parties: int) -> float:
-    """How much the busiest party has to do, in times of the mean."""
+    """Return the work of the busiest party, as a multiple of the mean."""
     each = len(placement) // parties
     shares = [loads[expert] / placement.count(expert) for expert in placement]
     busy = [sum(shares[party * each : (party + 1) * each]) for party in range(parties)]
@@ -70,9 +70,10 @@ def imbalance(loads: Sequence[float], placement: Placement, parties: int) -> flo
 
 
 def move(experts: Experts, slots: Slots, new: Placement, comm: Communicator) -> int:
-    """Have a sparse MLP's experts lie so from now on; all ranks together. Returns how many slots got another one.
+    """Move a sparse MLP's experts to a new placement; all ranks call it together. Return how many slots got another
+    expert.
 
-    Rows of bytes go from a rank that has the expert to the rank of the same number in the party that wants it.
+    Rows of bytes go from a rank that has the expert to the rank of the same number in the other party.
     """
     old, each, members = slots.placement, slots.each, slots.members
     size = comm.shard.size
@@ -95,7 +96,7 @@ def move(experts: Experts, slots: Slots, new: Placement, comm: Communicator) -> 
 
 
 def _source(old: Placement, expert: int, party: int, each: int) -> int:
-    """The slot that an expert comes from to a party: parties take turns at those that have it."""
+    """Return the slot from which a party gets an expert: parties take turns at the slots that have it."""
     having = [slot for slot, there in enumerate(old) if there == expert]
     own = [slot for slot in having if slot // each == party]
     return own[0] if own else having[party % len(having)]
@@ -109,7 +110,7 @@ def _by_rank(moves: Sequence[tuple[int, int]], member: int, members: int, size: 
 
 
 def loads_of(slots: Sequence[Slots], comm: Communicator) -> list[list[int]]:
-    """How often experts of each sparse MLP were chosen since the last time, the same at all ranks."""
+    """Return how often experts of each sparse MLP were chosen since the last call, the same at all ranks."""
     counts = [one.take_counts() for one in slots]
     known = next((one for one in counts if one is not None), None)
     if known is None:

@@ -56,7 +56,7 @@ def _cpu_flags() -> Mapping[str, object]:
 
 @functools.cache
 def has_native_products(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of a 16-bit dtype in hardware (or is of a kind that was not measured)."""
+    """Return whether this CPU multiplies matrices of a 16-bit dtype in hardware, or is a kind that was not measured."""
     flags = _cpu_flags()
     if flags.get("architecture") != "x86_64":
         return True
@@ -135,15 +135,15 @@ class Linear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype that it computes in."""
         if self.fp8 is not None:
             return self.fp8.dtype
         return self.packed.dtype if self.weight is None else self.weight.dtype  # type: ignore[union-attr]
 
     def pack(self, mode: Mode | None = None) -> None:
-        """Lay the weight out for this process's operators, where these can use it; the plain one goes.
+        """Lay the weight out for this process's operators, if these can use it; the plain one goes.
 
-        mode: quantised so, where that can be.
+        mode: how the weight is quantised, if it can be.
         """
         if self.weight is not None and packed_products.can_pack(self.weight):
             self.packed = pack_weight(self.weight, self.bias, mode, gated=self.gated)
@@ -162,7 +162,7 @@ class Linear(nn.Module):
         self.fp8 = scales
 
     def scale(self, by: float) -> bool:
-        """Multiply the product, its bias excepted, by a power of two. False if the weight is of whole numbers."""
+        """Multiply the product, without its bias, by a power of two. Return False for a weight of integers."""
         if self.weight is None:
             return False
         (self.weight if self.fp8 is None else self.fp8.weights).mul_(by)
@@ -191,7 +191,7 @@ class Linear(nn.Module):
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one product: checkpoints store them side by side under their own names.
+    """Several projections of one input as one product. Checkpoints store them side by side under their own names.
 
     parts: name -> output features, in the order of the output; or this process's cut of them.
     """
@@ -204,7 +204,7 @@ class MergedLinear(Linear):
         super().__init__(in_features, sum(self.parts.values()), bias=bias, gated=gated)
 
     def scale_parts(self, by: Mapping[str, float]) -> bool:
-        """Multiply parts of the output by powers of two. False if the weight is of whole numbers."""
+        """Multiply parts of the output by powers of two. Return False for a weight of integers."""
         if self.weight is None:
             return False
         start = 0
@@ -273,7 +273,7 @@ class RowLinear(Linear):
 
 
 class VocabLinear(Linear):
-    """A head of this process's part of a vocabulary, without bias; all processes have as many rows."""
+    """A head for this process's part of a vocabulary, without bias. All processes have the same number of rows."""
 
     def __init__(self, in_features: int, vocab_size: int, shard: Shard) -> None:
         self.cut, rows = shard.cut_vocab(vocab_size)

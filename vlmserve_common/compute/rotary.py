@@ -14,7 +14,7 @@ def inverse_frequencies(dim: int, theta: float) -> torch.Tensor:
 
 
 def rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
-    """What `rotate` needs, from angles float32 [N, dim / 2]: cos and signed sin, both [N, 1, dim] in `dtype`.
+    """Return cos and signed sin, both [N, 1, dim] in `dtype`, of angles float32 [N, dim / 2], for `rotate`.
 
     The first half of the sine is negative, so that rotating is one product with x and one with its swapped halves.
     """
@@ -23,7 +23,7 @@ def rotation(angles: torch.Tensor, dtype: torch.dtype) -> Rotation:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """x [N, heads, dim] turned by the angles of `rotation`, as a new tensor."""
+    """Return x [N, heads, dim] turned by the angles of `rotation`, as a new tensor."""
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
     return (x * cos).add_(swapped.mul_(signed_sin))

@@ -1,10 +1,11 @@
-"""Which part of a model a process has, where several share one. Geometry only: connections are in `communicator`.
+"""The geometry of a model that processes share: which part each of them has. Connections are in `communicator`.
 
 Tensor parallelism (Megatron-LM, arXiv:1909.08053) cuts products two ways. By outputs (rows of the weight): each process
 computes its own outputs, and nothing is exchanged. By inputs (columns): each process has the inputs that it computed
 itself, and the partial products are added up over all processes.
-Pipeline parallelism (GPipe, arXiv:1811.06965) gives each stage some of the layers. A stage sends what its last layer
-makes to the next stage. Tensor parallelism then cuts the layers of one stage.
+
+Pipeline parallelism (GPipe, arXiv:1811.06965) gives each stage some of the layers. A stage sends the output of its last
+layer to the next stage. Tensor parallelism then cuts the layers of one stage.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class Shard:
 
     @property
     def is_entry(self) -> bool:
-        """Whether this is the process that schedules, encodes pictures and gives the others orders."""
+        """Whether this process schedules, encodes pictures and gives orders."""
         return self.rank == 0 and self.stage.is_first
 
     @property
@@ -186,8 +187,8 @@ class Shard:
     def kv_heads(self, count: int) -> int:
         """Return how many of `count` key-value heads each process has.
 
-        With more processes than heads, several processes hold a copy of one head. EngineError if neither number divides
-        the other.
+        Several processes hold a copy of one head if there are more processes than heads. EngineError if neither number
+        divides the other.
         """
         if self.size > count and self.size % count == 0:
             return 1

@@ -1,4 +1,4 @@
-"""Orders that are taken before their turn: whoever gives them goes on meanwhile."""
+"""Takes orders ahead of time, so that the rank that gives them does not wait."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from vlmserve_common.parallel.group import Orders
 
 
 class TakenAhead:
-    """Takes orders in a thread of its own. Giving one waits until all have taken it, and a stage of a pipeline is to
-    go on with the next step while a later stage computes this one."""
+    """Takes orders in a thread of its own. Giving an order waits until all ranks have taken it; this lets a stage of a
+    pipeline begin the next step while a later stage computes."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -18,7 +18,7 @@ class TakenAhead:
         threading.Thread(target=self._take_all, name="orders", daemon=True).start()
 
     def take(self) -> bytes:
-        """See `Orders.take`."""
+        """Return the next order; wait for it."""
         taken = self._taken.get()
         if isinstance(taken, Exception):
             raise taken

@@ -1,4 +1,4 @@
-"""The ranks that share a model: how each is connected to the others."""
+"""A rank's connections to the other processes that share its model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _CPU = torch.device("cpu")
 
 
 class Ranks:
-    """The process with part `shard` of a model, once it has met the others. The first rank decides; the others obey.
+    """The rank with part `shard` of a model, connected to all others. The first rank decides, and the other ranks obey.
 
     rank = stage * tensor-parallel size + tensor-parallel rank. place: where all ranks meet. about, look: see `meet`.
     comm: connections for computing. group: of the ranks of this stage; None for a rank that is alone in its stage.
-    orders: what the first rank tells the others. results: from the rank that samples to the first rank, where there are
-    several stages; None at other ranks. presence: of ranks on other machines.
-    EngineError, as `meet` raises it; RankLostError later on.
+    orders: from the first rank to all. presence: of ranks on other machines.
+
+    results: from the rank that samples to the first rank, in a pipeline; None at other ranks. Raises EngineError as
+    `meet` does, and RankLostError later on.
     """
 
     def __init__(
