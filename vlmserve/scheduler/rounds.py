@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class RoundWorker(Protocol):
-    """What computes rounds: a `RoundLeader`, or a test's fake. Of each group there is something, or None."""
+    """What computes rounds: a `GroupLeader`, or a test's fake. Of each group there is something, or None."""
 
     def forward(self, steps: Sequence[ModelWorkerBatch | None]) -> Sequence[Any]:
         """A step of each group, up to what it is sampled from."""
