@@ -13,8 +13,8 @@ from vlmserve.memory.recurrent_cache import RecurrentStep, Span
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import LinearAttentionConfig, ModelConfig
 from vlmserve_common.compute.communicator import Communicator
-from vlmserve_common.compute.delta_norms import GatedRMSNorm
 from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, recurrent_step, unit_heads
+from vlmserve_common.compute.layers import GatedRMSNorm
 from vlmserve_common.compute.linear import MergedLinear, row_linear
 from vlmserve_common.compute.shard import Cut, Cuts, stacked
 from vlmserve_common.kernels.quantized import Mode

@@ -15,9 +15,8 @@ from vlmserve.models.delta_net import GatedDeltaNet
 from vlmserve.models.rotary import MRotary, interleaved_axes
 from vlmserve_common.compute.activations import Activation, activation
 from vlmserve_common.compute.communicator import ALONE, Communicator
-from vlmserve_common.compute.delta_norms import ZeroCentredRMSNorm
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
-from vlmserve_common.compute.layers import GatedMLP
+from vlmserve_common.compute.layers import GatedMLP, ZeroCentredRMSNorm
 from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
 from vlmserve_common.compute.rotary import Rotation, rotate
 from vlmserve_common.kernels.quantized import Mode

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import queue
 import socket
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -239,6 +241,30 @@ class Orders:
         if len(order) < size:
             order += bytes(self._exchange(torch.empty(size - len(order), dtype=torch.uint8)).numpy())
         return order
+
+
+class TakenAhead:
+    """Takes orders in a thread of its own. Giving an order waits until all ranks have taken it; this lets a stage of a
+    pipeline begin the next step while a later stage computes."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._taken: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._take_all, name="orders", daemon=True).start()
+
+    def take(self) -> bytes:
+        """Return the next order; wait for it."""
+        taken = self._taken.get()
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
+
+    def _take_all(self) -> None:
+        try:
+            while True:
+                self._taken.put(self._orders.take())
+        except Exception as error:  # of any kind: the taker would wait for good
+            self._taken.put(error)
 
 
 def address_towards(host: str) -> str:

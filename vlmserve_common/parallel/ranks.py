@@ -9,8 +9,7 @@ import torch
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.compute.token_exchange import TokenExchange
-from vlmserve_common.parallel.ahead import TakenAhead
-from vlmserve_common.parallel.group import IDLE_TIMEOUT, Orders, ProcessGroup
+from vlmserve_common.parallel.group import IDLE_TIMEOUT, Orders, ProcessGroup, TakenAhead
 from vlmserve_common.parallel.meeting import MeetingPlace, meet
 from vlmserve_common.parallel.presence import Presence
 
