@@ -1,7 +1,7 @@
 """Memory for computing, beside weights and caches: estimated from shapes, or measured on a GPU by a pass over zeros.
 
-Both take the largest step that the settings allow. That is a prompt chunk with every request that decodes beside it,
-and a batch of the vision tower at its limit of patches, or one larger picture.
+The largest step that the settings allow counts: a prompt chunk with every request that decodes beside it, and a batch
+of the vision tower at its limit of patches, or one larger picture.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 
 Meter: TypeAlias = Callable[[Callable[[], object]], int]
-"""Runs something, and returns the most bytes that were allocated meanwhile beyond what was before."""
+"""Runs a function, and returns the peak of the bytes that were allocated meanwhile."""
 
 _LOGITS = 14
-"""Float32 copies of logits that sampling has at a time, where all are sorted for a top-p: as computed, scaled, as
-logprobs, sorted with their places (which take twice as much), and what is summed over these."""
+"""Float32 copies of logits that exist at a time, if sampling sorts all of them for a top-p: as computed, scaled, as
+logprobs, sorted with their places (which take twice as much), and their sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
     """Estimate from the shapes of a model, which may be on the meta device."""
     config, itemsize = model.config, model.dtype.itemsize
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    # heads before and after they are turned, and what they attend to; or gate and up, their product, and its input
+    # heads before and after they are turned, and attention's output; or gate and up, their product, and its input
     widest = max(
         2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config), _linear_width(config)
     )

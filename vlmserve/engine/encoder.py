@@ -70,8 +70,8 @@ def build_encoder_pool(
     start: StartSettings | None = None,
     store: EmbeddingStore | None = None,
 ) -> EncoderPool:
-    """Build the encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. With encoder processes,
-    these have the weights, and the tower may be on the meta device.
+    """Build the encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. The tower may be on the
+    meta device if there are encoder processes, which load it.
 
     start: needed if `args` asks for encoder processes. store: keeps embeddings for good; by default the folder of
     `--embedding-cache-dir`. Raises EngineError.
@@ -108,8 +108,8 @@ def build_encoder_pool(
 
 
 def make_cache(device: torch.device, *, device_bytes: int, host_bytes: int) -> EmbeddingCache:
-    """Make a cache in the memory of `device`. With `host_bytes`, and a device that is not the CPU, a host tier is
-    behind it."""
+    """Make a cache in the memory of `device`. A host tier is behind it if `host_bytes` is above 0 and the device is no
+    CPU."""
     return EmbeddingCache(
         MemoryTier(device_bytes, device),
         MemoryTier(host_bytes, torch.device("cpu")) if host_bytes and device.type != "cpu" else None,
@@ -137,7 +137,7 @@ def _start_workers(
     args: EngineArgs, dtype: torch.dtype, device: torch.device, start: StartSettings | None
 ) -> ProcessBackend:
     assert start is not None, "encoder processes need a directory for arrays"
-    # Only who has such processes needs what they talk with.
+    # Imported only if there are such processes.
     from vision.workers.process_backend import ProcessBackend
 
     devices = encoder_devices(args, device)

@@ -70,8 +70,8 @@ def build_prefix_cache(
     storage: KVStorage | None = None,
     identity: MediaIdentity | None = None,
 ) -> PrefixCache:
-    """Build the prefix cache over the slots of `allocator`. With `host` slots it has a second tier: see `HiRadixCache`
-    for the other arguments."""
+    """Build the prefix cache over the slots of `allocator`, with a second tier if there are `host` slots. See
+    `HiRadixCache` for the other arguments."""
     if args.disable_radix_cache:
         return ChunkCache(allocator.page_size)
     if host is not None:
@@ -87,7 +87,8 @@ def build_prefix_cache(
 
 
 def _fingerprint(args: EngineArgs, runner: ModelRunner) -> str:
-    """Digest everything that decides which KV tokens give: weights, how they are computed with, and what is kept."""
+    """Digest everything that KV depends on: weights, how they are computed with, and the cache's dtype and page
+    size."""
     digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
     for path in sorted(Path(args.model).glob("*")):
         if path.suffix in (".safetensors", ".json"):

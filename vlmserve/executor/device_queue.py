@@ -1,7 +1,6 @@
-"""Does work for the device in the order in which it was submitted.
+"""Does work for the device in the order in which it was submitted, which makes steps in flight safe.
 
-That order makes steps in flight safe. A step may read the results of the step before it. Slots that are given to
-another request are written by a later step.
+A step may read the results of the step before it. Slots that are given to another request are written by a later step.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class _Later(Generic[T]):
 
     def run(self) -> None:
         assert self._call is not None
-        (run, args), self._call = self._call, None  # what it was called with is not needed any more
+        (run, args), self._call = self._call, None  # lets go of the arguments
         try:
             self._value = run(*args)
         except Exception as error:

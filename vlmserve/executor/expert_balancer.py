@@ -27,7 +27,7 @@ class ExpertBalancer:
         self._steps = 0
         self.stats = ExpertStats()
         for slots in self._slots:
-            slots.take_counts()  # of what was computed to try things
+            slots.take_counts()  # those of trials and measurements
 
     def step(self) -> None:
         """Note that a step begins; experts may move now."""

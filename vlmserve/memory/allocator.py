@@ -112,7 +112,7 @@ class TokenToKVPoolAllocator:
         starts = pages[np.concatenate(([0], cuts))].tolist()
         ends = (pages[np.concatenate((cuts - 1, [len(pages) - 1]))] + 1).tolist()
         for start, end in zip(starts, ends, strict=True):
-            # a room behind a page that is gone is nobody's
+            # a room behind a freed page has no owner
             self._open.add(start, end - start + self._rooms.remove(end))
 
     def truncate(self, prefix_len: int, seq_len: int, slots: np.ndarray) -> None:

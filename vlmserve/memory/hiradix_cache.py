@@ -167,8 +167,7 @@ class HiRadixCache(RadixCache):
                         )
 
     def host_cached_size(self) -> int:
-        """Tokens that are kept on the host, including those that the device has, too. With the host's free slots they
-        make up all of it."""
+        """Tokens that are kept on the host, including those that the device has, too."""
         return self._host.size - self._host.available_size()
 
     def reset(self) -> int:

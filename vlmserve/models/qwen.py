@@ -26,7 +26,7 @@ class Qwen2Attention(DecoderAttention):
 
 
 class Qwen2Decoder(Decoder):
-    """A decoder whose M-RoPE gives each axis a run of frequencies. dtype: what it computes in."""
+    """A decoder whose M-RoPE gives each axis a run of frequencies. dtype: of its computation."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
         rotary = MRotary(config.head_dim, config.rope_theta, contiguous_axes(config.mrope_section), dtype)
@@ -47,7 +47,7 @@ class Qwen3Attention(DecoderAttention):
 
 
 class Qwen3Decoder(Decoder):
-    """A decoder whose M-RoPE interleaves the axes' frequencies. dtype: what it computes in."""
+    """A decoder whose M-RoPE interleaves the axes' frequencies. dtype: of its computation."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
         rotary = MRotary(config.head_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)

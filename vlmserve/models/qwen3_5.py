@@ -136,7 +136,7 @@ def _make_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
 
 
 class Qwen3_5Decoder(nn.Module):
-    """See `Decoder`. dtype: what it computes in."""
+    """A decoder of gated delta nets and gated attention. dtype: of its computation."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
         super().__init__()

@@ -209,8 +209,8 @@ def dispatch(
 
 
 def moves_less_dispatched(chosen: int, shard: Shard) -> bool:
-    """Return whether tokens that choose evenly reach less than half of the ranks; see the module docstring. With
-    attention groups, rows have to travel to other processes in any case."""
+    """Return whether tokens that choose evenly reach less than half of the ranks; see the module docstring. Rows of
+    attention groups have to travel to other processes in any case."""
     parties = shard.experts.ep_size
     if shard.groups > 1:
         return parties > 1

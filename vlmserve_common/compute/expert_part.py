@@ -1,8 +1,8 @@
 """Divides the experts of a sparse MLP among processes.
 
 `ep_size` parties of a tensor-parallel group have experts of their own, one behind the other. The members of a party cut
-each of its experts by inner elements, as other MLPs are cut. With `redundant` slots, every party has as many more, and
-busy experts are in several slots (DeepSeek's EPLB, https://github.com/deepseek-ai/EPLB).
+each of its experts by inner elements, as other MLPs are cut. `redundant` slots, spread evenly over the parties, hold
+copies of busy experts (DeepSeek's EPLB, https://github.com/deepseek-ai/EPLB).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Places experts so that all parties have about the same work, and moves their weights.
 
-As in DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB), spare slots go one by one to a copy of the expert with most
-work for each copy. Then experts, the busiest first, go to the party with least work so far.
+Spare slots go one by one to a copy of the expert with most work for each copy. Then experts, the busiest first, go to
+the party with least work so far (DeepSeek's EPLB, https://github.com/deepseek-ai/EPLB).
 """
 
 from __future__ import annotations

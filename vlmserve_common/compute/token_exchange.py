@@ -5,8 +5,8 @@ everything else is shared (DeepSeek-V3, arXiv:2412.19437; SGLang's `--enable-dp-
 attention heads among them. MLPs and experts are cut over all processes. So an MLP begins by bringing the tokens of all
 groups together. It ends by adding up the partial results of all processes, and each group takes its own rows.
 
-There are two ways. With padding to the longest group, an all-gather and a reduce-scatter. Without padding, two
-all-reduces of all rows. `layout_of` chooses the one that moves less.
+Padded to the longest group, rows take an all-gather and a reduce-scatter. Without padding they take two all-reduces.
+`layout_of` chooses the way that moves less.
 """
 
 from __future__ import annotations

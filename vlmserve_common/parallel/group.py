@@ -24,8 +24,8 @@ import torch.distributed as dist
 from vlmserve_common.errors import RankLostError
 from vlmserve_common.parallel.shared_memory import SharedMemory, open_shared_memory
 
-# A collective that takes longer has lost somebody, who neither works nor closes a connection. Orders may be long in
-# coming: who is idle is not lost.
+# A collective that takes longer has lost a process that neither works nor closes its connection. Waiting for orders may
+# take any time: an idle process is not lost.
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
 IDLE_TIMEOUT = datetime.timedelta(days=365)
 _HEADER_BYTES, _FIRST_BYTES = 8, 4096

@@ -1,4 +1,4 @@
-"""The workers of all ranks but the first. Each computes its part of what the first rank orders.
+"""The workers of all ranks but the first. Each computes its part of the steps that the first rank orders.
 
 In a model of one stage, followers remember the tokens that the first rank samples. In a pipeline, the first rank of the
 last stage samples.

@@ -1,4 +1,4 @@
-"""What every rank computes where there are several attention groups: its own group's step, and its part of what all
+"""One rank's part of the steps of several attention groups: its own group's step, and its part of the layers that all
 groups share."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The orders that the first rank gives the others, one for each half of a step, and the last stage's answer."""
+"""The orders of the first rank to all other ranks, one for each half of a step, and the last stage's answer."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class SampleThereOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardRound:
-    """Compute one step of each attention group; None for a group without one, which joins the others' collectives.
-    Embeddings follow in the order of the groups."""
+    """Compute one step of each attention group; None for a group without one, which joins the other groups'
+    collectives. Embeddings follow in the order of the groups."""
 
     steps: tuple[ForwardOrder | None, ...]
 

@@ -108,8 +108,8 @@ class AttentionBackend(ABC):
     can_capture: bool = False
 
     def reserve(self, max_requests: int, max_context_len: int) -> None:  # noqa: B027  many keep nothing
-        """Allocate what is kept between steps of up to `max_requests` requests of `max_context_len` tokens each. The KV
-        cache gets the rest of the memory afterwards."""
+        """Allocate the buffers that steps of up to `max_requests` requests of `max_context_len` tokens each keep. The
+        KV cache gets the rest of the memory afterwards."""
 
     def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
         """Make the buffers that captured kernels read and write. Called before the first capture, and again when graphs

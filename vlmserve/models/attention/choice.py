@@ -109,7 +109,7 @@ def try_candidate(candidate: Candidate, spec: AttentionSpec) -> Tried:
     try:
         backend = candidate.make(spec)
         run_trial(backend, spec)
-    except Exception as error:  # compilers, drivers and packages of others may fail in any way
+    except Exception as error:  # compilers, drivers and foreign packages may fail in any way
         check_device(spec.device, candidate.name)
         return Tried(name=candidate.name, why_not=reason(error))
     return Tried(name=candidate.name, backend=backend)

@@ -1,7 +1,7 @@
 """Attention by FlashInfer (Ye et al. 2025, arXiv:2501.01005), on NVIDIA GPUs.
 
 A step is planned once and run in every layer. `plan` takes lengths from the host and the table of pages from the
-device, so nothing waits for the GPU. These facts are of flashinfer 0.6.6 and 0.7.2.
+device, so nothing waits for the GPU. These facts hold for flashinfer 0.6.6 and 0.7.2.
 
 `plan` writes to a pinned buffer of the wrapper, which is copied asynchronously (`scheduler.cuh`). The next `plan` must
 not come before that copy: see `_planned`.
