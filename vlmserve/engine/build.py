@@ -15,7 +15,7 @@ from vision.encoder_pool import EncoderPool
 from vision.towers.graphs.capturing import capture_on_gpu
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.engine.activations import (
+from vlmserve.engine.activation_memory import (
     cuda_meter,
     estimate_activations,
     measure_activations,

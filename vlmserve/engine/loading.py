@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vlmserve.config.engine_args import AUTO, EngineArgs
-from vlmserve.engine.activations import estimate_activations, step_limits
+from vlmserve.engine.activation_memory import estimate_activations, step_limits
 from vlmserve.engine.encoder import encoder_devices
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS
 from vlmserve.engine.recurrent import state_bytes

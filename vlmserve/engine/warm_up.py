@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vlmserve.engine.activations import dummy_sampling, encode_nothing
+from vlmserve.engine.activation_memory import dummy_sampling, encode_nothing
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, SamplingBatchInfo
 from vlmserve.models.attention.base import ForwardMode

@@ -14,19 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-
-class Peers(Protocol):
-    """See `compute.shard.Collectives`."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor: ...
+if TYPE_CHECKING:
+    from vlmserve_common.compute.communicator import Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +70,14 @@ class TokenExchange:
     """
 
     def __init__(
-        self, group: int, groups: int, *, peers: Peers, members: Peers | None, num_members: int, everybody: Peers
+        self,
+        group: int,
+        groups: int,
+        *,
+        peers: Collectives,
+        members: Collectives | None,
+        num_members: int,
+        everybody: Collectives,
     ) -> None:
         self.group, self.groups, self.num_members = group, groups, num_members
         self._peers, self._members, self._everybody = peers, members, everybody

@@ -10,7 +10,7 @@ import torch
 from vlmserve.commands.plan.gpus import Gpu
 from vlmserve.commands.plan.layout import Layout, Model, Stage
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.activations import StepLimits, estimate_activations, step_limits
+from vlmserve.engine.activation_memory import StepLimits, estimate_activations, step_limits
 from vlmserve.engine.encoder import resolve_max_patches
 from vlmserve.engine.graph_planning import why_not_captured
 from vlmserve.engine.recurrent import num_states

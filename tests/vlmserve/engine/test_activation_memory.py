@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import vlmserve
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import activations
-from vlmserve.engine.activations import StepLimits, estimate_activations, measure_activations, step_limits
+from vlmserve.engine.activation_memory import StepLimits, estimate_activations, measure_activations, step_limits
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.registry import load_model, outline_model
 
