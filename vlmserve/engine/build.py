@@ -24,8 +24,8 @@ from vlmserve.engine.activation_memory import (
 from vlmserve.engine.encoder import build_encoder_pool
 from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, cuda_tools, tools_of_ranks, wanted_sizes
 from vlmserve.engine.kv_tiers import build_tiers
-from vlmserve.engine.loading import bytes_per_token, load, prepare_device
 from vlmserve.engine.lockstep import EngineScheduler, in_lockstep
+from vlmserve.engine.model_loading import bytes_per_token, load, prepare_device
 from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
 from vlmserve.engine.warm_up import warm_up

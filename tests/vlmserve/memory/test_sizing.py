@@ -9,7 +9,7 @@ import torch
 
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import loading
+from vlmserve.engine import model_loading
 from vlmserve.engine.kv_tiers import build_prefix_cache
 from vlmserve.memory import sizing
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -100,7 +100,7 @@ def test_what_computing_takes_stays_free(free: pytest.MonkeyPatch) -> None:
 
 def test_weights_that_do_not_fit_are_not_loaded(free: pytest.MonkeyPatch) -> None:
     loaded: list[object] = []
-    free.setattr(loading, "load_model", lambda *args, **kwargs: loaded.append(args))
+    free.setattr(model_loading, "load_model", lambda *args, **kwargs: loaded.append(args))
     free.setattr(sizing, "free_memory", lambda device: (2**20, 2**20))
     with pytest.raises(EngineError, match=r"the weights of .* take .* MiB in float32, and 1 MiB .* --dtype bfloat16"):
         LLM(dtype="float32")
