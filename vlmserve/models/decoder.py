@@ -11,14 +11,13 @@ from torch import nn
 
 from vlmserve.models.attention.base import ForwardBatch, RadixAttention, RunLayers
 from vlmserve.models.config import ModelConfig
-from vlmserve.models.rotary import MRotary
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
 from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm, VocabEmbedding
 from vlmserve_common.compute.linear import MergedLinear, pack_linears, row_linear
-from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.compute.rotary import MRotary, Rotation
 from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms

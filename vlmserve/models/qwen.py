@@ -8,9 +8,9 @@ import torch
 
 from vlmserve.models.config import ModelConfig, ModelDefaults
 from vlmserve.models.decoder import Decoder, DecoderAttention
-from vlmserve.models.rotary import MRotary, contiguous_axes, interleaved_axes
 from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.layers import RMSNorm
+from vlmserve_common.compute.rotary import MRotary, contiguous_axes, interleaved_axes
 from vlmserve_common.kernels.attention import HeadNorms
 
 QWEN2_DEFAULTS = ModelDefaults(rope_theta=1_000_000.0, mrope_section=(16, 24, 24))

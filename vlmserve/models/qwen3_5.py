@@ -12,13 +12,12 @@ from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ExpertsConfig, ModelConfig, ModelDefaults
 from vlmserve.models.decoder import DecoderAttention, StageLayers, make_embedding
 from vlmserve.models.delta_net import GatedDeltaNet
-from vlmserve.models.rotary import MRotary, interleaved_axes
 from vlmserve_common.compute.activations import Activation, activation
 from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
 from vlmserve_common.compute.layers import GatedMLP, ZeroCentredRMSNorm
 from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
-from vlmserve_common.compute.rotary import Rotation, rotate
+from vlmserve_common.compute.rotary import MRotary, Rotation, interleaved_axes, rotate
 from vlmserve_common.kernels.quantized import Mode
 
 QWEN3_5_DEFAULTS = ModelDefaults(

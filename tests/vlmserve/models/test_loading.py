@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.tiny_checkpoints import FAMILIES, MAX_POSITIONS, MOE, make_checkpoint, write_safetensors
 from vlmserve.models.config import ModelDefaults, read_model_config
 from vlmserve.models.registry import load_config, load_model
-from vlmserve.models.rotary import contiguous_axes, interleaved_axes
+from vlmserve_common.compute.rotary import contiguous_axes, interleaved_axes
 from vlmserve_common.errors import CheckpointError
 
 LAYER = {"qwen2_vl": "model.layers.1.", "qwen2_5_vl": "model.layers.1.", "qwen3_vl": "model.language_model.layers.1."}
