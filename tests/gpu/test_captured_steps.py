@@ -12,6 +12,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import Reference, assert_equal_answers, conversations
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.bench.gpu_shapes import SHAPES, small, write_folder
+from vlmserve.engine.build import build_loop
 from vlmserve.ipc.messages import SamplingParams, TokenizedGenerateReqInput
 
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=12, ignore_eos=True)
@@ -70,19 +71,20 @@ def test_tokens_are_the_same_with_and_without(tmp_path, cuda):
 
 def tokens_of(llm: LLM) -> list[tuple[int, ...]]:
     random = torch.Generator().manual_seed(0)
-    scheduler, answers = llm.engine.scheduler, {}
+    answers = {}
 
     def take(output) -> None:
         for one in output.outputs:
             answers[one.rid] = (*answers.get(one.rid, ()), *one.token_ids)
 
-    scheduler._send = take
+    loop = build_loop(llm.args, llm.engine.runner, llm.engine.info, take)
     for number in range(160):
         length, tokens = (int(torch.randint(1, most, (), generator=random)) for most in (200, 40))
         ids = torch.randint(0, 1600, (length,), generator=random).numpy()
         sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
-        scheduler.handle(TokenizedGenerateReqInput(rid=f"r{number:03}", input_ids=ids, sampling_params=sampling))
-        scheduler.step()
-    while not scheduler.is_idle():
-        scheduler.step_or_wait()
+        loop.handle(TokenizedGenerateReqInput(rid=f"r{number:03}", input_ids=ids, sampling_params=sampling))
+        loop.step()
+    while not loop.is_idle():
+        loop.step_or_wait()
+    loop.close()
     return [answers[rid] for rid in sorted(answers)]

@@ -15,6 +15,7 @@ from tests.gpu.test_answers import engine
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM
+from vlmserve.engine.build import build_loop
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.ipc.messages import AbortReq, SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
 
@@ -45,7 +46,8 @@ class Load:
     """Keeps so many requests in the engine; a part of them is given up, at any time."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
-        self.scheduler = llm.engine.scheduler
+        engine = llm.engine
+        self.loop = build_loop(engine.args, engine.runner, engine.info, self._take)
         self.random = np.random.default_rng(seed)
         self.prompts = [self._tokenized(llm, messages) for messages in conversations()]
         self.sampling = kinds(self.random)
@@ -53,18 +55,17 @@ class Load:
         self.greedy: dict[tuple[int, int], set[tuple[int, ...]]] = {}
         self.open: dict[str, tuple[int, int, list[int], bool]] = {}
         self.came = 0
-        self.scheduler._send = self._take
 
     def run(self, requests: int) -> None:
         """Until so many more have come and all have ended."""
         last = self.came + requests
-        while self.came < last or not self.scheduler.is_idle():
+        while self.came < last or not self.loop.is_idle():
             while self.came < last and len(self.open) < TOGETHER:
                 self._come()
             if self.open and self.random.random() < 0.05:
-                self.scheduler.handle(AbortReq(rid=self.random.choice(list(self.open))))
-            self.scheduler.step_or_wait()
-        self.scheduler.step()  # checks the pools
+                self.loop.handle(AbortReq(rid=self.random.choice(list(self.open))))
+            self.loop.step_or_wait()
+        self.loop.step()  # checks the pools
 
     def _come(self) -> None:
         kind = int(self.random.integers(len(self.prompts)))
@@ -75,7 +76,7 @@ class Load:
         self.came += 1
         logprobs = int(self.random.integers(4)) if self.random.random() < 0.2 else None
         prompt = self.prompts[kind]
-        self.scheduler.handle(
+        self.loop.handle(
             dataclasses.replace(prompt, rid=rid, group=rid, sampling_params=sampling, num_logprobs=logprobs)
         )
 

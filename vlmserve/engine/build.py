@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vision.encoder_pool import EncoderPool
-from vision.towers.graphs.capturing import capture_on_gpu
+from vision.towers.tower_graphs import capture_on_gpu
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.activation_memory import (
@@ -21,19 +21,22 @@ from vlmserve.engine.activation_memory import (
     measure_activations,
     step_limits,
 )
-from vlmserve.engine.encoder import build_encoder_pool
+from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, cuda_tools, tools_of_ranks, wanted_sizes
 from vlmserve.engine.kv_tiers import build_tiers
-from vlmserve.engine.lockstep import EngineScheduler, in_lockstep
+from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.model_loading import bytes_per_token, load, prepare_device
 from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
+from vlmserve.engine.step import GroupsWorker, ModelWorker, OneGroup
 from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.logits_processors import LogitsProcessors, load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.executor.model_worker_batch import RECENT_TOKENS
 from vlmserve.ipc.messages import SchedulerOutput
+from vlmserve.ipc.routing.router import Router
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
@@ -48,16 +51,14 @@ from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
-from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.estimates import NewTokenRatio
 from vlmserve.scheduler.grammar.compile_process import CompileProcess, CompilerSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
+from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.policy import make_policy
-from vlmserve.scheduler.rounds import RoundWorker
+from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve.scheduler.sessions import Sessions
-from vlmserve.scheduler.step import ModelWorker
 from vlmserve_common.compute.communicator import ALONE
 from vlmserve_common.compute.tensors import dtype_name
 
@@ -280,41 +281,39 @@ def _make_ready(runner: ModelRunner, args: EngineArgs, *, with_tower: bool) -> N
         runner.attach_balancer(ExpertBalancer(runner.model, runner.model.comm, args.eplb_rebalance_num_iterations))
 
 
-def build_scheduler(
+def build_loop(
     args: EngineArgs,
     runner: ModelRunner,
     info: EngineInfo,
     send: Callable[[SchedulerOutput], None],
     *,
     start: StartSettings | None = None,
-    worker: ModelWorker | None = None,
-) -> Scheduler:
-    """A scheduler over a runner in this process; `send` gets every step's outputs.
+    worker: ModelWorker | GroupsWorker | None = None,
+    batch_log: BatchLog | None = None,
+) -> EventLoop:
+    """Build the event loop over a runner in this process, with a scheduler for each attention group.
 
-    start: needed where `args` asks for encoder processes. worker: computes steps, where that is not the runner alone.
+    send: gets every step's outputs. start: needed if `args` asks for encoder processes. worker: computes steps, if that
+    is not the runner alone; a `GroupsWorker` if there are several groups.
     """
-    threads = torch.get_num_threads()  # of this thread; each has its own
-    device, encoder = _device_queue(args, runner.device, threads), _encoder(args, runner, start)
-    return _scheduler(args, runner, info, encoder, worker=worker or runner, device=device, send=send)
-
-
-def build_engine_scheduler(
-    args: EngineArgs,
-    runner: ModelRunner,
-    info: EngineInfo,
-    send: Callable[[SchedulerOutput], None],
-    *,
-    start: StartSettings | None = None,
-    worker: ModelWorker | RoundWorker | None = None,
-) -> EngineScheduler:
-    """See `build_scheduler`; one for each where groups of ranks have requests of their own, which a `RoundWorker`
-    computes."""
-    if args.attention_groups == 1:
-        return build_scheduler(args, runner, info, send, start=start, worker=cast(ModelWorker | None, worker))
-    encoder = _encoder(args, runner, start)
-    make = partial(_scheduler, args, runner, info, encoder, encoder_order=FairOrder())
-    device = _device_queue(args, runner.device, torch.get_num_threads())
-    return in_lockstep(args, make, cast(RoundWorker, worker), device, encoder, send)
+    groups = args.attention_groups
+    placement = None
+    if groups > 1:
+        placement = GroupPlacement(Router(groups, method=args.load_balance_method))
+        send = placement.noting(send)
+    make_encoder, order = _encoder(args, runner, start), FairOrder()
+    schedulers = [_scheduler(args, runner, info, make_encoder, send=send, encoder_order=order) for _ in range(groups)]
+    return EventLoop(
+        schedulers,
+        worker=cast(GroupsWorker, worker) if groups > 1 else OneGroup(cast(ModelWorker, worker or runner)),
+        device=_device_queue(args, runner.device, torch.get_num_threads()),  # of this thread; each has its own
+        encoder=make_encoder(),
+        send=send,
+        max_patches=resolve_warmup_patches(args, runner.device),
+        placement=placement,
+        expert_stats=runner.expert_stats,
+        batch_log=batch_log,
+    )
 
 
 def _encoder(args: EngineArgs, runner: ModelRunner, start: StartSettings | None) -> Callable[[], EncoderPool]:
@@ -330,10 +329,8 @@ def _scheduler(
     info: EngineInfo,
     make_encoder: Callable[[], EncoderPool],
     *,
-    worker: ModelWorker,
-    device: DeviceQueue,
     send: Callable[[SchedulerOutput], None],
-    encoder_order: FairOrder | None = None,
+    encoder_order: FairOrder,
 ) -> Scheduler:
     args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
@@ -358,8 +355,6 @@ def _scheduler(
         max_req_len=info.max_req_len,
         eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
-        worker=worker,
-        device=device,
         encoder=make_encoder(),
         policy=make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
@@ -369,7 +364,6 @@ def _scheduler(
         ),
         grammars=_grammars(args, runner),
         send=send,
-        expert_stats=runner.expert_stats,
         encoder_order=encoder_order,
         drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
     )
@@ -379,6 +373,7 @@ def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> Devic
     """Make the queue of steps. threads: of torch on a CPU. It holds a step for each stage of a pipeline, and the one
     that the first stage begins with next."""
     depth = 1 if args.disable_overlap_schedule else args.pp_size + 1
+    assert args.pp_size > 1 or depth <= RECENT_TOKENS, "workers forget what they sampled longer ago"
     if device.type != "cpu":
         return StreamQueue(partial(torch.cuda.set_device, device), depth=depth)
     if args.disable_overlap_schedule:

@@ -12,7 +12,7 @@ from pathlib import Path
 import blake3
 import torch
 
-from processors.pool.forks import prepare_processes
+from processors.pool import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag
 from vlmserve.config.start_settings import StartSettings

@@ -78,15 +78,15 @@ def _count(folder: Path, shape: Shape, layers: int, requests: int, sampling: Sam
     }
     sampling = sampling or SamplingParams(temperature=0.0)
     with LLM(str(write_folder(folder, made)), **settings) as llm:
-        scheduler, runner = llm.engine.scheduler, llm.engine.runner
+        loop, runner = llm.engine.loop, llm.engine.runner
         random = np.random.default_rng(0)
         with _decode_steps(runner, requests) as found:
             for number in range(requests):
                 ids = random.integers(0, TEXT_IDS, 3)
                 limited = replace(sampling, max_new_tokens=_STEPS, ignore_eos=True)
-                scheduler.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=limited))
-            while not scheduler.is_idle():
-                scheduler.step_or_wait()
+                loop.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=limited))
+            while not loop.is_idle():
+                loop.step_or_wait()
     if not found:
         raise EngineError(f"no step decoded {requests} requests at a time")
     return found[-1]

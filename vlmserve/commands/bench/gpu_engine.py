@@ -19,11 +19,11 @@ from vlmserve.commands.bench.gpu_spans import StepSpans
 from vlmserve.commands.bench.questions import Question
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.build import build_scheduler
+from vlmserve.engine.build import build_loop
+from vlmserve.engine.loop import EventLoop
 from vlmserve.frontend.request_builder import TokensPrompt
 from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
-from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import EngineError
@@ -132,9 +132,9 @@ class Engine:
         needed, there = batch * (work.context + tokens + 16), self.llm.info.max_total_tokens
         if needed > there:
             raise EngineError(f"{batch} requests need {needed} KV slots, and there is room for {there}")
-        with self._scheduler(**settings) as (scheduler, noted), StepSpans(self.llm.engine.runner) as spans:
-            self._handle(scheduler, self.prompts(batch, work.context), tokens)
-            _run(scheduler)
+        with self._loop(**settings) as (loop, noted), StepSpans(self.llm.engine.runner) as spans:
+            self._handle(loop, self.prompts(batch, work.context), tokens)
+            _run(loop)
         full = noted.steps_of(batch)[_WARM_STEPS:]
         if len(full) < 3:
             raise EngineError(f"only {len(full)} steps had all {batch} requests in them")
@@ -158,17 +158,17 @@ class Engine:
             runner._graphs = graphs
 
     @contextmanager
-    def _scheduler(self, **settings: Any) -> Iterator[tuple[Scheduler, _Noted]]:
+    def _loop(self, **settings: Any) -> Iterator[tuple[EventLoop, _Noted]]:
         args: EngineArgs = replace(self.llm.args, **settings)
         noted = _Noted()
         engine = self.llm.engine
-        with closing(build_scheduler(args, engine.runner, engine.info, noted.take)) as scheduler:
-            yield scheduler, noted
+        with closing(build_loop(args, engine.runner, engine.info, noted.take)) as loop:
+            yield loop, noted
 
-    def _handle(self, scheduler: Scheduler, prompts: np.ndarray, tokens: int) -> None:
+    def _handle(self, loop: EventLoop, prompts: np.ndarray, tokens: int) -> None:
         sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
         for number, ids in enumerate(prompts):
-            scheduler.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=sampling))
+            loop.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=sampling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +204,9 @@ def _greedy(tokens: int) -> SamplingOverrides:
     return SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
 
 
-def _run(scheduler: Scheduler) -> None:
-    while not scheduler.is_idle():
-        scheduler.step_or_wait()
+def _run(loop: EventLoop) -> None:
+    while not loop.is_idle():
+        loop.step_or_wait()
 
 
 def _prompt_steps(work: Work) -> int:

@@ -16,6 +16,8 @@ from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.loop import EventLoop
+from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.ipc.messages import SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
@@ -23,11 +25,10 @@ from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.estimates import NewTokenRatio
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve.scheduler.sessions import Sessions
 
 T = TypeVar("T")
 
@@ -130,6 +131,7 @@ class Subject:
         self.worker = InstantWorker()
         device: DeviceQueue = _InstantQueue(load.depth)
         self.ended = 0
+        encoder = _no_encoder()
         self.scheduler = Scheduler(
             EngineArgs(
                 model="none",
@@ -143,19 +145,25 @@ class Subject:
             max_req_len=PROMPT_TOKENS + _MOST_NEW,
             eos_token_ids=frozenset({0}),
             kv=self.kv,
-            worker=self.worker,
-            encoder=_no_encoder(),
-            device=device,
+            encoder=encoder,
             sessions=Sessions(self.kv.prefix_cache, max_sessions=0, timeout_s=1, clock=time.monotonic),
             policy=make_policy(load.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(1.0),
             media_keys=MediaKeyTable(),
             send=self._take,
         )
+        self.loop = EventLoop(
+            [self.scheduler],
+            worker=OneGroup(self.worker),
+            device=device,
+            encoder=encoder,
+            send=self._take,
+            max_patches=0,
+        )
         for _ in range(load.running + load.waiting):
             self._come()
         while len(self.scheduler.running_batch) < load.running:
-            self.scheduler.step()
+            self.loop.step()
 
     def _come(self) -> None:
         own = self._rng.integers(0, _VOCABULARY, PROMPT_TOKENS - SHARED_TOKENS)
@@ -167,7 +175,7 @@ class Subject:
             client=f"client {self._came % self.load.clients}",
         )
         self._came += 1
-        self.scheduler.handle(message)
+        self.loop.handle(message)
 
     def _take(self, output: SchedulerOutput) -> None:
         self.ended += sum(one.finish_reason is not None for one in getattr(output, "outputs", ()))
@@ -181,7 +189,7 @@ class Subject:
                 self._come()
             self.worker.seconds = 0.0
             before = time.thread_time()
-            self.scheduler.step()
+            self.loop.step()
             found.append(time.thread_time() - before - self.worker.seconds)
         return found
 

@@ -19,10 +19,9 @@ from vlmserve.commands.bench.trace_steps import KindFigures, figures, range_name
 from vlmserve.commands.offline.inputs import Conversation
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.flags import CommandParser
+from vlmserve.engine.step import ModelWorker, OneGroup
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PendingResult, SamplingBatchInfo
 from vlmserve.models.attention.base import ForwardMode
-from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve.scheduler.step import ModelWorker
 from vlmserve_common.errors import EngineError
 
 _COLUMNS = ("steps", "wall ms", "busy ms", "gaps ms", "before ms", "launches", "copies", "waits")
@@ -56,9 +55,10 @@ def main(argv: Sequence[str]) -> int:
     with closing(LLM(args.model, **settings)) as llm:
         print(f"{llm.args.model} on {llm.info.device} in {llm.info.dtype}, torch {torch.__version__}")
         _run(llm, args, seed=0)
-        assert isinstance(llm._scheduler, Scheduler), "of one group"
-        llm._scheduler.wrap_worker(RecordedWorker)
-        # a step is computed by the scheduler's thread or by the device's
+        loop = llm.engine.loop
+        assert isinstance(loop.worker, OneGroup)
+        loop.worker = OneGroup(RecordedWorker(loop.worker.worker))
+        # a step is computed by the loop's thread or by the device's
         every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
         with torch.profiler.profile(experimental_config=every_thread) as recording:
             _run(llm, args, seed=1)
