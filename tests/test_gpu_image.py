@@ -37,7 +37,7 @@ _LATE = [
     "vision.towers.tower_graphs",
     "vlmserve.models.attention.flashinfer_backend",
     "vlmserve.commands.doctor.engine_probes",
-    "vlmserve.engine.decode_graphs",
+    "vlmserve.engine.graph_planning",
     "vlmserve.commands.bench.gpu.kernels",
     "vlmserve.commands.bench.gpu.measures",
     "vlmserve_common.checkpoint.fp8",

@@ -27,6 +27,7 @@ from vlmserve.commands.bench.random_checkpoint import published_tensors, save_we
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.experts import Experts
 from vlmserve_common.compute.shard import Shard
@@ -163,7 +164,7 @@ def load_rank(folder: Path, rank: int, tp: int, mode: str) -> dict[str, float]:
     activate("auto", threads=threads)
     start = _peak()
     before = time.perf_counter()
-    model = load_model(folder, "cpu", with_tower=rank == 0, shard=Shard(rank, tp))
+    model = load_model(folder, "cpu", with_tower=rank == 0, comm=Communicator(Shard(rank, tp)))
     seconds = time.perf_counter() - before
     share = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     loaded = _peak()

@@ -143,7 +143,7 @@ class EngineSubject(ParallelSubject):
         """Return what the first rank exchanges in one round of decoding."""
         ranks = self._llm.engine.ranks
         assert ranks is not None
-        group = ranks.group or ranks.shard.stage.behind
+        group = ranks.group or ranks.comm.behind
         assert isinstance(group, ProcessGroup)
         steps, counts, sizes = self._llm.stats().forward_steps_total, Counter(group.counts), Counter(group.bytes)
         self.answer(self._prompts(_SHORT), 1 + self._load.steps)

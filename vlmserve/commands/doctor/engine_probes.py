@@ -16,8 +16,8 @@ from vlmserve.engine.recurrent import state_bytes
 from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
+from vlmserve.models.attention.base import AttentionSpec
 from vlmserve.models.attention.choice import FOR_GPUS, try_candidate
-from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve.models.registry import outline_model
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer

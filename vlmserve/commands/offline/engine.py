@@ -85,9 +85,15 @@ def _runner(
     both."""
     if args.world_size == 1:
         return args, *build_runner(args), None, None
-    # only ranks need these modules
-    from vlmserve.engine.rank_process import RankProcesses
-    from vlmserve.engine.ranks import LAST_WORDS_S, join_ranks, leading_worker, meeting_place, rank_args
+    # only ranks need this module
+    from vlmserve.engine.rank_processes import (
+        LAST_WORDS_S,
+        RankProcesses,
+        join_ranks,
+        leading_worker,
+        meeting_place,
+        rank_args,
+    )
 
     own = rank_args(args, 0)
     folder = stack.enter_context(PrivateDirectory(socket_base())).path

@@ -10,14 +10,13 @@ import torch
 from vlmserve.commands.plan.gpus import Gpu
 from vlmserve.commands.plan.layout import Layout, SpreadModel, StageShare
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.activations import StepLimits, estimate_activations, step_limits
-from vlmserve.engine.decode_graphs import why_not_captured
+from vlmserve.engine.activation_memory import StepLimits, estimate_activations, step_limits
 from vlmserve.engine.encoder import resolve_max_patches
+from vlmserve.engine.graph_planning import why_not_captured
 from vlmserve.engine.recurrent import num_states
 from vlmserve.memory.sizing import Activations, gpu_kv_bytes, most_for_graphs
 from vlmserve_common.compute.memory import show_gib
-from vlmserve_common.compute.shard import ExpertSharing, Shard
-from vlmserve_common.compute.stage import Stage as PipelineStage
+from vlmserve_common.compute.shard import ExpertSharing, PipelineStage, Shard
 from vlmserve_common.errors import EngineError
 
 
@@ -90,7 +89,7 @@ def _fit(
 
 def _has_graphs(model: SpreadModel, layout: Layout, args: EngineArgs) -> bool:
     sharing = ExpertSharing(ep_size=layout.ep, a2a=args.moe_a2a_backend)
-    shard = Shard(0, layout.tp, experts=sharing, stage=PipelineStage(0, layout.pp), group=layout.attention_group)
+    shard = Shard(0, layout.tp, experts=sharing, stage=PipelineStage(0, layout.pp), groups=layout.groups)
     return why_not_captured(args, model.config.experts, shard) is None
 
 

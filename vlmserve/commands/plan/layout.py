@@ -20,8 +20,7 @@ from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.quantized import Scheme
-from vlmserve_common.compute.shard import AttentionGroup, ExpertSharing, Shard
-from vlmserve_common.compute.stage import Stage as PipelineStage
+from vlmserve_common.compute.shard import ExpertSharing, PipelineStage, Shard
 from vlmserve_common.errors import EngineError
 
 
@@ -43,11 +42,6 @@ class Layout:
     def attention_tp(self) -> int:
         """The ranks that share attention."""
         return self.tp // self.dp if self.dp_attention else self.tp
-
-    @property
-    def attention_group(self) -> AttentionGroup | None:
-        """The group of a rank, to be looked at; None if there is one group."""
-        return AttentionGroup(size=self.attention_tp) if self.dp_attention else None
 
     @property
     def groups(self) -> int:
@@ -151,7 +145,7 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
     outline = whole
     if layout.tp > 1:
         sharing = ExpertSharing(ep_size=layout.ep, a2a="none")
-        shard = Shard(0, layout.tp, experts=sharing, group=layout.attention_group)
+        shard = Shard(0, layout.tp, experts=sharing, groups=layout.groups)
         own = replace(config, shard=shard)
         outline = make_model(hf_config, own, meta, dtype or config.dtype)
     held = _part_held(scheme, outline.dtype)

@@ -20,8 +20,8 @@ from vlmserve.commands.doctor.model import files_finding, model_findings, model_
 from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.memory import sizing
+from vlmserve.models.attention.base import AttentionSpec
 from vlmserve.models.attention.choice import Candidate, Tried
-from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve_common.compute.memory import total_host_memory
 from vlmserve_common.kernels import build
 

@@ -27,7 +27,7 @@ from vlmserve.commands.verify.cases import Case, made_cases, own_case
 from vlmserve.commands.verify.comparison import Answer, CaseFinding, Verdict
 from vlmserve.commands.verify.ours import RunSettings
 from vlmserve.commands.verify.reference import length_of, read_frames
-from vlmserve.engine import rank_process
+from vlmserve.engine import rank_processes
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve_common.errors import EngineError
 
@@ -80,8 +80,8 @@ def test_processes_that_share_a_model_agree_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = []
-    join = rank_process.RankProcesses.wait_ready
-    monkeypatch.setattr(rank_process.RankProcesses, "wait_ready", lambda self: (ranks.append(self), join(self)))
+    join = rank_processes.RankProcesses.wait_ready
+    monkeypatch.setattr(rank_processes.RankProcesses, "wait_ready", lambda self: (ranks.append(self), join(self)))
     folder = make_checkpoint("qwen3_vl", tmp_path)
     assert cli.main(["verify", str(folder), "--cases", "text,image", "--tp-size", "2", *FEW]) == 0
     assert "12 of 12 agree with transformers" in capsys.readouterr().out

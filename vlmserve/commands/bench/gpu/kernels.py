@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from vlmserve.commands.bench.figures import Spread
-from vlmserve.executor.gumbel import gumbel
+from vlmserve.executor.sampler import gumbel
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.positioning import positioned
+from vlmserve.models.attention.base import positioned
 from vlmserve_common.compute.layers import rms_normalise
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.errors import EngineError

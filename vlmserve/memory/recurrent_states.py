@@ -15,19 +15,20 @@ BLANK = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateCopy:
-    """Copy a state (of all recurrent layers: convolution and recurrence) to another place, on the model's thread before
-    the next forward pass, in the order of such jobs: what was planned before it has been computed by then."""
+    """A copy of a state (convolution and recurrence of all recurrent layers), done on the model's thread before the
+    next forward pass. Copies are done in order, so steps planned before a copy have been computed by then."""
 
     source: int
     target: int
 
 
 class RecurrentStates:
-    """Who owns a state: requests those of `alloc_state` and `fork`, until `free_state`; the pool its snapshots.
+    """The owners of states. Requests own those of `alloc_state` and `fork`, until `free_state`; the pool owns its
+    snapshots.
 
-    A recurrent state cannot be cut: it is that of a whole prefix, and is there only where somebody kept it, at the end
-    of a chunk. A snapshot hangs on the leading slot of its prefix's last token, which ends a page. Snapshots that are
-    not locked are given up when states are short, the least recently used first.
+    A recurrent state belongs to a whole prefix and cannot be cut. It exists only where a copy was kept, at the end of a
+    chunk. Such a snapshot is attached to the leading slot of its prefix's last token, which ends a page. If states are
+    short, unlocked snapshots are dropped, the least recently used first.
 
     num_states: without `BLANK`; states are 1 .. num_states. num_slots: leading slots, dummy page included.
     """
@@ -42,15 +43,15 @@ class RecurrentStates:
         self._unlocked: OrderedDict[int, None] = OrderedDict()  # leading slots, the least recently used first
 
     def available_size(self) -> int:
-        """States that are free or could be freed by giving up snapshots."""
+        """Return the states that are free, or would be after dropping snapshots."""
         return len(self._free) + len(self._unlocked)
 
     def evictable_size(self) -> int:
-        """Snapshots that are not locked. When idle, with the free states, all."""
+        """Return the snapshots that are not locked. When idle, these and the free states are all states."""
         return len(self._unlocked)
 
     def alloc_state(self) -> int | None:
-        """A state for a request, with anything in it; None if all are in use."""
+        """Allocate a state, with any content, for a request; None if all are in use."""
         if not self._free and self._unlocked:
             self._drop(next(iter(self._unlocked)))
         if not self._free:
@@ -60,15 +61,15 @@ class RecurrentStates:
         return state
 
     def free_state(self, state: int) -> None:
-        """Take a request's state back. EngineError for one that no request has."""
+        """Take a request's state back. EngineError if no request owns it."""
         if state not in self._held:
             raise EngineError(f"state {state} of {self.size} is not a request's")
         self._held.remove(state)
         self._free.append(state)
 
     def fork(self, slot: int | None) -> StateCopy | None:
-        """A state for a request that goes on behind leading slot `slot` (None: that begins): its own is the target.
-        None if all are in use. EngineError without a snapshot there."""
+        """Allocate a state for a request that goes on behind leading slot `slot` (None: that begins). Return the copy
+        that fills it; None if all are in use. EngineError without a snapshot there."""
         source = BLANK
         if slot is not None:
             self.lock(slot)  # it counts as used, and is not given up for its own copy
@@ -79,8 +80,8 @@ class RecurrentStates:
         return None if target is None else StateCopy(source=source, target=target)
 
     def snapshot(self, slot: int, state: int) -> StateCopy | None:
-        """Keep a request's state as that of the prefix that ends with leading slot `slot`, which is the prefix tree's.
-        None if there is one already, which counts as used, or no room."""
+        """Keep a copy of a request's state for the prefix that ends with leading slot `slot`, which the prefix tree
+        owns. None if there is a snapshot already, which counts as used, or no room."""
         if (slot + 1) % self._page_size:
             raise EngineError(f"a snapshot behind slot {slot}, which does not end a page of {self._page_size}")
         if self._state_at[slot] != BLANK:
@@ -112,12 +113,12 @@ class RecurrentStates:
             self._unlocked[slot] = None
 
     def resumable(self, slots: np.ndarray, length: int) -> int:
-        """Where the last snapshot within the first `length` tokens is."""
+        """Return the end of the last snapshot within the first `length` tokens."""
         kept = np.flatnonzero(self._state_at[slots[:length]])
         return int(kept[-1]) + 1 if len(kept) else 0
 
     def replace_pages(self, old: np.ndarray, new: np.ndarray) -> None:
-        """See `CacheGroup`. What goes to another slot counts as used; what is locked stays."""
+        """Move snapshots from pages `old` to pages `new`. A moved one counts as used; a locked one stays."""
         for slot, other in zip(self._ends(old).tolist(), self._ends(new).tolist(), strict=True):
             if slot in self._unlocked and self._state_at[other] == BLANK:
                 del self._unlocked[slot]
@@ -125,7 +126,7 @@ class RecurrentStates:
                 self._state_at[other], self._state_at[slot] = self._state_at[slot], BLANK
 
     def free_pages(self, pages: np.ndarray) -> None:
-        """EngineError, and nothing changed, for a snapshot that is locked."""
+        """Drop the snapshots of freed pages. EngineError, and nothing changed, if one is locked."""
         ends = self._ends(pages)
         slots = ends[self._state_at[ends] != BLANK].tolist()
         locked = [slot for slot in slots if slot in self._locks]

@@ -1,14 +1,14 @@
-"""What computing takes beside weights and caches: estimated from shapes, and measured on a GPU by a pass over nothing.
+"""Memory for computing, beside weights and caches: estimated from shapes, or measured on a GPU by a pass over zeros.
 
-Both take the largest step that the settings allow: a prompt chunk with every request that decodes beside it, and a
-batch of the vision tower at its limit of patches, or of one picture where that is larger.
+The largest step that the settings allow counts: a prompt chunk with every request that decodes beside it, and a batch
+of the vision tower at its limit of patches, or one larger picture.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -32,24 +32,31 @@ from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 
 Meter: TypeAlias = Callable[[Callable[[], object]], int]
-"""Runs something, and returns the most bytes that were allocated meanwhile beyond what was before."""
+"""Runs a function, and returns the peak of the bytes that were allocated meanwhile."""
 
 _LOGITS = 14
-"""Float32 copies of logits that sampling has at a time, where all are sorted for a top-p: as computed, scaled, as
-logprobs, sorted with their places (which take twice as much), and what is summed over these."""
+"""Float32 copies of logits that exist at a time, if sampling sorts all of them for a top-p: as computed, scaled, as
+logprobs, sorted with their places (which take twice as much), and their sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """The largest step. tokens: of the decoder. rows: sampled from. patches: of the tower; 0: it is elsewhere."""
+    """The largest step. tokens: of the decoder. rows: sampled from. patches: of the tower; 0 if the tower is
+    elsewhere."""
 
     tokens: int
     rows: int
     patches: int
 
+    def of_all_groups(self, args: EngineArgs) -> StepLimits:
+        """Count all attention groups together: MLPs and sampling compute the tokens of every group."""
+        groups = args.attention_groups
+        return replace(self, tokens=self.tokens * groups, rows=self.rows * groups)
+
 
 def step_limits(args: EngineArgs, device: torch.device, *, max_model_len: int, auto_pixels: int | None) -> StepLimits:
-    """What the settings allow. auto_pixels: what `--max-pixels auto` comes to, None: the checkpoint's limit."""
+    """Return the largest step that the settings allow. auto_pixels: the result of `--max-pixels auto`; None: the
+    checkpoint's limit."""
     tokens = max(args.max_prefill_tokens, max_model_len)
     if args.chunked_prefill_size > 0:
         tokens = min(args.max_prefill_tokens, args.chunked_prefill_size)
@@ -64,20 +71,21 @@ def step_limits(args: EngineArgs, device: torch.device, *, max_model_len: int, a
 
 
 def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Activations:
-    """From the shapes of a model, which may be on the meta device."""
+    """Estimate from the shapes of a model, which may be on the meta device."""
     config, itemsize = model.config, model.dtype.itemsize
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    # heads before and after they are turned, and what they attend to; or gate and up, their product, and its input
+    # heads before and after they are turned, and attention's output; or gate and up, their product, and its input
     widest = max(
         2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config), _linear_width(config)
     )
     embeds = config.hidden_size * (1 + model.visual.num_deepstack_layers) * itemsize
+    logits = limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS
     return Activations(
         tower=_tower_bytes(model.visual, limits.patches, itemsize) if limits.patches else 0,
         step=activation_bytes(
             limits.tokens, stream=config.hidden_size, widest=widest, itemsize=itemsize, beside=embeds
         ),
-        logits=limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS if config.shard.stage.is_last else 0,
+        logits=logits if model.comm.shard.stage.is_last else 0,
     )
 
 
@@ -88,12 +96,13 @@ def measure_activations(
     meter: Meter,
     cache_dtype: torch.dtype | None = None,
 ) -> Activations:
-    """Of a loaded model, by computing such steps over zeros. cache_dtype: the KV cache's, by default the model's."""
+    """Measure a loaded model by computing such steps over zeros. cache_dtype: the KV cache's; by default the
+    model's."""
     with torch.inference_mode():
         device = next(model.language_model.parameters()).device
         batch = _dummy_batch(model.config, model.dtype, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
-        info, shard = dummy_sampling(limits.rows), model.config.shard
+        info, shard = dummy_sampling(limits.rows), model.comm.shard
 
         def logits() -> None:
             whole_or_part = model.compute_logits(hidden)
@@ -109,7 +118,7 @@ def measure_activations(
 
 
 def cuda_meter(device: torch.device) -> Meter:
-    """Measures a GPU; its cached blocks go back to it."""
+    """Return a meter of a GPU's memory. The GPU gets cached blocks back."""
 
     def measure(run: Callable[[], object]) -> int:
         torch.cuda.synchronize(device)
@@ -136,15 +145,15 @@ def _tower_bytes(tower: VisionTower, patches: int, itemsize: int) -> int:
 
 
 def _linear_width(config: ModelConfig) -> int:
-    """Elements of a gated delta net for each token: what its product makes, and what comes of it; what the delta rule
-    takes in float32 is that of a few hundred tokens."""
+    """Return the elements of a gated delta net per token: its product and its output. The delta rule's own float32
+    values belong to a few hundred tokens only."""
     linear = config.linear
     return 0 if linear is None else linear.conv_size + 4 * linear.value_size
 
 
 def _experts_width(config: ModelConfig) -> int:
-    """Elements of a sparse MLP for each token: its odds in float32, twice; and in each expert that it goes through its
-    input, gate and up with their product, and the output."""
+    """Return the elements of a sparse MLP per token: its odds in float32, twice, and for each chosen expert the input,
+    gate and up with their product, and the output."""
     experts = config.experts
     if experts is None:
         return 0
@@ -152,7 +161,7 @@ def _experts_width(config: ModelConfig) -> int:
 
 
 def encode_nothing(tower: VisionTower, patches: int, device: torch.device) -> torch.Tensor:
-    """One square picture of about so many patches."""
+    """Encode one square picture of about so many patches."""
     merge = tower.spatial_merge_size
     side = max(merge, int(patches**0.5) // merge * merge)
     values = torch.zeros((side * side, math.prod(tower.patch_embed.proj.kernel)), dtype=torch.float32, device=device)
@@ -160,7 +169,7 @@ def encode_nothing(tower: VisionTower, patches: int, device: torch.device) -> to
 
 
 def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
-    if model.config.shard.stage.is_first:
+    if model.comm.shard.stage.is_first:
         embeds = model.embed_tokens(batch.input_ids)
     else:
         shape = len(batch.input_ids), model.config.hidden_size
@@ -182,7 +191,7 @@ def _dummy_batch(
     tokens: int,
     device: torch.device,
 ) -> ForwardBatch:
-    """A prompt of so many tokens, in a cache of its own."""
+    """Make a prompt of so many tokens, in a cache of its own."""
     slots = torch.arange(tokens, device=device)
     pool = ReqToTokenPool(1, tokens, device)
     pool.write(0, 0, slots)
@@ -214,7 +223,7 @@ def _dummy_batch(
 
 
 def dummy_sampling(rows: int) -> SamplingBatchInfo:
-    """Every request samples among its likeliest tokens, for which all are sorted: nothing takes more."""
+    """Make the costliest sampling: every request samples among its likeliest tokens, for which all are sorted."""
     no_ids, no_values = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
     return SamplingBatchInfo(
         batch_indices=np.arange(rows),

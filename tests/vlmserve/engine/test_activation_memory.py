@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import vlmserve
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import activations
-from vlmserve.engine.activations import StepLimits, estimate_activations, measure_activations, step_limits
+from vlmserve.engine import activation_memory
+from vlmserve.engine.activation_memory import StepLimits, estimate_activations, measure_activations, step_limits
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.registry import load_model, outline_model
 
@@ -70,6 +70,6 @@ def test_a_gpus_meter(monkeypatch):
         max_memory_allocated=lambda device: 170,
         empty_cache=lambda: calls.append("empty"),
     )
-    monkeypatch.setattr(activations.torch, "cuda", fake)
-    assert activations.cuda_meter(torch.device("cuda:0"))(lambda: calls.append("run")) == 70
+    monkeypatch.setattr(activation_memory.torch, "cuda", fake)
+    assert activation_memory.cuda_meter(torch.device("cuda:0"))(lambda: calls.append("run")) == 70
     assert calls == ["wait", "reset", "run", "wait", "empty"]

@@ -1,9 +1,8 @@
 """Cache groups: kinds of memory that together make a prefix of a hybrid model.
 
-The slots of full attention lead. They name tokens: while a slot is held, it stands for one token of one prefix, in the
-prefix tree or in a request. The other groups hang what they keep on these slots, so they know neither the tree nor
-requests. When a page of leading slots is freed, `free_pages` lets go of what hangs on it (see
-`TokenToKVPoolAllocator.on_free`).
+The slots of full attention lead. A held slot stands for one token of one prefix, in the prefix tree or in a request.
+Each other group attaches its data to these slots, so it knows neither the tree nor requests. When a page of leading
+slots is freed, `free_pages` drops the data attached to it (see `TokenToKVPoolAllocator.on_free`).
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ class CacheGroup(Protocol):
     """One kind of memory."""
 
     def resumable(self, slots: np.ndarray, length: int) -> int:
-        """The largest position of `length` at the most from which tokens can be computed, for all that this group
-        keeps of a cached prefix with these leading slots (int64 [n], n >= length). 0 always can."""
+        """Return the largest position, at most `length`, from which this group can go on with a cached prefix. slots:
+        int64 [n], n >= length, the prefix's leading slots. Position 0 is always possible."""
 
     def replace_pages(self, old: np.ndarray, new: np.ndarray) -> None:
-        """A request is going to use the leading pages `new` (int64 [n]) of the prefix tree instead of its own `old`,
-        which hold the same tokens and are freed next: what hangs on `old` goes to `new` where that has nothing."""
+        """Move the data attached to pages `old` to pages `new` (int64 [n]) where these have none. A request is about to
+        use `new`, the prefix tree's, in place of its own `old`, which hold the same tokens and are freed next."""
 
     def free_pages(self, pages: np.ndarray) -> None:
-        """Let go of what hangs on leading pages (int64 [n]) that are freed; nothing may need to."""
+        """Drop the data attached to leading pages (int64 [n]) that are freed; none of it may be in use."""
 
 
 class CacheGroups:
-    """What a model keeps of its tokens beside KV of full attention: nothing, for most models."""
+    """The groups of a model beside KV of full attention: none, for most models."""
 
     def __init__(self, groups: Sequence[CacheGroup] = ()) -> None:
         self._groups = tuple(groups)
@@ -39,7 +38,7 @@ class CacheGroups:
         return bool(self._groups)
 
     def common_prefix(self, slots: np.ndarray) -> int:
-        """How many tokens of a cached prefix (leading slots int64 [n]) every group can go on from."""
+        """Return how many tokens of a cached prefix (leading slots int64 [n]) every group can go on from."""
         length = len(slots)
         while True:
             shortest = min((group.resumable(slots, length) for group in self._groups), default=length)

@@ -1,12 +1,12 @@
-"""Captured decode steps within the memory that there is.
+"""Captures decode steps within the memory that there is.
 
-They hold the addresses of the KV cache, so they are captured when it is there; and what they take must be kept free
-when it is sized. So the largest two are captured before, over a cache of one page, which shows what all will take; the
-cache is sized by that, and the steps are captured for good.
+Captured steps hold the addresses of the KV cache, so the cache must exist before. But the cache is sized by the memory
+that is left, so the size of the graphs must be known before that. Therefore the largest two steps are captured as a
+trial, over a cache of one page. The cache is sized by the result, and the steps are captured for good.
 
 Ranks that share the model's layers capture the same steps in the same order, since each holds its part of the same
-exchanges. After each capture they agree whether it went well at all of them. Groups of them that have requests of
-their own are captured, and replayed, as if all had as many: see `TokenExchange`.
+exchanges. After each capture they agree whether it succeeded at all of them. Attention groups are captured, and
+replayed, as if all had as many requests: see `TokenExchange`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, TypeVar
@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.executor.graphs.decode import DecodeGraphs
-from vlmserve.executor.graphs.sizes import GraphCost, affordable, chosen_sizes, shown
+from vlmserve.executor.cuda_graphs import DecodeGraphs
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
@@ -43,14 +42,18 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+DEFAULT_MOST = 256
+"""Requests of the largest step that is captured, unless a setting says otherwise: beyond, computing a step takes longer
+than launching it."""
 # A driver takes memory in chunks, so that the second graph may seem to take none.
 _LEAST_MORE = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTools:
-    """A GPU's, or a test's. new_capturer: with memory of its own. free: bytes, with nothing that is only kept.
-    smallest: of a number and those of the other ranks, who ask at the same time."""
+    """How to capture, on a GPU or in a test. new_capturer: makes one with memory of its own. free: returns free bytes,
+    after caches are emptied. smallest: returns the smallest of a number and those of other ranks, which call it at the
+    same time."""
 
     new_capturer: Callable[[], Capturer]
     free: Callable[[], int]
@@ -58,15 +61,28 @@ class GraphTools:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphCost:
+    """Bytes of captured steps. first: of the largest step, with the memory that all steps share. more: of each further
+    step."""
+
+    first: int
+    more: int
+
+    def of(self, count: int) -> int:
+        """Return the bytes of so many steps, the largest step included."""
+        return self.first + self.more * (count - 1) if count else 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class GraphPlan:
-    """sizes: requests of the steps to capture. reserved: bytes that they may take."""
+    """sizes: requests of the steps to capture. reserved: bytes that these may take."""
 
     sizes: tuple[int, ...] = ()
     reserved: int = 0
 
 
 def cuda_tools(device: torch.device) -> GraphTools:
-    """Of a GPU."""
+    """Return the tools of a GPU."""
 
     def free() -> int:
         torch.cuda.synchronize(device)
@@ -78,7 +94,7 @@ def cuda_tools(device: torch.device) -> GraphTools:
 
 
 def tools_of_ranks(tools: GraphTools, ranks: Ranks) -> GraphTools:
-    """For one of several processes that share a model."""
+    """Extend tools for one of several processes that share a model."""
 
     def counting() -> Capturer:
         return reduce(CountingCapturer, ranks.computing, tools.new_capturer())
@@ -87,7 +103,7 @@ def tools_of_ranks(tools: GraphTools, ranks: Ranks) -> GraphTools:
 
 
 def why_not_captured(args: EngineArgs, experts: ExpertsConfig | None, shard: Shard) -> str | None:
-    """What keeps decode steps from being captured at any rank, whatever the device; None: nothing does."""
+    """Say why decode steps are not captured at any rank, whatever the device; None if nothing prevents it."""
     if args.disable_cuda_graph:
         return "--disable-cuda-graph"
     if shard.stage.size > 1:
@@ -100,8 +116,8 @@ def why_not_captured(args: EngineArgs, experts: ExpertsConfig | None, shard: Sha
 def wanted_sizes(
     args: EngineArgs, attn_backend: AttentionBackend, device: torch.device, experts: ExpertsConfig | None, shard: Shard
 ) -> tuple[int, ...]:
-    """Steps to capture if memory allows it; none on a CPU, and where a line in the log says why. experts, shard: of the
-    model's part here."""
+    """Return the sizes to capture if memory allows it. None are wanted on a CPU, and where a line in the log says why.
+    experts, shard: of the model's part here."""
     if device.type != "cuda":
         return ()
     reason = why_not_captured(args, experts, shard)
@@ -115,9 +131,39 @@ def wanted_sizes(
     )
 
 
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """Return the sizes to capture for up to `most` requests: 1, 2, 4, 8, 16 ... 64, 80 ... 256, 288 ..., and `most`
+    itself.
+
+    Products compute tiles of 64 rows or more, so that a few rows of padding cost them nothing.
+    """
+    usual = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
+    return (*(size for size in usual if size < most), most)
+
+
+def chosen_sizes(*, max_running_requests: int, given: Iterable[int] | None, most: int | None) -> tuple[int, ...]:
+    """Return the sizes to capture, ascending: `given`, or the usual ones. A size beyond `most` (default:
+    `DEFAULT_MOST`, unless sizes are given), or beyond the requests that may run together, becomes the largest that is
+    not."""
+    if given is None:
+        return batch_sizes(min(max_running_requests, most or DEFAULT_MOST))
+    limit = min(max_running_requests, most or max_running_requests)
+    return tuple(sorted({min(size, limit) for size in given}))
+
+
+def affordable(sizes: tuple[int, ...], cost: GraphCost, room: int) -> tuple[int, ...]:
+    """Return the smallest of `sizes`, ascending, that together take at most `room` bytes. The fewer requests a step
+    has, the larger the part of its time that is launching. cost: computed with the largest of all sizes."""
+    return max((sizes[:count] for count in range(len(sizes) + 1) if cost.of(count) <= max(0, room)), key=len)
+
+
+def shown(sizes: tuple[int, ...]) -> str:
+    """Format sizes for people: 1, 2, 4 ... 64."""
+    return ", ".join(map(str, sizes)) if len(sizes) < 5 else f"{', '.join(map(str, sizes[:3]))} ... {sizes[-1]}"
+
+
 def plan_graphs(sizes: tuple[int, ...], cost: GraphCost, room: int, smallest: Callable[[int], int] = int) -> GraphPlan:
-    """Which of them are to be captured in `room` bytes; a line in the log where these are not all. smallest: see
-    `GraphTools`."""
+    """Choose which sizes are captured in `room` bytes, and log a line if not all are. smallest: see `GraphTools`."""
     own = affordable(sizes, cost, room)
     chosen = sizes[: smallest(len(own))]
     if len(chosen) < len(sizes):
@@ -134,7 +180,7 @@ def plan_graphs(sizes: tuple[int, ...], cost: GraphCost, room: int, smallest: Ca
 
 
 class _NotCapturedError(Exception):
-    """At all ranks; says what went wrong at this one, or that it was another one."""
+    """Raised at all ranks when one of them cannot capture. Says what went wrong here, or that it was another rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +200,8 @@ class GraphBuilder:
         room: int,
         recurrent_cache: RecurrentCache | None = None,
     ) -> GraphPlan:
-        """Which of `sizes` (one at least) to capture in `room` bytes. kv_cache: of a page. max_context_len: of the
-        request table. recurrent_cache: of no states, for models that have such layers."""
+        """Choose which of `sizes` (at least one) are captured in `room` bytes. kv_cache: of one page. max_context_len:
+        of the request table. recurrent_cache: of no states, for models that have such layers."""
         pool = ReqToTokenPool(0, max_context_len, kv_cache.layers[0].keys.device)
         try:
             cost = self._trial(sizes, kv_cache, pool, recurrent_cache)
@@ -186,7 +232,7 @@ class GraphBuilder:
         req_to_token_pool: ReqToTokenPool,
         recurrent_cache: RecurrentCache | None = None,
     ) -> DecodeGraphs | None:
-        """The steps of a plan, over the caches that are to be used: as many of them as can be captured."""
+        """Capture the steps of a plan over the real caches, as many as succeed."""
         if not plan.sizes:
             return None
         before, began = self.tools.free(), time.perf_counter()
@@ -239,7 +285,7 @@ class GraphBuilder:
             raise
 
     def _together(self, run: Callable[[], T]) -> T:
-        """What `run` returns, where it ends well at all ranks. _NotCapturedError at all of them if it does not."""
+        """Return what `run` returns, if it succeeds at all ranks. Otherwise raise _NotCapturedError at all of them."""
         error: Exception | None = None
         try:
             made = run()

@@ -18,16 +18,24 @@ from tests.vlmserve.executor.paged_backend import PagedBackend
 from vlmserve import LLM
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build
-from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, GraphTools, plan_graphs, wanted_sizes
-from vlmserve.executor.graphs.sizes import GraphCost
+from vlmserve.engine.graph_planning import (
+    GraphBuilder,
+    GraphCost,
+    GraphPlan,
+    GraphTools,
+    affordable,
+    batch_sizes,
+    chosen_sizes,
+    plan_graphs,
+    wanted_sizes,
+)
 from vlmserve.memory import sizing
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.config import ExpertsConfig
 from vlmserve.models.registry import load_model
-from vlmserve_common.compute.shard import WHOLE, AttentionGroup, ExpertSharing, Shard
-from vlmserve_common.compute.stage import Stage
+from vlmserve_common.compute.shard import WHOLE, ExpertSharing, PipelineStage, Shard
 
 FOLDER = Path(vlmserve.__file__).parent / "default_model"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -187,8 +195,8 @@ def test_where_nothing_is_captured(caplog) -> None:
         assert wanted_sizes(args, TorchAttentionBackend(), CUDA, None, WHOLE) == ()
         off = EngineArgs(model="m", disable_cuda_graph=True)
         assert wanted_sizes(off, PagedBackend(), CUDA, None, WHOLE) == ()
-        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(stage=Stage(1, 2))) == ()
-        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(1, 2, group=AttentionGroup())) == (1, 2, 4)
+        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(stage=PipelineStage(1, 2))) == ()
+        assert wanted_sizes(args, PagedBackend(), CUDA, None, Shard(1, 2, groups=2)) == (1, 2, 4)
         assert wanted_sizes(args, PagedBackend(), CUDA, EXPERTS, sending) == ()
     assert caplog.messages == [
         "decode steps are not captured as CUDA graphs: TorchAttentionBackend reads the table on the host "
@@ -236,3 +244,38 @@ def test_an_engine_has_its_graphs(family: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     with LLM(folder, num_threads=1, cpu_kernels="off") as plain:
         assert plain.chat("What is this?", max_tokens=6, temperature=0.0, ignore_eos=True).text == text
+
+
+def test_usual_sizes() -> None:
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(5) == (1, 2, 4, 5)
+    assert batch_sizes(40) == (1, 2, 4, 8, 16, 24, 32, 40)
+    assert batch_sizes(100)[-4:] == (64, 80, 96, 100)
+    assert batch_sizes(512)[-3:] == (448, 480, 512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, (1, 2, 4, 8, 10)),
+        ({"max_running_requests": 4096}, batch_sizes(256)),
+        ({"max_running_requests": 4096, "most": 600}, batch_sizes(600)),
+        ({"most": 3}, (1, 2, 3)),
+        ({"given": (8, 3, 1, 3)}, (1, 3, 8)),
+        ({"given": (1, 64, 128)}, (1, 10)),
+        ({"given": (1, 64, 300), "max_running_requests": 512}, (1, 64, 300)),
+        ({"given": (1, 64, 128), "max_running_requests": 512, "most": 100}, (1, 64, 100)),
+    ],
+    ids=str,
+)
+def test_chosen(settings: dict, sizes: tuple[int, ...]) -> None:
+    assert chosen_sizes(**{"max_running_requests": 10, "given": None, "most": None, **settings}) == sizes
+
+
+def test_what_memory_affords() -> None:
+    sizes, cost = (1, 2, 4, 8), GraphCost(first=100, more=10)
+    assert [cost.of(count) for count in range(4)] == [0, 100, 110, 120]
+    assert affordable(sizes, cost, 130) == sizes
+    assert affordable(sizes, cost, 129) == (1, 2, 4)
+    assert affordable(sizes, cost, 100) == (1,)
+    assert affordable(sizes, cost, 99) == affordable(sizes, cost, -5) == ()

@@ -1,4 +1,5 @@
-"""What each rank does in a round: its group's step, and its part of what all groups share."""
+"""One rank's part of the steps of several attention groups: its own group's step, and its part of the layers that all
+groups share."""
 
 from __future__ import annotations
 
@@ -7,35 +8,40 @@ from dataclasses import dataclass
 
 import torch
 
+from vlmserve.executor.distributed.orders import SampleOrder
 from vlmserve.executor.logprobs import DeviceLogprobs, prompt_logprobs, prompt_tiles
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PromptLogprobRows, without_returns
-from vlmserve.executor.ranks.orders import SampleOrder
-from vlmserve_common.compute.token_exchange import TokenExchange
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.transfers import Upload, transfers_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Returned:
-    """What a step brings besides tokens. hidden_states: float32 [H, hidden]."""
+    """What a step gives besides tokens. hidden_states: float32 [H, hidden]."""
 
     hidden_states: torch.Tensor | None = None
     prompt_logprobs: DeviceLogprobs | None = None
 
 
-class RoundPart:
-    """All ranks call the same at the same time. runner: of this rank. tokens: between its group and the others.
-    samples: whether logits come together here."""
+class GroupPart:
+    """One rank's part. All ranks call the same methods at the same time.
 
-    def __init__(self, runner: ModelRunner, tokens: TokenExchange, *, samples: bool) -> None:
-        self._runner, self._tokens, self._samples = runner, tokens, samples
+    runner: of this rank. comm: its connections. samples: whether logits are brought together here. group: the number of
+    this rank's group.
+    """
+
+    def __init__(self, runner: ModelRunner, comm: Communicator, *, samples: bool) -> None:
+        assert comm.tokens is not None, "there are several groups"
+        self._runner, self._tokens, self._samples = runner, comm.tokens, samples
+        self.group = comm.tokens.group
         self._hidden: dict[int, torch.Tensor] = {}  # of steps of this group that are not sampled yet
 
     @torch.inference_mode()
     def forward(self, steps: Sequence[ModelWorkerBatch | None]) -> list[Returned]:
-        """Compute a step of each group, of which only this rank's own needs its embeddings; what is returned of each
-        besides tokens, where this rank samples."""
-        own, given = steps[self._tokens.group], [step for step in steps if step is not None]
+        """Compute a step of each group; only this rank's own needs its embeddings. Return what each step gives besides
+        tokens, if this rank samples."""
+        own, given = steps[self.group], [step for step in steps if step is not None]
         with self._tokens.among([0 if step is None else len(step.input_ids) for step in steps]):
             if own is None:
                 self._runner.join(given)
@@ -45,8 +51,8 @@ class RoundPart:
 
     @torch.inference_mode()
     def logits(self, steps: Sequence[SampleOrder | None]) -> Iterator[torch.Tensor]:
-        """Of each group's step that is sampled, float32 [S, vocab]; of this process's part where it does not sample."""
-        own, device = steps[self._tokens.group], self._runner.device
+        """Return the logits float32 [S, vocab] of each group's step; where this rank does not sample, only its part."""
+        own, device = steps[self.group], self._runner.device
         rows = self.no_rows()
         if own is not None:
             hidden, upload = self._hidden.pop(own.step), Upload(transfers_for(device))
@@ -64,10 +70,10 @@ class RoundPart:
         asked = step.prompt_logprobs
         if asked is None and not len(step.hidden_tokens):
             return Returned()
-        # all have the hidden states of the whole step then, as where there is one group
+        # every rank gets the hidden states of the whole step, as with one group
         sizes = [len(step.input_ids) if other == group else 0 for other in range(self._tokens.groups)]
         with self._tokens.among(sizes) as layout:
-            own = self._hidden[step.step] if group == self._tokens.group else self.no_rows()
+            own = self._hidden[step.step] if group == self.group else self.no_rows()
             hidden = self._tokens.gather(own)[layout.of_group(group)]
         upload = Upload(transfers_for(self._runner.device))
         wanted = upload.add(step.hidden_tokens) if len(step.hidden_tokens) else None
@@ -86,6 +92,6 @@ class RoundPart:
         return None
 
     def no_rows(self) -> torch.Tensor:
-        """[0, hidden]."""
+        """Return hidden states of no tokens, [0, hidden]."""
         model = self._runner.model
         return torch.empty((0, model.config.hidden_size), dtype=model.dtype, device=self._runner.device)

@@ -1,4 +1,4 @@
-"""Cache groups against naive models: where a prefix can be resumed, and who has which page or state."""
+"""Cache groups against naive models: where a prefix can be resumed, and who has which state."""
 
 import itertools
 
@@ -8,16 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.groups.base import CacheGroups
-from vlmserve.memory.groups.recurrent import BLANK, RecurrentStates
-from vlmserve.memory.groups.sliding_window import SlidingWindow
+from vlmserve.memory.cache_groups import CacheGroups
+from vlmserve.memory.recurrent_states import BLANK, RecurrentStates
 from vlmserve_common.errors import EngineError
 
 PAGE = 4
 PAGES = 10
 NUM_SLOTS = PAGE * (PAGES + 1)
-SETTINGS = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None)
 
 
 class StatesMachine(RuleBasedStateMachine):
@@ -158,103 +156,6 @@ def test_states_that_are_misused():
     states.snapshot(7, state)
     with pytest.raises(EngineError, match="unlocked more often"):
         states.unlock(7)
-
-
-class WindowMachine(RuleBasedStateMachine):
-    """The model: which leading pages have window KV, how many requests pin each, and the order of letting go."""
-
-    def __init__(self):
-        super().__init__()
-        self.allocator = TokenToKVPoolAllocator(5 * PAGE, PAGE)
-        self.group = SlidingWindow(self.allocator, num_slots=NUM_SLOTS, window=6)
-        self.pins: dict[int, int] = {}  # in the order of being let go
-        self.pools: dict[int, int] = {}
-
-    @staticmethod
-    def slots(pages) -> np.ndarray:
-        return np.array([page * PAGE + i for page in pages for i in range(PAGE)], dtype=np.int64)
-
-    @rule(pages=st.sets(st.integers(1, PAGES), min_size=1, max_size=3))
-    def alloc(self, pages):
-        new = [page for page in sorted(pages) if page not in self.pins]
-        pinned = [page for page, count in self.pins.items() if count]
-        fits = len(pinned) + len(new) <= 5
-        loose = [page for page, count in self.pins.items() if not count]
-        if any(page in loose for page in pages):
-            return  # a request's own last page is pinned
-        assert self.group.alloc(self.slots(pages)) == fits
-        if fits:
-            for page in loose[: max(0, len(self.pins) + len(new) - 5)]:
-                del self.pins[page]
-            self.pins.update(dict.fromkeys(new, 1))
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def pin(self, data):
-        pages = data.draw(st.sets(st.sampled_from(sorted(self.pins)), min_size=1))
-        self.group.pin(self.slots(pages))
-        for page in pages:
-            self.pins[page] += 1
-
-    @rule(page=st.integers(1, PAGES))
-    def pin_what_is_gone(self, page):
-        if page not in self.pins:
-            with pytest.raises(EngineError, match=f"page {page} is gone"):
-                self.group.pin(self.slots([page]))
-
-    @precondition(lambda self: any(self.pins.values()))
-    @rule(data=st.data())
-    def unpin(self, data):
-        pages = data.draw(st.sets(st.sampled_from(sorted(p for p, count in self.pins.items() if count)), min_size=1))
-        self.group.unpin(self.slots(pages))
-        for page in sorted(pages):
-            count = self.pins.pop(page) - 1
-            self.pins[page] = count
-
-    @rule(pages=st.sets(st.integers(1, PAGES), max_size=3))
-    def free_pages(self, pages):
-        if any(self.pins.get(page, 0) > 1 for page in pages):
-            with pytest.raises(EngineError, match="was freed while requests pin"):
-                self.group.free_pages(np.array(sorted(pages)))
-            return
-        self.group.free_pages(np.array(sorted(pages), dtype=np.int64))
-        for page in pages:
-            self.pins.pop(page, None)
-
-    @rule(old=st.integers(1, PAGES), new=st.integers(1, PAGES))
-    def replace_page(self, old, new):
-        if old == new:
-            return
-        before = {page: int(self.group.locate(self.slots([page]))[0]) for page in (old, new)}
-        self.group.replace_pages(np.array([old]), np.array([new]))
-        if old not in self.pins:
-            return
-        pins = self.pins.pop(old)
-        assert self.group.locate(self.slots([new]))[0] == before[new if new in self.pins else old]
-        if pins or new not in self.pins:
-            self.pins[new] = self.pins.pop(new, 0) + pins
-
-    @rule(pages=st.permutations(range(1, PAGES + 1)), length=st.integers(0, PAGE * PAGES))
-    def match(self, pages, length):
-        slots = self.slots(pages)
-        there = [int(slot) // PAGE in self.pins for slot in slots]
-        ends = [end for end in range(0, length + 1, PAGE) if all(there[max(0, end - 6) : end])]
-        assert self.group.resumable(slots, length) == ends[-1]
-
-    @invariant()
-    def equals_the_model(self):
-        loose = sum(not count for count in self.pins.values())
-        assert self.group.evictable_size() == loose * PAGE
-        assert self.group.available_size() == (5 - len(self.pins) + loose) * PAGE
-        every = self.group.locate(np.arange(PAGE, NUM_SLOTS))
-        pages = {page: int(every[page * PAGE - PAGE]) // PAGE for page in range(1, PAGES + 1)}
-        assert {page for page, own in pages.items() if own} == set(self.pins)
-        assert len({own for own in pages.values() if own}) == len(self.pins)
-        assert (every % PAGE == np.arange(PAGE, NUM_SLOTS) % PAGE).all()
-
-
-TestWindow = WindowMachine.TestCase
-TestWindow.settings = SETTINGS
 
 
 class Positions:
