@@ -34,8 +34,7 @@ with LLM("", device="cpu", cpu_kernels="off", attention_backend="triton", gpu_ke
     print(len(llm.chat([{{"role": "user", "content": "Hi"}}], max_tokens=2, ignore_eos=True).token_ids), "tokens")
 """
 _LATE = [
-    "vision.towers.graphs.capturing",
-    "vision.towers.graphs.tiled_segments",
+    "vision.towers.tower_graphs",
     "vlmserve.models.attention.flashinfer_backend",
     "vlmserve.commands.doctor.attention_probe",
     "vlmserve.engine.decode_graphs",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vision.encoder_pool import EncoderPool
-from vision.towers.graphs.capturing import capture_on_gpu
+from vision.towers.tower_graphs import capture_on_gpu
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.activations import (

@@ -27,7 +27,7 @@ import torch
 
 from processors.families.base import MultimodalProcessor, ProcessedMedium, data_item
 from processors.fetch.fetching import MediaFetcher, decode_data_url
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from processors.image.decoding import decode_image
 from processors.inputs import Modality
 from processors.normalize import normalize, value_width

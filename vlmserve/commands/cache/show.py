@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vision.cache.file import DamagedEntryError, EmbedsFormat, read_format
+from vision.cache.entry_file import DamagedEntryError, EmbedsFormat, read_format
 from vision.cache.folder import EmbeddingFolder, StoredEntry
 from vlmserve.commands.cache.quantities import show_size
 

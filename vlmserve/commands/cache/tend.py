@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from vision.cache.file import DamagedEntryError, read_entry
+from vision.cache.entry_file import DamagedEntryError, read_entry
 from vision.cache.folder import EmbeddingFolder, StoredEntry, least_recently_used, remove_damaged
 
 

@@ -19,7 +19,7 @@ from typing import BinaryIO, TextIO
 
 import blake3
 
-from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import BlockingFetcher
 from vlmserve.commands.batch.inputs import Inputs, open_inputs
 from vlmserve.commands.batch.progress import Progress
 from vlmserve.commands.caption.arguments import CaptionCommand

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from processors.fetch.settings import FetchSettings
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.fetch.limits import FetchSettings
+from processors.formats import HEAD_BYTES, first_bytes, modality_of
 from processors.inputs import Modality
-from processors.plain_words import first_bytes
 from vlmserve.frontend.message_parts import map_parts
 from vlmserve_common.errors import BadRequestError
 

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from processors.fetch.sniffing import HEAD_BYTES, mime_type
+from processors.formats import HEAD_BYTES, mime_type
 from vlmserve.frontend.message_parts import map_parts
 
 

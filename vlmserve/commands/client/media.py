@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve.commands.client.conversation import media_part
 from vlmserve.commands.client.data_urls import data_url

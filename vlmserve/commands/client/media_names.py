@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.formats import HEAD_BYTES, modality_of
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm")

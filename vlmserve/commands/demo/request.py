@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve.commands.client import conversation
 from vlmserve.commands.client.conversation import chat_messages, media_part

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.formats import HEAD_BYTES, modality_of
 from processors.image.decoding import DecodeLimits, decode_image
 from processors.inputs import Modality
 from processors.video.decoding import Clip

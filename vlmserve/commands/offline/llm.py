@@ -14,7 +14,7 @@ import numpy as np
 
 from processors.families.base import ProcessedMedium
 from processors.families.report import MediumReport, report_json
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from vlmserve.commands.offline.engine import build_offline_engine
 from vlmserve.commands.offline.inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs

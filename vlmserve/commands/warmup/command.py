@@ -123,7 +123,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib.ExitStack) -> int:
-    from processors.fetch.blocking import BlockingFetcher
+    from processors.fetch.fetching import BlockingFetcher
     from vlmserve.commands.batch.inputs import open_inputs
     from vlmserve.commands.batch.progress import Progress
     from vlmserve.commands.warmup.journal import Journal

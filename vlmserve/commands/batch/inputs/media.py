@@ -10,7 +10,7 @@ from typing import Any
 
 import blake3
 
-from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import BlockingFetcher
 from processors.inputs import Modality
 from vlmserve.commands.batch.inputs.source import HTTP, name_fields, path_in, printable
 from vlmserve.commands.batch.item import MediumItem

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
-from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import BlockingFetcher
 from vlmserve.commands.batch.inputs.files import ItemFile
 from vlmserve.commands.batch.inputs.folders import LocalTree
 from vlmserve.commands.batch.inputs.lines import AddressList, JsonLines

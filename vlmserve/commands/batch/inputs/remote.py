@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
-from processors.fetch.settings import ByteLimit
+from processors.fetch.limits import ByteLimit
 from vlmserve.commands.batch.inputs.source import HTTP, need, reason
 from vlmserve.commands.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError

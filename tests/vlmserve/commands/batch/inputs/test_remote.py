@@ -215,8 +215,8 @@ def test_packages_that_are_missing(here, monkeypatch, missing, word, message):
 def test_what_needs_no_packages(here):
     code = """
 import io
-from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import BlockingFetcher
+from processors.fetch.limits import FetchSettings
 from vlmserve.commands.batch.inputs import open_inputs
 fetcher = BlockingFetcher(FetchSettings(allowed_local_media_path="/"))
 words = ["s-0.tar", "s-1.tar.gz", "list.txt", "items.jsonl", "pics", "pics/*.png", "-"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from vision.towers.fingerprint import tower_fingerprint
-from vision.towers.graphs.capturing import capture_on_gpu
-from vision.towers.loading import load_tower
+from vision.towers.loading import load_tower, tower_fingerprint
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import EncodeBatch
+from vision.towers.tower_graphs import capture_on_gpu
 from vision.workers.backend import attempt
-from vision.workers.channel import EncodeDone, MessageChannel
 from vision.workers.cuda_rows import share, trial_rows
+from vision.workers.encoder_messages import EncodeDone, encoder_channel
 from vision.workers.lent_rows import LentRows
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
@@ -20,12 +19,13 @@ from vlmserve_common.compute.tensors import dtype_setting, to_array
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, torch_threads
 from vlmserve_common.process.child import Parent
+from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
-    """Load the tower, say whose weights it has (`towers.fingerprint`), and encode what comes; the process ends with its
-    parent (see `vlmserve_common.process.child`)."""
+    """Load the tower, report its fingerprint, and encode batches. The process ends with its parent (see
+    `process.child`)."""
     torch.set_num_threads(settings.threads)
     device = torch.device(device_name)
     if device.type == "cpu":
@@ -41,7 +41,7 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     elif settings.cuda_graphs:
         capture_on_gpu(tower, device)
     runner = TowerRunner(tower, device)
-    channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    channel = encoder_channel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     lent = LentRows(channel, share)
     offer = lent.offer(lambda: trial_rows(device)) if settings.may_lend(device_name) else None
     parent.ready({"fingerprint": fingerprint.hex()})
@@ -50,12 +50,12 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     while True:
         done = _answer_next(runner, channel, lent)
         if not done and device.type == "cuda":
-            # After some errors a GPU is of no more use to its process. Then this raises, and a new worker is started.
+            # After some errors a process cannot use its GPU any more. Then this raises, and a new worker is started.
             torch.cuda.synchronize(device)
 
 
 def _answer_next(runner: TowerRunner, channel: MessageChannel, lent: LentRows[torch.Tensor]) -> bool:
-    """Encode a batch. Whether that went well."""
+    """Encode the next batch; return True if that succeeded."""
     work = lent.receive_work()
     encoded, error = attempt(lambda: _encode(runner, work, lent))
     channel.send(channel.encode(encoded or EncodeDone(number=work.number, error=error)))

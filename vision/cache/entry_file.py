@@ -1,8 +1,8 @@
-"""The file of one entry of the embedding store: embeddings as safetensors, in the one form that its content allows.
+"""The file of one entry of the embedding store: embeddings as safetensors, with one possible form for each content.
 
-512 bytes of header, then the matrix. The header follows from the key, the dtype, the shape and every byte of it (by
-a BLAKE3 checksum), so a reader makes it again from what it read and compares: where one byte differs, the file is
-torn, altered or another key's.
+The file has 512 bytes of header, then the matrix. The header follows from the key, the dtype, the shape and every byte
+of the matrix (by a BLAKE3 checksum). A reader builds the header again from the file's data and compares. If one byte
+differs, the file is torn, altered or belongs to another key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DamagedEntryError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbedsFormat:
-    """dtype: a key of `ITEM_BYTES`. rows, width: of the matrix, 1 or more."""
+    """The form of a matrix. `dtype`: a key of `ITEM_BYTES`. `rows`, `width`: 1 or more."""
 
     dtype: str
     rows: int
@@ -37,7 +37,8 @@ class EmbedsFormat:
 
 
 def entry_header(key: bytes, form: EmbedsFormat, data: memoryview) -> bytes:
-    """The 512 bytes before `data` (the matrix, little-endian, row after row) in the file of a key (32 bytes)."""
+    """Return the 512 bytes before `data` in the file of a key (32 bytes). `data`: the matrix, little-endian, row by
+    row."""
     checksum = blake3(f"{key.hex()} {form.dtype} {form.rows} {form.width}\n".encode())
     checksum.update(data)
     header = {
@@ -49,17 +50,18 @@ def entry_header(key: bytes, form: EmbedsFormat, data: memoryview) -> bytes:
 
 
 def read_format(file: FileIO) -> EmbedsFormat:
-    """What a file says of its embeddings, from its start; only its length is held against that.
+    """Read the format from a file's header. Only the file's length is checked against it.
 
-    Raises DamagedEntryError, and OSError where the file cannot be read.
+    Raises DamagedEntryError, and OSError when the file cannot be read.
     """
     return _parsed(file, _read(file, HEADER_BYTES).tobytes())
 
 
 def read_entry(file: FileIO, key: bytes) -> tuple[EmbedsFormat, np.ndarray]:
-    """The embeddings in the file of a key, from its start: their bytes, uint8 [nbytes], every one of them checked.
+    """Read and check the file of a key, from its start; return its format and matrix, uint8 [nbytes].
 
-    Raises DamagedEntryError when they are not what was written for that key, and OSError where it cannot be read.
+    Raises DamagedEntryError for any other content than the one written for that key. Raises OSError for a file that
+    cannot be read.
     """
     header = _read(file, HEADER_BYTES).tobytes()
     form = _parsed(file, header)

@@ -1,8 +1,8 @@
-"""Decoded frames to patches on the tower's device: the bits of `processors.resize`, which does it on the CPU.
+"""Resizes decoded frames to patches on the tower's device, with the same bits as `processors.resize` on the CPU.
 
-There torch resizes 8-bit pictures in whole numbers: weights are rounded to 16 bits, each output is a sum of products,
-rounded and clamped to 8 bits, along the width first, then along the height. Such sums are the same in any order and on
-any device. Weights are made on the host, in float64 as torch makes them (`HelperInterpBase` of ATen's
+On the CPU torch resizes 8-bit pictures in whole numbers, along the width first, then along the height. Weights are
+rounded to 16 bits. Each output is a sum of products, rounded and clamped to 8 bits. Such sums are the same in any order
+and on any device. Weights are made on the host in float64, as torch makes them (`HelperInterpBase` of ATen's
 UpSampleKernel.cpp). Nothing waits for the device.
 """
 
@@ -18,12 +18,14 @@ from processors.inputs import Resizing
 from vlmserve_common.compute.transfers import transfers_for
 
 _MOST_SUMS = 1 << 23
-"""Outputs that are computed together: of each there are 9 bytes at a time, beside what is returned."""
+"""Outputs that are computed together. Each takes 9 bytes of scratch memory."""
 
 
 def original_patches(frames: torch.Tensor, grid: tuple[int, int], how: Resizing) -> torch.Tensor:
-    """uint8 [n, depth, H, W, 3] -> uint8 [n * h * w, 3 * depth * patch_size**2], n temporal patches of that grid, as
-    `processors.resize.frames_to_patches` has them."""
+    """Resize and cut n temporal patches uint8 [n, depth, H, W, 3] to uint8 [n * h * w, 3 * depth * patch_size**2].
+
+    `grid`: (h, w). The order is that of `processors.resize.frames_to_patches`.
+    """
     patch, merge = how.patch_size, how.merge_size
     count, depth, *_ = frames.shape
     resized = resize(frames.flatten(0, 1), grid[0] * patch, grid[1] * patch, how.mode)
@@ -32,9 +34,10 @@ def original_patches(frames: torch.Tensor, grid: tuple[int, int], how: Resizing)
 
 
 def resize(frames: torch.Tensor, height: int, width: int, mode: str) -> torch.Tensor:
-    """uint8 [n, H, W, C] -> uint8 [n, height, width, C], to the bit `processors.resize.resize_frames` on the CPU.
+    """Resize uint8 [n, H, W, C] to uint8 [n, height, width, C], bit for bit as `processors.resize.resize_frames` on the
+    CPU.
 
-    mode: of `processors.resize.RESAMPLING`.
+    `mode`: one of `processors.resize.RESAMPLING`.
     """
     count, source_height, source_width, channels = frames.shape
     axes = [make_taps(source_width, width, mode), make_taps(source_height, height, mode)]
@@ -50,10 +53,10 @@ def resize(frames: torch.Tensor, height: int, width: int, mode: str) -> torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """What each output along an axis is a sum of.
+    """The weighted inputs of each output along an axis.
 
-    table: int32 [2, taps, outputs]: inputs, and their weights; an output that has fewer has some of weight 0.
-    precision: bits of weights below the point.
+    `table`: int32 [2, taps, outputs], inputs and their weights. Outputs with fewer inputs are filled up with weight 0.
+    `precision`: bits of weights below the point.
     """
 
     table: np.ndarray
@@ -61,7 +64,7 @@ class Taps:
 
 
 def make_taps(source: int, target: int, mode: str) -> Taps:
-    """Of an axis of `source` inputs and `target` outputs."""
+    """Make the taps of an axis of `source` inputs and `target` outputs."""
     reach, weigh = _FILTERS[mode]
     scale = source / target
     wide = max(scale, 1.0)  # antialiasing: a filter reaches over what an output stands for, at least
@@ -75,7 +78,7 @@ def make_taps(source: int, target: int, mode: str) -> Taps:
         row[:] = np.where(tap < count, weigh(np.abs((tap + first - center + 0.5) * (1.0 / wide))), 0.0)
         total += row
     weights /= total
-    # As many bits as leave the largest weight within 16
+    # the most bits that keep the largest weight within 16
     largest = float(weights.max())
     precision = next((bits for bits in range(22) if int(0.5 + largest * 2 ** (bits + 1)) >= 1 << 15), 22)
     scaled = weights * 2**precision
@@ -85,7 +88,7 @@ def make_taps(source: int, target: int, mode: str) -> Taps:
 
 
 def _resample(x: torch.Tensor, table: torch.Tensor, precision: int) -> torch.Tensor:
-    """uint8 [n, inputs, c] -> uint8 [n, outputs, c]."""
+    """Resample uint8 [n, inputs, c] to uint8 [n, outputs, c]."""
     count, _, channels = x.shape
     at_once = max(1, _MOST_SUMS // (count * channels))
     parts = []
@@ -103,7 +106,7 @@ def _linear(x: np.ndarray) -> np.ndarray:
 
 
 def _cubic(x: np.ndarray) -> np.ndarray:
-    """Keys' filter with a = -0.5, as Pillow has it. Distances that are never negative."""
+    """Evaluate Keys' filter with a = -0.5, as Pillow has it, at distances that are never negative."""
     near = (1.5 * x - 2.5) * x * x + 1.0
     far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
@@ -113,4 +116,4 @@ _FILTERS: dict[str, tuple[float, Callable[[np.ndarray], np.ndarray]]] = {
     "bilinear": (1.0, _linear),
     "bicubic": (2.0, _cubic),
 }
-"""How far each mode reaches, in outputs, and the weight of a distance."""
+"""How far each mode reaches, in outputs, and its weight for a distance."""

@@ -1,4 +1,4 @@
-"""What an encoder worker and its keeper say to each other, and how. Needs no torch."""
+"""Messages between an encoder worker and its keeper, and their channel. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias, get_args
 import numpy as np
 
 from vision.towers.temporal_patch import EncodeBatch
-from vlmserve_common.transport import channel as common
+from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame
 
@@ -18,9 +18,9 @@ from vlmserve_common.transport.wire import Frame
 class RowsHandle:
     """Rows [sum of row_counts, width] of a batch in a GPU's memory, for CUDA IPC (`vision.workers.cuda_rows`).
 
-    row_counts: of each temporal patch. dtype: see `compute.tensors`. device: number of the GPU. memory: handle of an
-    allocation in which they take `nbytes` from `offset` on. counter, counter_offset: where torch counts who has it
-    open. event, event_sync: of what computed them.
+    `row_counts`: of each temporal patch. `dtype`: see `compute.tensors`. `device`: number of the GPU. `memory`: handle
+    of an allocation; the rows are its `nbytes` from `offset` on. `counter`, `counter_offset`: where torch counts the
+    processes that have it open. `event`, `event_sync`: the end of the computation.
     """
 
     row_counts: tuple[int, ...]
@@ -38,8 +38,10 @@ class RowsHandle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeDone:
-    """rows: of each temporal patch [n, row width], of `dtype` (`compute.tensors`). lent: where they are instead,
-    until a `RowsTaken`. error: why there are none."""
+    """A batch is encoded. `rows`: of each temporal patch [n, row width], in `dtype` (`compute.tensors`).
+
+    `lent`: where the rows are instead, until a `RowsTaken`. `error`: why there are none.
+    """
 
     number: int
     rows: tuple[np.ndarray, ...] = ()
@@ -50,7 +52,7 @@ class EncodeDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsOffer:
-    """A worker's first message, where rows may come by CUDA IPC: some to try it with. error: why there are none."""
+    """A worker's first message if rows can come by CUDA IPC: some rows for a trial. `error`: why there are none."""
 
     trial: RowsHandle | None = None
     error: str = ""
@@ -58,14 +60,14 @@ class RowsOffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsAnswer:
-    """What follows: whether rows are to be lent from now on."""
+    """The keeper's answer: whether to lend rows from now on."""
 
     lend: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsTaken:
-    """The rows of a batch were copied, or never will be: their memory is free."""
+    """The rows of a batch were copied, or never will be. Their memory is free."""
 
     number: int
 
@@ -73,9 +75,9 @@ class RowsTaken:
 Message: TypeAlias = EncodeBatch | EncodeDone | RowsOffer | RowsAnswer | RowsTaken
 
 
-class MessageChannel(common.MessageChannel):
-    """See `vlmserve_common.transport.channel`."""
-
-    def __init__(self, send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays) -> None:
-        types = get_args(Message)
-        super().__init__(send, receive, send_types=types, receive_types=types, shared=shared)
+def encoder_channel(
+    send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays
+) -> MessageChannel:
+    """Return one side's channel for these messages."""
+    types = get_args(Message)
+    return MessageChannel(send, receive, send_types=types, receive_types=types, shared=shared)

@@ -1,6 +1,6 @@
-"""A media worker: a process that makes patches of one medium after the other, right where its parent will see them.
+"""A media worker: a process that makes patches of one medium after the other, in memory that its parent shares.
 
-What it opens comes from strangers, so the kernel limits what it may take (`vlmserve_common.process.limits`).
+Its files come from strangers, so the kernel limits the resources that it can take (`vlmserve_common.process.limits`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _BYTES_PER_FRAME_PIXEL = 128  # of a clip: 17 frames of 10 bits without subsampl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaWorkerSettings:
-    """What a worker is told when it starts.
+    """Settings that a worker gets when it starts.
 
-    processor, config, limits: the checkpoint's. shared_dir: an existing private directory for `SharedArrays`, on tmpfs.
-    picture_cpu_s, video_cpu_s: CPU time after which the kernel ends it, for one of these.
+    `processor`, `config`, `limits`: the checkpoint's. `shared_dir`: an existing private directory for `SharedArrays`,
+    on tmpfs. `picture_cpu_s`, `video_cpu_s`: CPU seconds for one medium, after which the kernel ends the worker.
     """
 
     processor: type[MultimodalProcessor]
@@ -58,7 +58,7 @@ class MediaWorkerSettings:
 
     @property
     def memory_bytes(self) -> int:
-        """What the largest media allowed may take."""
+        """The memory that the largest allowed media can take."""
         pixels, frame_pixels = self.limits.decode.max_image_pixels, self.limits.video.max_frame_pixels
         return _FIXED_BYTES + max(_BYTES_PER_PIXEL * pixels, _BYTES_PER_FRAME_PIXEL * frame_pixels)
 
@@ -68,7 +68,7 @@ def run_worker(
     settings: MediaWorkerSettings,
     make_maker: Callable[[MultimodalProcessor], DirectMaker] = DirectMaker,
 ) -> None:
-    """Say that it is ready, and process what comes; the process ends with its parent (`process.child`)."""
+    """Report that the worker is ready, then process media. The process ends with its parent (`process.child`)."""
     import torch  # here: the parent imports this module, too, and does without
 
     torch.set_num_threads(1)
@@ -127,7 +127,7 @@ def _make(maker: DirectMaker, work: MediaWork) -> ProcessedMedium:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it, or what it came from, says so; torch has no class for that on a CPU."""
+    """Return True if the error, or one of its causes, says so. torch has no class for that on a CPU."""
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
             return True

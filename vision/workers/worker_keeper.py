@@ -1,10 +1,10 @@
 """Keeps one encoder worker running, hands it its batches and takes its results.
 
-Three threads, so that whoever submits a batch never waits: the keeper's reads from the process; while that lives,
-another packs batches and writes to it, and a third shuts the pipe when it is too long over a batch. That is handled as
-a death is, in this order: the pipe is shut, the writer ends, the process is reaped, its blocks of shared memory and
-those on the way to it are freed, its batches fail, and only then is it started again. Rows that it lent from its GPU's
-memory are copied in the reading thread, and count if it was alive at the end of that.
+There are three threads, so that submitting a batch never waits. The keeper's thread reads from the process. While the
+process lives, a second thread packs batches and writes to it, and a third shuts the pipe when a batch takes too long. A
+shut pipe is handled like a death, in this order: the writer ends, the process is reaped, its blocks of shared memory
+and those on the way to it are freed, its batches fail, and only then it is started again. Rows that it lent from its
+GPU's memory are copied in the reading thread. They count only if the worker was alive at the end of the copy.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from typing import Any, TypeAlias
 
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
-from vision.workers.channel import EncodeDone, MessageChannel, RowsAnswer, RowsOffer, RowsTaken
 from vision.workers.cuda_rows import RowsBorrower, try_out
+from vision.workers.encoder_messages import EncodeDone, RowsAnswer, RowsOffer, RowsTaken, encoder_channel
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.compute.tensors import from_array
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import ChildProcess, Parent
 from vlmserve_common.process.keeper import ProcessKeeper, ProcessPlan
+from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame
 
 logger = logging.getLogger(__name__)
 
 WorkerMain: TypeAlias = Callable[[Parent, WorkerSettings, str], None]
-"""A worker's work; see `vision.workers.start`."""
+"""A worker's main function; see `vision.workers.start`."""
 
 
 class WorkerKeeper:
-    """One worker and its batches. deliver: takes every result, in a thread of this object's; must not block. borrower:
-    copies what it lends, if it does. clock: in seconds.
+    """One worker and its batches. It does not start again with another tower than the first one.
 
-    With another tower than at first, it does not start again.
+    `deliver`: takes every result, in a thread of this object; must not block. `borrower`: copies rows that the worker
+    lends. `clock`: in seconds.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class WorkerKeeper:
         self._shared = SharedArrays(settings.shared_dir)
         self._changed = threading.Condition()
         self._unsent: deque[EncodeBatch] = deque()
-        self._sent: dict[int, Sequence[Frame]] = {}  # in order: number -> what is needed to discard the message
+        self._sent: dict[int, Sequence[Frame]] = {}  # in order: number -> frames, to discard the message
         self._taken: deque[int] = deque()  # batches whose rows the worker need not keep, which it is still to be told
         self._turn_began_s = 0.0  # when the first of the batches that the worker owes had its turn
         self._overdue = ""
@@ -89,7 +90,7 @@ class WorkerKeeper:
         return not self._given_up
 
     def submit(self, batch: EncodeBatch) -> None:
-        """Queue a batch for the worker. It fails at once if the worker was given up; it is forgotten after `close`."""
+        """Queue a batch for the worker. It fails at once if the worker was given up, and is forgotten after `close`."""
         with self._changed:
             if not self._given_up:
                 if not self._sent and not self._unsent:
@@ -100,24 +101,23 @@ class WorkerKeeper:
         self._deliver(EncodeResult(number=batch.number, embeds=None, error=self._given_up, untried=True))
 
     def begin_close(self) -> None:
-        """Tell the worker to end."""
         self._process.begin_close()
 
     def close(self) -> None:
-        """End the worker; see `ProcessKeeper`."""
+        """End the worker (see `ProcessKeeper`)."""
         self._process.close()
 
     def begin(self, child: ChildProcess, report: dict[str, Any]) -> None:
-        """See `Life`."""
+        """Open the channel to a new process (see `Life`)."""
         first = self.first_start
         if first.done() and first.exception() is None and first.result() != report:
             raise EngineError(f"{self._title} found other weights or settings in {self._settings.model} than before")
-        self._channel = MessageChannel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
+        self._channel = encoder_channel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
         with self._changed:
             self._child, self._overdue, self._turn_began_s = child, "", self._clock()
 
     def live(self, child: ChildProcess) -> None:
-        """See `Life`."""
+        """Take results until the process ends (see `Life`)."""
         self._help("watch", self._watch, child)
         try:
             if self._may_lend:
@@ -131,7 +131,7 @@ class WorkerKeeper:
             raise
 
     def let_go(self) -> None:
-        """See `Life`."""
+        """End the helper threads (see `Life`)."""
         with self._changed:
             self._child = None
             self._taken.clear()
@@ -140,7 +140,7 @@ class WorkerKeeper:
             self._helpers.pop().join()
 
     def ended(self, reason: str, *, down: bool) -> None:
-        """See `Life`. Only the batch that the worker was given first of those that it owes can be what ended it."""
+        """Fail the batches (see `Life`). Only the first batch that the worker still owes can have ended it."""
         self._borrower.worker_gone()
         with self._changed:
             sent, unsent = dict(self._sent), [batch.number for batch in self._unsent]
@@ -155,7 +155,7 @@ class WorkerKeeper:
             self._deliver(EncodeResult(number=number, embeds=None, error=reason, untried=number != first))
 
     def _help(self, what: str, run: Callable[..., None], *args: object) -> None:
-        """In a thread that ends when the process is let go of."""
+        """Run a function in a thread that ends when the process is let go."""
         helper = threading.Thread(target=run, args=args, name=f"{self._name}-{what}", daemon=True)
         self._helpers.append(helper)
         helper.start()
@@ -190,7 +190,7 @@ class WorkerKeeper:
         self._deliver(EncodeResult(number=done.number, embeds=embeds, error=error, untried=untried))
 
     def _watch(self, child: ChildProcess) -> None:
-        """Have a child ended that does not end a batch in time: it may hang without dying."""
+        """End a child that does not finish a batch in time: it may hang without dying."""
         limit_s = self._settings.batch_timeout_s
         with self._changed:
             while self._child is child:
@@ -204,7 +204,7 @@ class WorkerKeeper:
 
     def _write(self, child: ChildProcess, channel: MessageChannel) -> None:
         """Send batches to a child until it is gone."""
-        with contextlib.suppress(OSError):  # whoever reads from it sees that it is gone, too
+        with contextlib.suppress(OSError):  # the reading thread sees its end, too
             while self._write_next(child, channel):
                 pass
 

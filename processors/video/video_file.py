@@ -1,4 +1,4 @@
-"""A video file in memory, opened by PyAV within limits. The content decides its format."""
+"""Opens a video file in memory by PyAV, within limits. The content decides its format."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from av.container import InputContainer
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
-from processors.formats import INVALID_VIDEO, file_format
-from processors.plain_words import first_bytes
-from processors.plain_words import words as plain_words
+from processors.formats import INVALID_VIDEO, file_format, first_bytes
+from processors.formats import words as plain_words
 from processors.video.options import VideoLimits
 from vlmserve_common.errors import BadRequestError
 
 MAX_RATE = 240
-"""Frames a second of the fastest clip: together with its duration it bounds the list of frames."""
+"""Frames per second of the fastest clip. Together with the duration it bounds the list of frames."""
 
 
 class VideoFile:
-    """Raises BadRequestError for what is no video. format: FFmpeg's name of it."""
+    """A video file. Raises BadRequestError if it is none. `format`: FFmpeg's name of its format."""
 
     def __init__(self, data: bytes, limits: VideoLimits) -> None:
         self.data = data
@@ -31,8 +30,10 @@ class VideoFile:
 
     @contextlib.contextmanager
     def open(self, threads: int) -> Iterator[tuple[InputContainer, VideoStream]]:
-        """Its video stream, to be decoded by so many threads. Raises BadRequestError, also for what FFmpeg raises
-        meanwhile. Several may be open at a time."""
+        """Open the video stream, to be decoded by so many threads. Several can be open at a time.
+
+        Raises BadRequestError, also for errors of FFmpeg inside the `with` block.
+        """
         # max_pixels makes FFmpeg refuse frames before it allocates them.
         options = {"max_pixels": str(self.limits.max_frame_pixels)}
         try:
@@ -58,7 +59,7 @@ class VideoFile:
 
 
 def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:
-    """Raises BadRequestError for a frame above the limit."""
+    """Raise BadRequestError for a frame above the limit."""
     if width * height > limits.max_frame_pixels:
         raise BadRequestError(
             f"a video of {width}x{height} = {width * height} pixels a frame; the limit is {limits.max_frame_pixels} "
@@ -68,12 +69,12 @@ def check_frame_size(width: int, height: int, limits: VideoLimits) -> None:
 
 
 def broken(why: str) -> BadRequestError:
-    """What is said of a file that is damaged, or not whole."""
+    """Return the error of a file that is damaged or incomplete."""
     return BadRequestError(f"the video is broken or cut off: {why}", code=INVALID_VIDEO)
 
 
 def words(error: Exception) -> str:
-    """Of an error of FFmpeg's."""
+    """Return the words of an FFmpeg error."""
     return getattr(error, "strerror", None) or plain_words(error)
 
 
@@ -93,7 +94,7 @@ def _format_of(data: bytes) -> str:
 
 
 def _video_stream(container: InputContainer) -> VideoStream:
-    """The first one that is no cover."""
+    """Return the first video stream that is not a cover."""
     streams = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
     if streams:
         return streams[0]
