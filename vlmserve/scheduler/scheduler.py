@@ -239,7 +239,8 @@ class Scheduler:
             drain |= not prompts and not decoding
         found = bool(prompts or decoding)
         alternate = not mixed or (encodes and self.encoder.has_work and len(self.running_batch) > 0)
-        self.due = Due(decode=bool(prompts) and alternate, drain=drain, urgent=None if found else self.due.urgent)
+        decode = bool(prompts) and alternate and not drain  # once drained, the place is taken first
+        self.due = Due(decode=decode, drain=drain, urgent=None if found else self.due.urgent)
         return self._make_batch(prompts, decoding) if found else None
 
     def _decodable(self) -> list[Req]:
